@@ -1,12 +1,11 @@
 //! The handle of an allocator: opening and closing one, what it consists of, its limit.
 
-use std::any::Any;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use aquifer_device::fork::{self, Mutex};
-use aquifer_device::{Device, Operation};
+use aquifer_device::{Device, DeviceError, Operation, Stream};
 
 use crate::accounting::attribution::Outside;
 use crate::accounting::counters::Hot;
@@ -21,7 +20,7 @@ use crate::recovery::hooks::Hooks;
 use crate::request::Request;
 use crate::size_class::{MIN_BLOCK, SizeClasses};
 use crate::state::shared::SharedState;
-use crate::state::{AllocatorState, Service, close_abandoned, special};
+use crate::state::{AllocatorState, close_abandoned, special};
 use crate::tags::Tag;
 
 /// The alignment that every allocation has, in bytes.
@@ -33,7 +32,7 @@ pub const ALIGNMENT: u64 = MIN_BLOCK;
 /// An allocation is for one stream: work enqueued there from now on may use it. When its handle is
 /// dropped, the stream's later allocations may reuse the memory at once, without waiting for the
 /// device. To use it on other streams as well, see [`crate::Allocation::record_stream`], or use a
-/// [`crate::Buffer`] and [`crate::AccessGuard`]s.
+/// [`crate::Storage`] and [`crate::AccessGuard`]s.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config};
@@ -89,8 +88,8 @@ pub(crate) struct Inner {
     pub(crate) mark: u32,
     /// Why memory comes in segments, whose free pieces are counted; `None` if it is mapped.
     segments: Option<WhySegments>,
-    /// What other crates keep for the allocator's buffers, one of each type.
-    services: Mutex<Vec<Service>>,
+    /// See [`Allocator::ready_stream`].
+    ready_stream: OnceLock<Stream>,
     /// What was seen of the device's memory that no allocator holds.
     outside: Mutex<Outside>,
 }
@@ -117,9 +116,9 @@ impl Drop for Inner {
         if fork::is_child() {
             return;
         }
-        let services = std::mem::take(self.services.get_mut());
-        if !services.is_empty() {
-            self.device.drop_later(Box::new(services));
+        // The last owner may be a buffer, whose drop makes no driver call.
+        if let Some(stream) = self.ready_stream.take() {
+            self.device.drop_later(Box::new(stream));
         }
         self.state.close();
     }
@@ -128,7 +127,7 @@ impl Drop for Inner {
 impl Allocator {
     /// An allocator for `device`, configured by a [`Config`], or by options as text, such as
     /// `"limit_mb:4096"`. The rest of the process does not share it;
-    /// [`crate::DeviceAllocator::allocator`] gives one that it does.
+    /// [`Allocator::of`] gives one that it does.
     ///
     /// # Errors
     /// When the configuration contradicts itself, or the driver cannot tell the device's memory.
@@ -193,7 +192,7 @@ impl Allocator {
             tagged,
             mark: if state.watches_blocks() { WATCHED } else { 0 },
             segments,
-            services: Mutex::default(),
+            ready_stream: OnceLock::new(),
             outside: Mutex::new(outside),
         };
         let inner = Arc::new(inner);
@@ -201,24 +200,15 @@ impl Allocator {
         Ok(Allocator::of_inner(inner))
     }
 
-    /// What another crate keeps for the allocator's buffers, one of each type: made at the first
-    /// call, and dropped once the allocator is closed and driver calls are allowed. It must not
-    /// hold the allocator.
-    pub(crate) fn service<S: Any + Send + Sync, E>(&self, make: impl FnOnce() -> Result<S, E>) -> Result<Arc<S>, E> {
-        let find = |services: &[Service]| services.iter().find_map(|service| service.clone().downcast().ok());
-        if let Some(service) = find(&self.inner.services.lock()) {
-            return Ok(service);
+    /// The stream that memory which no work uses any more is allocated for ([`crate::raw::ready`]).
+    /// Nothing is enqueued on it but waits, so memory that it owns is unused as soon as what it
+    /// waits for is done.
+    pub(crate) fn ready_stream(&self) -> Result<&Stream, DeviceError> {
+        if let Some(stream) = self.inner.ready_stream.get() {
+            return Ok(stream);
         }
-        // Without the lock, as this may call the driver. If two threads come here, the first one's
-        // is taken.
-        let made = Arc::new(make()?);
-        let mut services = self.inner.services.lock();
-        if let Some(service) = find(&services) {
-            drop(services);
-            return Ok(service);
-        }
-        services.push(made.clone());
-        Ok(made)
+        let made = self.device().stream()?;
+        Ok(self.inner.ready_stream.get_or_init(|| made))
     }
 
     pub(crate) fn inner(&self) -> &Arc<Inner> {

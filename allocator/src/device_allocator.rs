@@ -13,53 +13,47 @@ use crate::error::AllocError;
 /// that there is one.
 static SHARED: Mutex<Vec<(u32, Weak<Inner>)>> = Mutex::new(Vec::new());
 
-/// The process's allocator of a device, as a method of [`Device`].
-pub trait DeviceAllocator {
-    /// The allocator of this device that all parts of the process share, so that memory which one
-    /// of them no longer needs serves the others. The first call makes it, as the environment says
+impl Allocator {
+    /// The allocator of a device that all parts of the process share, so that memory which one of
+    /// them no longer needs serves the others. The first call makes it, as the environment says
     /// ([`Config::from_env`]).
     ///
     /// It is open while a handle or a buffer of it exists; the next call makes a new one.
     /// [`Allocator::new`] makes one that is not shared.
     ///
     /// ```
-    /// use aquifer_allocator::DeviceAllocator as _;
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let (memory, stream) = (device.allocator()?, device.stream()?);
-    /// let buffer = memory.alloc::<f32>(1000, &stream)?;
-    /// assert_eq!(device.allocator()?.memory_allocated(), memory.memory_allocated());
+    /// use aquifer_allocator::Allocator;
+    /// let device = aquifer_sim::open("24GiB")?;
+    /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+    /// let block = memory.alloc_bytes(4000, &stream)?;
+    /// assert_eq!(Allocator::of(&device)?.memory_allocated(), memory.memory_allocated());
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
     /// # Errors
     /// At the first call: a wrong configuration in the environment, and errors of the driver.
-    fn allocator(&self) -> Result<Allocator, AllocError>;
+    pub fn of(device: &Device) -> Result<Allocator, AllocError> {
+        shared(device, |open| match open {
+            Some(open) => Ok(open),
+            None => Allocator::new(device, Config::from_env()?),
+        })
+    }
 
-    /// As [`DeviceAllocator::allocator`], configured by `config` instead of by the environment: a
-    /// [`Config`], or options as text, such as `"limit_mb:4096"`. Call it before any other part of
-    /// the process asks for the allocator.
+    /// As [`Allocator::of`], configured by `config` instead of by the environment: a [`Config`], or
+    /// options as text, such as `"limit_mb:4096"`. Call it before any other part of the process
+    /// asks for the allocator.
     ///
     /// # Errors
     /// [`AllocError::AlreadyOpen`] if the shared allocator is open; a configuration that
     /// contradicts itself, and errors of the driver.
-    fn allocator_with(&self, config: impl TryInto<Config, Error: Into<AllocError>>) -> Result<Allocator, AllocError>;
-}
-
-impl DeviceAllocator for Device {
-    fn allocator(&self) -> Result<Allocator, AllocError> {
-        shared(self, |open| match open {
-            Some(open) => Ok(open),
-            None => Allocator::new(self, Config::from_env()?),
-        })
-    }
-
-    fn allocator_with(&self, config: impl TryInto<Config, Error: Into<AllocError>>) -> Result<Allocator, AllocError> {
+    pub fn of_with(
+        device: &Device,
+        config: impl TryInto<Config, Error: Into<AllocError>>,
+    ) -> Result<Allocator, AllocError> {
         let config = config.try_into().map_err(Into::into)?;
-        shared(self, |open| match open {
-            Some(_) => Err(AllocError::AlreadyOpen { device: self.label() }),
-            None => Allocator::new(self, config),
+        shared(device, |open| match open {
+            Some(_) => Err(AllocError::AlreadyOpen { device: device.label() }),
+            None => Allocator::new(device, config),
         })
     }
 }
@@ -98,35 +92,35 @@ mod tests {
     fn all_parts_of_a_process_get_one_allocator_of_a_device() {
         let (device, other) = (device(), device());
         let allocators: Vec<Allocator> = std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| device.allocator().unwrap())).collect();
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| Allocator::of(&device).unwrap())).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
         assert!(allocators.iter().all(|allocator| Arc::ptr_eq(allocator.inner(), allocators[0].inner())));
-        assert!(!Arc::ptr_eq(other.allocator().unwrap().inner(), allocators[0].inner()));
+        assert!(!Arc::ptr_eq(Allocator::of(&other).unwrap().inner(), allocators[0].inner()));
     }
 
     #[test]
     fn the_shared_allocator_can_be_configured_before_its_first_use_alone() {
         let device = device();
-        assert!(matches!(device.allocator_with("limit:100"), Err(AllocError::Config(_))));
+        assert!(matches!(Allocator::of_with(&device, "limit:100"), Err(AllocError::Config(_))));
         let config = || Config::parse("limit_mb:100").unwrap();
-        let memory = device.allocator_with("limit_mb:100").unwrap();
-        assert_eq!(device.allocator().unwrap().limit(), Some(100 << 20));
-        let error = device.allocator_with(config()).unwrap_err();
+        let memory = Allocator::of_with(&device, "limit_mb:100").unwrap();
+        assert_eq!(Allocator::of(&device).unwrap().limit(), Some(100 << 20));
+        let error = Allocator::of_with(&device, config()).unwrap_err();
         assert!(matches!(error, AllocError::AlreadyOpen { .. }), "{error}");
         drop(memory);
-        drop(device.allocator_with(config()).unwrap());
+        drop(Allocator::of_with(&device, config()).unwrap());
     }
 
     #[test]
-    fn a_buffer_keeps_the_shared_allocator_open() {
+    fn memory_keeps_the_shared_allocator_open() {
         let device = device();
         let stream = device.stream().unwrap();
-        let buffer = device.allocator().unwrap().alloc::<u8>(1000, &stream).unwrap();
-        assert_eq!(device.allocator().unwrap().memory_allocated(), 1024);
-        let allocator = Arc::downgrade(buffer.allocator().inner());
-        drop(buffer);
+        let storage = Allocator::of(&device).unwrap().alloc_storage(1000, 1, &stream).unwrap();
+        assert_eq!(Allocator::of(&device).unwrap().memory_allocated(), 1024);
+        let allocator = Arc::downgrade(storage.allocator().inner());
+        drop(storage);
         assert!(allocator.upgrade().is_none());
-        assert_eq!(device.allocator().unwrap().memory_reserved(), 0);
+        assert_eq!(Allocator::of(&device).unwrap().memory_reserved(), 0);
     }
 }

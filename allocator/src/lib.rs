@@ -10,8 +10,8 @@
 //! * Where there is none it climbs a ladder: other streams' blocks, more memory from the device,
 //!   release of unused memory, waits, reclaimers. The ladder ends in an [`OomReport`], which says
 //!   what is in the way and what helps.
-//! * The caller gets an [`Allocation`], or a typed [`Buffer`]. A [`AccessGuard`] orders a stream's
-//!   work with a buffer after other streams' work.
+//! * The caller gets an [`Allocation`], or a [`Storage`], which several handles share. An
+//!   [`AccessGuard`] orders a stream's work with a storage after other streams' work.
 //! * [`PrivatePool`]s serve a thread or a graph capture separately; [`Growable`] memory grows in
 //!   place.
 //!
@@ -55,7 +55,6 @@ mod allocation;
 mod allocator;
 mod api;
 mod backing;
-mod buffer;
 pub mod config;
 mod cross_stream;
 mod device_allocator;
@@ -75,6 +74,7 @@ mod request;
 pub mod size_class;
 pub mod snapshot;
 mod state;
+mod storage;
 mod sync;
 mod tags;
 
@@ -82,11 +82,7 @@ pub use accounting::{Attribution, Fragmentation, FreeSizes, MemoryStats, PoolSta
 pub use allocation::Allocation;
 pub use allocator::{ALIGNMENT, Allocator};
 pub use backing::{Contents, Exportable, Growable, Part, PinnedMapping, Refusal, SleepOptions, WhySegments};
-pub use buffer::{
-    Access, AccessGuard, Bound, Buffer, Reservation, Storage, StreamAccess, View, ViewMut, WithError, read, write,
-};
 pub use config::Config;
-pub use device_allocator::DeviceAllocator;
 pub use error::AllocError;
 pub use format::Bytes;
 pub use history::{Action, HistoryOptions};
@@ -98,29 +94,19 @@ pub use raw::{RawOwner, owner_of};
 pub use recovery::{Advice, MappingChange, OomReport, ReclaimRequest, Reclaimed, Registration};
 pub use snapshot::Snapshot;
 pub use state::close_abandoned;
+pub use storage::{AccessGuard, Reservation, Storage};
 pub use tags::TagScope;
 
 /// For the other crates of Aquifer. It may change in any release.
 #[doc(hidden)]
 pub mod internal {
-    use std::any::Any;
-    use std::sync::Arc;
-
     use crate::Allocator;
 
-    pub use crate::buffer::ranges::resolve;
-    pub use crate::buffer::record::AccessRecord;
+    pub use crate::storage::ranges::resolve;
+    pub use crate::storage::record::AccessRecord;
 
-    /// What another crate keeps for the allocator's buffers, one of each type: made at the first
-    /// call, and dropped once the allocator is closed and driver calls are allowed. It must not
-    /// hold the allocator.
-    ///
-    /// # Errors
-    /// Those of `make`.
-    pub fn service<S: Any + Send + Sync, E>(
-        allocator: &Allocator,
-        make: impl FnOnce() -> Result<S, E>,
-    ) -> Result<Arc<S>, E> {
-        allocator.service(make)
+    /// A number that no other open allocator of the process has.
+    pub fn identity(allocator: &Allocator) -> usize {
+        std::sync::Arc::as_ptr(allocator.inner()).addr()
     }
 }

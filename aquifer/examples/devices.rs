@@ -4,7 +4,7 @@ use aquifer::prelude::*;
 
 fn main() -> Result<(), aquifer::Error> {
     let devices = [aquifer::open("sim:24GiB")?, aquifer::open("sim:24GiB,ordinal=1")?]; // "cuda:0" and "cuda:1" on GPUs
-    let memory = [devices[0].allocator()?, devices[1].allocator()?];
+    let memory = [Allocator::of(&devices[0])?, Allocator::of(&devices[1])?];
     let streams = [devices[0].stream()?, devices[1].stream()?];
 
     // Half of the work on each device.

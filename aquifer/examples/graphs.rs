@@ -4,7 +4,7 @@ use aquifer::prelude::*;
 
 fn main() -> Result<(), aquifer::Error> {
     let device = aquifer::open("sim:24GiB,violations=panic")?;
-    let (memory, stream) = (device.allocator()?, device.stream()?);
+    let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
     let gradient = memory.from_slice(&[1.0_f32; 1024], &stream)?;
     let mut weights = memory.alloc_zeros::<f32>(1024, &stream)?;
     weights.axpy(-0.5, &gradient, &stream)?; // the first call loads the kernels, which no capture may
@@ -23,7 +23,7 @@ fn main() -> Result<(), aquifer::Error> {
     for _ in 0..10 {
         // The graph uses its buffers like any other work: this orders it with what other streams do
         // with them.
-        stream.with([read(&gradient), write(&mut weights)], |stream, _| graph.launch(stream))?;
+        with(&stream, [read(&gradient), write(&mut weights)], |stream, _| graph.launch(stream))?;
     }
     assert_eq!(weights.slice(..1).item(&stream)?, -0.5 - 10.0 * 0.25);
     Ok(())

@@ -1,15 +1,24 @@
-//! The error of programs.
+//! The error of programs. A message contains its `cause`; [`std::error::Error::source`] returns
+//! causes that the message does not contain.
+
+use std::any::Any;
+use std::panic::{RefUnwindSafe, UnwindSafe};
+use std::sync::Arc;
 
 use aquifer_allocator::config::ConfigError;
 use aquifer_allocator::snapshot::SaveError;
-use aquifer_allocator::{AllocError, OomReport, WithError};
+use aquifer_allocator::{AllocError, OomReport};
 use aquifer_device::{DeviceError, RequestError};
-use aquifer_kernels::KernelError;
-use aquifer_transfer::TransferError;
+use aquifer_kernels::{ConvertError, DType, KernelError};
 
+use crate::buffer::WithError;
+use crate::layout::LayoutError;
 use crate::open::OpenError;
+use crate::params::{CheckpointError, Listed, SetMismatch, Stray};
+use crate::tensor::OperandsError;
 
-/// Any error of Aquifer, for programs that need not tell them apart: `?` makes it of each.
+/// Any error of Aquifer. `?` converts the errors of its parts, too. What several parts can fail
+/// with has one variant, whichever part was asked.
 #[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -32,48 +41,259 @@ pub enum Error {
     /// A kernel was not launched.
     #[error(transparent)]
     Kernel(KernelError),
-    /// A copy, a tensor operation or a file failed.
+    /// Page-locked host memory ran out, by the pool's limit or the system's. Free some, raise the
+    /// limit, or allow pageable memory. Small copies and staging take from the same pool, so leave
+    /// them room under a limit.
+    #[error(
+        "out of page-locked host memory: {requested} bytes asked for, {reserved} held{}, {free} of them unused; {}",
+        limit.map_or(String::new(), |limit| format!(" of a limit of {limit}")), pinned_advice(*limit, source.is_some())
+    )]
+    OutOfPinned {
+        /// Bytes asked for, after rounding.
+        requested: u64,
+        /// Bytes that the pool holds.
+        reserved: u64,
+        /// Unused bytes of these, in pieces that do not serve the request.
+        free: u64,
+        /// The most bytes that the pool may hold.
+        limit: Option<u64>,
+        /// The refusal of the driver or the system.
+        source: Option<Box<Error>>,
+    },
+    /// The system has no memory, page-locked or not.
+    #[error("{bytes} bytes of host memory could not be allocated: {cause}")]
+    OutOfHostMemory {
+        /// Bytes asked for.
+        bytes: u64,
+        /// The error of the system.
+        cause: Arc<std::io::Error>,
+    },
+    /// The caller asked to page-lock memory of which a page is locked already. Use the buffer that
+    /// holds it, or memory that starts and ends at a page.
+    #[error("{bytes} bytes at {address:#x} are page-locked already, or share a page with memory that is: {cause}")]
+    AlreadyPinned {
+        /// The start of the memory.
+        address: u64,
+        /// Its length.
+        bytes: u64,
+        /// The error of the driver.
+        cause: DeviceError,
+    },
+    /// The caller asked for bytes as values of another type, but their length or alignment does not
+    /// fit.
+    #[error("{bytes} bytes at this address are not a whole number of aligned {to} values")]
+    BadCast {
+        /// Bytes there are.
+        bytes: u64,
+        /// Name of the type.
+        to: &'static str,
+    },
+    /// The caller passed two ends of different lengths.
+    #[error("a copy from {from} elements to {to}: both ends must have the same length")]
+    LengthMismatch {
+        /// Elements to copy.
+        from: u64,
+        /// Elements that there is room for.
+        to: u64,
+    },
+    /// The caller passed two ends of a copy that have memory in common.
+    #[error("a copy of {bytes} bytes to memory that overlaps what it reads")]
+    Overlap {
+        /// Bytes to copy.
+        bytes: u64,
+    },
+    /// The caller passed a region that cannot be copied.
+    #[error("the region cannot be copied: {reason}")]
+    Region {
+        /// The problem.
+        reason: &'static str,
+    },
+    /// The transfer was cancelled before it was complete. What it wrote so far is there, the rest
+    /// is as it was.
+    #[error("the transfer was cancelled")]
+    Cancelled,
+    /// The caller polled a transfer again after it had given its result.
+    #[error("the result of the transfer was taken already")]
+    AlreadyTaken,
+    /// Code that the caller passed panicked on a thread of the runtime.
+    #[error("{what} panicked: {message}")]
+    Panicked {
+        /// The code that panicked.
+        what: &'static str,
+        /// The message of the panic.
+        message: String,
+    },
+    /// The system refused to start a thread.
+    #[error("a thread for {what} could not be started: {cause}")]
+    Thread {
+        /// The purpose of the thread.
+        what: &'static str,
+        /// The error of the system.
+        cause: Arc<std::io::Error>,
+    },
+    /// A file could not be read.
+    #[error("{path}: {cause}")]
+    File {
+        /// The file.
+        path: String,
+        /// The error of the system.
+        cause: Arc<std::io::Error>,
+    },
+    /// The caller asked for a part of a file that reaches beyond its end.
+    #[error("{path} has {len} bytes: {bytes} from {offset} on reach beyond its end")]
+    FileTooShort {
+        /// The file.
+        path: String,
+        /// Its length in bytes.
+        len: u64,
+        /// The start of the part.
+        offset: u64,
+        /// Length of the part.
+        bytes: u64,
+    },
+    /// The caller asked for an impossible layout or view.
     #[error(transparent)]
-    Transfer(TransferError),
+    Layout(#[from] LayoutError),
+    /// The caller passed operands that do not fit each other. The error names all of them.
+    #[error(transparent)]
+    Operands(#[from] Box<OperandsError>),
+    /// The caller asked for elements of another dtype than the tensor has. Convert it first.
+    #[error("the tensor is of {is}, not of {needed}")]
+    WrongDType {
+        /// The dtype of the tensor.
+        is: DType,
+        /// The dtype asked for.
+        needed: DType,
+    },
+    /// The caller named a dtype that this version does not know.
+    #[error("unknown dtype {name:?}")]
+    NoDType {
+        /// The name.
+        name: String,
+    },
+    /// The caller asked for device memory of a tensor that is elsewhere. Move it first.
+    #[error("the tensor is on {place}, not on a device; move it with `Tensor::to`")]
+    NotOnDevice {
+        /// Its place.
+        place: String,
+    },
+    /// The caller asked for host memory of a tensor that is on a device. Bring it first.
+    #[error("the tensor is on {place}, not on the host; bring it with `Tensor::to_host`")]
+    NotOnHost {
+        /// Its place.
+        place: String,
+    },
+    /// The caller asked for one piece of memory of a tensor that is not one.
+    #[error("a tensor of {shape:?} with strides {strides:?} is not contiguous; make it so with `Tensor::contiguous`")]
+    NotContiguous {
+        /// Its extents.
+        shape: Vec<usize>,
+        /// Its strides.
+        strides: Vec<usize>,
+    },
+    /// The caller asked for the only element of a buffer or tensor that does not have exactly one.
+    #[error("a buffer or tensor of shape {shape:?} does not have exactly one element; use `to_vec`")]
+    NotOneElement {
+        /// Its extents.
+        shape: Vec<usize>,
+    },
+    /// Elements could not be converted.
+    #[error(transparent)]
+    Convert(#[from] ConvertError),
+    /// The caller passed an invalid name of a parameter, or one that is missing.
+    #[error("parameter {name:?} {problem}")]
+    ParamName {
+        /// The name.
+        name: String,
+        /// The problem.
+        problem: &'static str,
+    },
+    /// The caller asked the results of one batch for a download of another. Read it from the
+    /// results of the batch that it was added to.
+    #[error("the download belongs to another batch of copies than these results")]
+    OtherBatch,
+    /// The source of batches that the caller gave failed.
+    #[error("the source of batches failed: {cause}")]
+    Source {
+        /// The error of the source.
+        cause: Arc<dyn std::error::Error + Send + Sync>,
+    },
+    /// Parameters are not where all should be. Move the whole set.
+    #[error("some parameters are not on {place}: {}", Listed(strays))]
+    LeftBehind {
+        /// The place where they should be.
+        place: String,
+        /// Parameters in other places.
+        strays: Vec<Stray>,
+    },
+    /// A file of tensors is invalid.
+    #[error(transparent)]
+    Checkpoint(#[from] Box<CheckpointError>),
+    /// The caller loads files into a set that does not have the same tensors. All that differ are
+    /// named.
+    #[error(transparent)]
+    Mismatch(#[from] Box<SetMismatch>),
 }
 
 aquifer_device::debug_as_display!(Error);
 
-impl Error {
-    /// Whether memory was lacking, of the device or of the host, so that freeing some may help.
-    pub fn is_out_of_memory(&self) -> bool {
-        match self {
-            Error::Alloc(error) => error.is_out_of_memory(),
-            Error::Kernel(error) => error.is_out_of_memory(),
-            Error::Transfer(error) => error.is_out_of_memory(),
-            _ => self.device().is_some_and(DeviceError::is_out_of_memory),
+// A cause is only read.
+impl UnwindSafe for Error {}
+impl RefUnwindSafe for Error {}
+
+/// Advice about page-locked memory that ran out, which copies of the runtime need, too.
+fn pinned_advice(limit: Option<u64>, system_refused: bool) -> &'static str {
+    match limit {
+        Some(_) if !system_refused => {
+            "drop page-locked buffers or raise the limit (`PinnedPool::set_limit`); copies of ordinary memory need some, too"
         }
+        _ => "drop page-locked buffers, or let memory be pageable (`PinnedPool::alloc_or_pageable`)",
+    }
+}
+
+impl Error {
+    /// The error of foreign code that panicked.
+    #[cold]
+    pub(crate) fn panicked(what: &'static str, panic: &(dyn Any + Send)) -> Error {
+        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        let message = text.or_else(|| panic.downcast_ref::<String>().cloned());
+        Error::Panicked { what, message: message.unwrap_or_else(|| "no message".to_owned()) }
     }
 
-    /// Whether the device is gone, so that every later call fails too.
+    /// Whether memory ran out, on the host or on the device: freeing some may help.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, Error::OutOfPinned { .. } | Error::OutOfHostMemory { .. }) || self.is_out_of_device_memory()
+    }
+
+    /// Whether the device, not the host, ran out of memory.
+    pub(crate) fn is_out_of_device_memory(&self) -> bool {
+        self.alloc().is_some_and(AllocError::is_out_of_memory)
+            || self.device().is_some_and(DeviceError::is_out_of_memory)
+    }
+
+    /// Whether the device is lost: nothing on it will ever complete.
     /// [`Device::lost`](crate::Device::lost) says why.
     pub fn is_device_lost(&self) -> bool {
         self.device().is_some_and(DeviceError::is_device_lost)
     }
 
+    /// Whether the allocator sleeps, or is about to: retry once it is awake
+    /// ([`AllocError::Asleep`]).
+    pub fn is_asleep(&self) -> bool {
+        matches!(self.alloc(), Some(AllocError::Asleep))
+    }
+
     /// The report of an allocation that found no memory: what is held, and what helps.
     pub fn report(&self) -> Option<&OomReport> {
-        match self {
-            Error::Alloc(error) => error.report(),
-            Error::Kernel(error) => error.report(),
-            Error::Transfer(error) => error.report(),
-            _ => None,
-        }
+        self.alloc().and_then(AllocError::report)
     }
 
     /// What is wrong with the request, where the caller made it wrong, whichever part was asked.
     pub fn request(&self) -> Option<&RequestError> {
         match self {
             Error::Request(error) => Some(error),
-            Error::Alloc(error) => error.request(),
             Error::Kernel(error) => error.request(),
-            Error::Transfer(error) => error.request(),
-            _ => None,
+            _ => self.alloc().and_then(AllocError::request),
         }
     }
 
@@ -81,15 +301,20 @@ impl Error {
     pub fn device(&self) -> Option<&DeviceError> {
         match self {
             Error::Open(OpenError::Device(error)) | Error::Device(error) => Some(error),
-            Error::Alloc(error) => error.device(),
             Error::Kernel(error) => error.device(),
-            Error::Transfer(error) => error.device(),
+            _ => self.alloc().and_then(AllocError::device),
+        }
+    }
+
+    /// The allocator's error that is the cause, if it is one.
+    pub fn alloc(&self) -> Option<&AllocError> {
+        match self {
+            Error::Alloc(error) => Some(error),
+            Error::Kernel(error) => error.alloc(),
             _ => None,
         }
     }
 }
-
-// What several parts can fail with has one variant, whichever part was asked.
 
 impl From<AllocError> for Error {
     fn from(error: AllocError) -> Error {
@@ -112,15 +337,9 @@ impl From<KernelError> for Error {
     }
 }
 
-impl From<TransferError> for Error {
-    fn from(error: TransferError) -> Error {
-        match error {
-            TransferError::Request(error) => Error::Request(error),
-            TransferError::Device(error) => Error::Device(error),
-            TransferError::Alloc(error) => error.into(),
-            TransferError::Kernel(error) => error.into(),
-            error => Error::Transfer(error),
-        }
+impl From<ConfigError> for Error {
+    fn from(error: ConfigError) -> Error {
+        Error::Alloc(error.into())
     }
 }
 
@@ -131,17 +350,66 @@ impl From<aquifer_sim::SimConfigError> for Error {
     }
 }
 
-impl From<ConfigError> for Error {
-    fn from(error: ConfigError) -> Error {
-        Error::Alloc(error.into())
-    }
-}
-
 impl<E: Into<Error>> From<WithError<E>> for Error {
     fn from(error: WithError<E>) -> Error {
         match error {
             WithError::Work(error) => error.into(),
             WithError::Order(error) => error.into(),
+        }
+    }
+}
+
+/// For arguments that always name a place.
+impl From<std::convert::Infallible> for Error {
+    fn from(never: std::convert::Infallible) -> Error {
+        match never {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use aquifer_device::{Code, Operation};
+
+    use super::*;
+
+    #[test]
+    fn errors_have_the_kind_of_their_cause() {
+        let of = |code: Code| DeviceError::new(Operation::CreateEvent, code);
+        let ways: [fn(DeviceError) -> Error; 4] = [
+            Error::Device,
+            |error| Error::Alloc(AllocError::Device(error)),
+            |error| Error::Kernel(KernelError::Device(error)),
+            |error| Error::Kernel(KernelError::Order { kernel: "cast", cause: AllocError::Device(error) }),
+        ];
+        for way in ways {
+            let (lost, full, wrong) =
+                (way(of(Code::ILLEGAL_ADDRESS)), way(of(Code::OUT_OF_MEMORY)), way(of(Code::INVALID_VALUE)));
+            assert!(lost.is_device_lost() && !lost.is_out_of_memory(), "{lost}");
+            assert!(!full.is_device_lost() && full.is_out_of_memory(), "{full}");
+            assert!(!wrong.is_device_lost() && !wrong.is_out_of_memory(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn no_message_is_repeated_in_a_chain() {
+        let refused = DeviceError::new(Operation::HostRegister, Code::INVALID_VALUE);
+        let io = || Arc::new(std::io::Error::other("the disk is gone"));
+        let errors = [
+            Error::Kernel(KernelError::Order { kernel: "cast", cause: AllocError::Device(refused.clone()) }),
+            Error::AlreadyPinned { address: 4096, bytes: 1, cause: refused.clone() },
+            Error::OutOfHostMemory { bytes: 1, cause: io() },
+            Error::Thread { what: "a test", cause: io() },
+            Error::File { path: "model".to_owned(), cause: io() },
+            Error::Source { cause: Arc::from(Box::from("the disk is gone")) },
+            Error::Alloc(AllocError::Device(refused)),
+        ];
+        for error in errors {
+            let text = error.to_string();
+            let mut cause = std::error::Error::source(&error);
+            while let Some(error) = cause {
+                assert!(!text.contains(&error.to_string()), "{text}");
+                cause = error.source();
+            }
         }
     }
 }

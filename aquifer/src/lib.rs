@@ -5,9 +5,9 @@
 //! | --- | --- |
 //! | open a GPU, or a simulated one | [`open()`], [`open_best`] |
 //! | allocate | [allocate](#allocate): [`Allocator`], [`Buffer`] |
-//! | copy | [copy](#copy): [`BufferTransfers`](transfer::BufferTransfers) |
-//! | use several streams, or call my own kernels | [streams](#streams): [`StreamAccess::with`](memory::StreamAccess::with) |
-//! | keep a GPU busy with batches | [`Device::prefetch`](transfer::DeviceTransfers::prefetch), `examples/loader.rs` |
+//! | copy | [copy](#copy): [`Buffer`], [`PinnedBuffer`] |
+//! | use several streams, or call my own kernels | [streams](#streams): [`with`](buffer::with) |
+//! | keep a GPU busy with batches | [`Allocator::prefetch`], `examples/loader.rs` |
 //! | load a model | [load a model](#load-a-model): [`Tensor`], [`tensor::ParamSet`] |
 //! | recover when memory runs out | [out of memory](#out-of-memory): [`Error::is_out_of_memory`] |
 //! | know where memory went | [statistics](#statistics): [`Allocator::stats`], [`Allocator::snapshot`] |
@@ -20,15 +20,14 @@
 //!
 //! # Allocate
 //!
-//! A device has one allocator in a process
-//! ([`Device::allocator`](memory::DeviceAllocator::allocator)), which all parts of the program
+//! A device has one allocator in a process ([`Allocator::of`]), which all parts of the program
 //! share. A [`Buffer`] can be dropped at any time: its memory is reused once the device is done
 //! with it.
 //!
 //! ```
 //! use aquifer::prelude::*;
 //! let device = aquifer::open("sim:24GiB")?; // "cuda:0" on a GPU
-//! let (memory, stream) = (device.allocator()?, device.stream()?);
+//! let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
 //! let mut x = memory.alloc_zeros::<f32>(1024, &stream)?;
 //! x.slice_mut(..512).fill(1.0, &stream)?;
 //! let y = memory.from_slice(&[1.0_f32, 2.0, 3.0], &stream)?;
@@ -46,8 +45,8 @@
 //! ```
 //! use aquifer::prelude::*;
 //! # let device = aquifer::open("sim:24GiB")?;
-//! # let (memory, stream) = (device.allocator()?, device.stream()?);
-//! let pinned = device.pinned_from_slice(&[1.0_f32; 1000])?;
+//! # let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+//! let pinned = memory.pinned_from_slice(&[1.0_f32; 1000])?;
 //! let mut x = memory.alloc::<f32>(1000, &stream)?;
 //! let upload = x.upload(&pinned, &stream)?; // returns at once
 //! let mut y = x.like(&stream)?;
@@ -65,12 +64,12 @@
 //! ```
 //! use aquifer::prelude::*;
 //! # let device = aquifer::open("sim:24GiB,violations=panic")?;
-//! # let memory = device.allocator()?;
+//! # let memory = Allocator::of(&device)?;
 //! let (compute, copies) = (device.stream()?, device.stream()?);
 //! let x = memory.alloc_zeros::<f32>(1000, &compute)?;
 //! let mut y = memory.alloc::<f32>(1000, &compute)?;
 //! // `raw` may be given to anything that enqueues on a stream: a kernel launch, a library.
-//! copies.with([read(&x), write(&mut y)], |raw, [x, y]| raw.copy(y.ptr(), x.ptr(), x.bytes()))?;
+//! with(&copies, [read(&x), write(&mut y)], |raw, [x, y]| raw.copy(y.ptr(), x.ptr(), x.bytes()))?;
 //! drop(x); // its memory is not reused before the copy is done
 //! assert_eq!(y.to_vec(&compute)?, vec![0.0; 1000]);
 //! # Ok::<(), aquifer::Error>(())
@@ -79,7 +78,7 @@
 //! | what uses the memory on another stream | what to do |
 //! | --- | --- |
 //! | methods of buffers and tensors | nothing |
-//! | work that you enqueue: a kernel, a library's call | [`stream.with([read(&x), write(&mut y)], …)`](memory::StreamAccess::with) |
+//! | work that you enqueue: a kernel, a library's call | [`with(&stream, [read(&x), write(&mut y)], …)`](buffer::with) |
 //! | code that keeps the address and enqueues later | [`Buffer::ready_on`] for each such stream |
 //! | work on an [`Allocation`](memory::Allocation), which has no order of its own | [`Stream::wait_for`], and [`Allocation::record_stream`](memory::Allocation::record_stream) |
 //!
@@ -89,7 +88,7 @@
 //! use aquifer::prelude::*;
 //! # use aquifer::tensor::ParamSet;
 //! # let device = aquifer::open("sim:24GiB")?;
-//! # let (memory, stream) = (device.allocator()?, device.stream()?);
+//! # let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
 //! # let path = std::env::temp_dir().join(format!("aquifer-doc-{}.safetensors", std::process::id()));
 //! # let mut model = ParamSet::new();
 //! # model.insert("linear.weight", Tensor::from_vec(vec![0.5_f32; 6], &[2, 3])?)?;
@@ -98,7 +97,7 @@
 //! let weight = model.get("linear.weight").expect("the file has one");
 //! let input = Tensor::from_vec(vec![1.0_f32; 3], &[3, 1])?.to(&memory)?.wait()?;
 //! let output = weight.matmul(&input, &stream)?;
-//! assert_eq!(output.to_vec_blocking::<f32>()?, [1.5, 1.5]);
+//! assert_eq!(output.to_vec::<f32>()?, [1.5, 1.5]);
 //! # std::fs::remove_file(&path).ok();
 //! # Ok::<(), aquifer::Error>(())
 //! ```
@@ -112,7 +111,7 @@
 //! ```
 //! use aquifer::prelude::*;
 //! # let device = aquifer::open("sim:1GiB")?;
-//! # let (memory, stream) = (device.allocator()?, device.stream()?);
+//! # let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
 //! let mut cache = vec![memory.alloc::<u8>(600 << 20, &stream)?];
 //! let block = match memory.alloc::<u8>(600 << 20, &stream) {
 //!     Err(error) if error.is_out_of_memory() => {
@@ -134,7 +133,7 @@
 //! ```
 //! use aquifer::prelude::*;
 //! # let device = aquifer::open("sim:24GiB")?;
-//! # let (memory, stream) = (device.allocator()?, device.stream()?);
+//! # let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
 //! let x = memory.alloc::<f32>(1 << 20, &stream)?;
 //! assert_eq!(memory.stats().allocated_bytes.all.current, 4 << 20);
 //! assert_eq!(memory.max_memory_allocated(), 4 << 20);
@@ -157,9 +156,9 @@
 //! ```should_panic
 //! use aquifer::prelude::*;
 //! let device = aquifer::open("sim:24GiB,violations=panic")?;
-//! let (memory, stream) = (device.allocator()?, device.stream()?);
+//! let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
 //! let mut x = memory.alloc::<u8>(1000, &stream)?;
-//! stream.with([write(&mut x)], |raw, [x]| raw.fill(x.ptr(), 0, 2000))?; // panics: beyond the end of `x`
+//! with(&stream, [write(&mut x)], |raw, [x]| raw.fill(x.ptr(), 0, 2000))?; // panics: beyond the end of `x`
 //! # Ok::<(), aquifer::Error>(())
 //! ```
 //!
@@ -174,16 +173,28 @@
 //!
 //! Events go to `tracing` whatever the features; the guide lists targets and fields.
 
+#![deny(unsafe_code)]
+
+mod allocator;
+pub mod buffer;
 mod error;
+mod layout;
 #[cfg(feature = "metrics")]
 pub mod metrics;
 mod open;
+mod params;
+mod prefetch;
+mod spill;
+pub mod tensor;
+pub mod transfer;
 
-pub use aquifer_allocator::{Allocator, Buffer, View, ViewMut};
+pub use allocator::Allocator;
 pub use aquifer_device::{Device, Stream};
-pub use aquifer_transfer::{Pending, PinnedBuffer, Tensor};
+pub use buffer::{Buffer, View, ViewMut};
 pub use error::Error;
 pub use open::{open, open_best};
+pub use tensor::Tensor;
+pub use transfer::{Pending, PinnedBuffer};
 
 /// What programs import.
 ///
@@ -191,10 +202,9 @@ pub use open::{open, open_best};
 /// use aquifer::prelude::*;
 /// ```
 pub mod prelude {
-    pub use aquifer_allocator::{DeviceAllocator as _, StreamAccess as _, read, write};
-    pub use aquifer_kernels::BufferKernels as _;
-    pub use aquifer_transfer::{AllocatorTransfers as _, BufferTransfers as _, DeviceTransfers as _};
+    pub use aquifer_kernels::DType;
 
+    pub use crate::buffer::{read, with, write};
     pub use crate::{Allocator, Buffer, Device, PinnedBuffer, Stream, Tensor};
 }
 
@@ -221,29 +231,15 @@ pub mod device {
 pub mod memory {
     pub use aquifer_allocator::config::ConfigError;
     pub use aquifer_allocator::{
-        Access, AccessGuard, Advice, AllocError, Allocation, Attribution, Bound, Config, Contents, DeviceAllocator,
-        Growable, HistoryOptions, KeptAwakeBy, MemoryStats, OomReport, Part, PoolOptions, PoolStats, PrivatePool,
-        Registration, SleepOptions, Snapshot, Stat, Storage, StreamAccess, TagScope, WithError, read, write,
+        AccessGuard, Advice, AllocError, Allocation, Attribution, Config, Contents, Growable, HistoryOptions,
+        KeptAwakeBy, MemoryStats, OomReport, Part, PoolOptions, PoolStats, PrivatePool, Registration, SleepOptions,
+        Snapshot, Stat, Storage, TagScope,
     };
 }
 
-/// Kernels on buffers.
+/// The kernels that buffers and tensors use.
 pub mod kernels {
-    pub use aquifer_kernels::{BufferKernels, DType, Element, KernelError, Kernels};
-}
-
-/// Copies: page-locked memory, sources and targets, prefetching, spilling.
-pub mod transfer {
-    pub use aquifer_transfer::{
-        AllocatorTransfers, Batch, BufferTransfers, DeviceSource, DeviceTransfers, FilePart, OnStreams, Owner,
-        PinnedConfig, PinnedPool, PinnedSlice, PinnedSliceMut, Prefetcher, Region, Resident, Source, Spillable,
-        Spiller, Target, Transfer, TransferConfig, TransferError,
-    };
-}
-
-/// Tensors and sets of named tensors.
-pub mod tensor {
-    pub use aquifer_transfer::{Checkpoint, Load, ParamSet, Place, Scalar};
+    pub use aquifer_kernels::{DType, Element, KernelError, Kernels};
 }
 
 /// The code of the guide, as documentation tests.

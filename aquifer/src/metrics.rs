@@ -24,8 +24,8 @@
 //! | `aquifer_pinned_active_bytes`, `aquifer_pinned_held_bytes` | bytes | page-locked memory in use, and held |
 //! | `aquifer_pinned_ooms_total` | requests | how often a request failed for lack of page-locked memory |
 
+use crate::transfer::PinnedPool;
 use aquifer_allocator::Allocator;
-use aquifer_transfer::PinnedPool;
 use metrics::{counter, gauge};
 
 /// Records the statistics of a device's memory. Totals start again at zero if
@@ -34,7 +34,7 @@ use metrics::{counter, gauge};
 /// ```
 /// use aquifer::prelude::*;
 /// let device = aquifer::open("sim:24GiB")?;
-/// let memory = device.allocator()?;
+/// let memory = Allocator::of(&device)?;
 /// // With a recorder installed, such as the one of the crate metrics-exporter-prometheus:
 /// aquifer::metrics::record(&memory);
 /// # Ok::<(), aquifer::Error>(())
@@ -139,7 +139,7 @@ mod tests {
     #[test]
     fn records_what_the_statistics_say() {
         let device = aquifer::open("sim:1GiB,violations=panic").unwrap();
-        let (memory, stream) = (device.allocator().unwrap(), device.stream().unwrap());
+        let (memory, stream) = (Allocator::of(&device).unwrap(), device.stream().unwrap());
         let pool = PinnedPool::new(&device, PinnedConfig::default()).unwrap();
         let pinned = pool.alloc::<u8>(1000).unwrap();
         let values = Values::default();

@@ -11,7 +11,8 @@
 
 use std::error::Error;
 
-use aquifer_allocator::{AccessGuard, Allocator, Buffer, Config};
+use aquifer::{Allocator, Buffer};
+use aquifer_allocator::{AccessGuard, Config};
 use aquifer_device::{AccessKind, Device, Stream};
 use aquifer_kernels::{KernelError, Kernels, Strided};
 use half::{bf16, f16};

@@ -93,15 +93,13 @@ impl Kernels {
     /// and the errors of every operation ([`Kernels`]).
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config, Buffer};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
+    /// use aquifer::prelude::*;
     /// use aquifer_kernels::Kernels;
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let memory = Allocator::of(&device)?;
     /// let (kernels, stream) = (Kernels::load(&device)?, device.stream()?);
-    /// let mut floats: Buffer<f32> = allocator.alloc(100, &stream)?;
-    /// let mut bytes: Buffer<u8> = allocator.alloc(100, &stream)?;
+    /// let mut floats: Buffer<f32> = memory.alloc(100, &stream)?;
+    /// let mut bytes: Buffer<u8> = memory.alloc(100, &stream)?;
     /// kernels.fill(&stream, &mut floats, 300.7f32)?;
     /// kernels.cast(&stream, &floats, &mut bytes)?;
     /// let mut first = [0];

@@ -13,16 +13,16 @@
 //! contents which differ in one word never have the same checksum; others have it once in 2^64
 //! times, as far as `mix` is random. It does not protect against attacks.
 
-use aquifer_allocator::Buffer;
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 
 use crate::args::{Args, KernelParam, Ranges};
+use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::host;
 use crate::kernel::{Kernel, Shape, Variant, Work};
 use crate::kernels::Kernels;
 use crate::module::Module;
-use crate::operand::Operand;
+use crate::operand::{Operand, Target};
 use crate::pattern::{GAMMA, mix};
 
 pub(crate) const CHECKSUM: Kernel = Kernel::of::<Checksum>("checksum", Module::Bytes, Variant::Any);
@@ -97,10 +97,11 @@ impl Kernels {
         &'a self,
         stream: &'a Stream,
         from: impl Into<Operand<'a>>,
-        to: &'a mut Buffer<u64>,
+        to: impl Into<Target<'a>>,
     ) -> Result<(), KernelError> {
         let check = self.check("checksum", stream)?;
         let (from, to) = (check.reads("from", from)?, check.writes("to", to)?);
+        check.dtype(&to, DType::U64)?;
         check.len(&to, 1)?;
         check.apart(&to, &[&from])?;
         let args = vec![from.arg(), KernelArg::U64(from.operand.bytes()), to.arg()];

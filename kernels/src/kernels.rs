@@ -35,17 +35,15 @@ const NEEDS_CUDA: (u32, u32) = (12, 2);
 /// On a virtual device the host implementations run, on real data.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Config, Buffer};
-/// use aquifer_device::Device;
-/// use aquifer_sim::{SimConfig, SimDriver};
+/// use aquifer::prelude::*;
 /// use aquifer_kernels::Kernels;
-/// let device = Device::new(SimDriver::new(SimConfig::default()));
-/// let allocator = Allocator::new(&device, Config::default())?;
+/// let device = aquifer::open("sim:24GiB")?;
+/// let memory = Allocator::of(&device)?;
 /// let kernels = Kernels::load(&device)?;
 ///
 /// let (one, two) = (device.stream()?, device.stream()?);
-/// let mut x: Buffer<f32> = allocator.alloc(1000, &one)?;
-/// let mut y: Buffer<f32> = allocator.alloc(1000, &two)?;
+/// let mut x: Buffer<f32> = memory.alloc(1000, &one)?;
+/// let mut y: Buffer<f32> = memory.alloc(1000, &two)?;
 /// kernels.fill(&one, &mut x, 2.0f32)?;
 /// kernels.fill(&two, &mut y, 1.0f32)?;
 /// kernels.axpy(&two, 3.0, &x, &mut y)?; // waits for stream `one`

@@ -1,7 +1,7 @@
-//! A small set of GPU kernels on typed buffers, for real and virtual devices.
+//! A small set of GPU kernels on device memory, for real and virtual devices.
 //!
 //! [`Kernels`] is the set, loaded on a device. Its methods take [`Operand`]s and [`Target`]s, to
-//! which references to an [`aquifer_allocator::Buffer`] convert. A method checks its operands,
+//! which references to the buffers of the crate `aquifer` convert. A method checks its operands,
 //! orders the stream after other streams' work with the same memory, and launches the kernel.
 //!
 //! Each kernel is declared once ([`Kernel`]): its name and parameters, its reads and writes, its
@@ -19,9 +19,9 @@
 //! ```
 //! use std::sync::Arc;
 //!
-//! use aquifer_allocator::{Allocator, Config, Buffer, AccessGuard};
-//! use aquifer_device::{Access, AccessKind, Device, HostKernel, KernelArg, Launch};
-//! use aquifer_sim::{SimConfig, SimDriver};
+//! use aquifer::prelude::*;
+//! use aquifer_allocator::AccessGuard;
+//! use aquifer_device::{Access, AccessKind, HostKernel, KernelArg, Launch};
 //! use aquifer_kernels::Kernels;
 //!
 //! const TWICE: &str = "
@@ -50,11 +50,11 @@
 //!         ret;
 //!     }";
 //!
-//! let device = Device::new(SimDriver::new(SimConfig::default()));
-//! let allocator = Allocator::new(&device, Config::default())?;
+//! let device = aquifer::open("sim:24GiB")?;
+//! let memory = Allocator::of(&device)?;
 //! let (kernels, one, two) = (Kernels::load(&device)?, device.stream()?, device.stream()?);
 //! let len = 1000u32;
-//! let mut x: Buffer<f32> = allocator.alloc(len as usize, &one)?;
+//! let mut x: Buffer<f32> = memory.alloc(len as usize, &one)?;
 //! kernels.fill(&one, &mut x, 1.5f32)?;
 //!
 //! let module = device.driver().load_module(TWICE)?;
@@ -116,7 +116,6 @@ mod host;
 mod kernel;
 mod kernels;
 mod matmul;
-mod methods;
 mod module;
 mod on_host;
 mod operand;
@@ -133,7 +132,6 @@ pub use dtype::{DType, Element};
 pub use error::{KernelError, OperandError, OperandFault};
 pub use kernel::{Kernel, Shape};
 pub use kernels::Kernels;
-pub use methods::BufferKernels;
 pub use module::Module;
 pub use on_host::{ConvertError, convert_host};
 pub use operand::{Operand, Target};

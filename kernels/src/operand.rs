@@ -1,11 +1,12 @@
 //! Operands of kernels: parts of device memory with a dtype.
 
-use aquifer_allocator::{Buffer, Storage, View, ViewMut};
+use aquifer_allocator::Storage;
 use aquifer_device::DevicePtr;
 
-use crate::dtype::{DType, Element};
+use crate::dtype::DType;
 
-/// Device memory that a kernel reads. Any typed buffer is one.
+/// Device memory that a kernel reads. References to the buffers of the crate `aquifer` convert to
+/// it.
 #[derive(Clone, Copy, Debug)]
 pub struct Operand<'a> {
     storage: &'a Storage,
@@ -15,10 +16,10 @@ pub struct Operand<'a> {
 }
 
 impl<'a> Operand<'a> {
-    /// Bytes that hold elements of `dtype`, for programs that know their dtypes when they run.
-    /// Length and alignment are checked when a kernel is launched.
-    pub fn of_bytes(bytes: &'a Buffer<u8>, dtype: DType) -> Operand<'a> {
-        Operand { storage: bytes.storage(), ptr: bytes.ptr(), bytes: bytes.bytes(), dtype }
+    /// `bytes` bytes at `ptr`, a part of `storage`, that hold elements of `dtype`. Length and
+    /// alignment are checked when a kernel is launched.
+    pub fn new(storage: &'a Storage, ptr: DevicePtr, bytes: u64, dtype: DType) -> Operand<'a> {
+        Operand { storage, ptr, bytes, dtype }
     }
 
     /// The memory that it is a part of.
@@ -63,25 +64,8 @@ impl<'a> Operand<'a> {
     }
 }
 
-impl<'a, T: Element> From<&'a Buffer<T>> for Operand<'a> {
-    fn from(buffer: &'a Buffer<T>) -> Self {
-        Operand { storage: buffer.storage(), ptr: buffer.ptr(), bytes: buffer.bytes(), dtype: T::DTYPE }
-    }
-}
-
-impl<'a, T: Element> From<&'a View<'_, T>> for Operand<'a> {
-    fn from(view: &'a View<'_, T>) -> Self {
-        Operand::from(&**view)
-    }
-}
-
-impl<'a, T: Element> From<&'a mut Buffer<T>> for Operand<'a> {
-    fn from(buffer: &'a mut Buffer<T>) -> Self {
-        Operand::from(&*buffer)
-    }
-}
-
-/// Device memory that a kernel writes. Any typed buffer is one.
+/// Device memory that a kernel writes. Mutable references to the buffers of the crate `aquifer`
+/// convert to it.
 ///
 /// Several handles may share one buffer, so a mutable borrow means that it is written, not that
 /// other handles are unused. The ticks of the buffers order their uses
@@ -90,25 +74,13 @@ impl<'a, T: Element> From<&'a mut Buffer<T>> for Operand<'a> {
 pub struct Target<'a>(pub(crate) Operand<'a>);
 
 impl<'a> Target<'a> {
-    /// Bytes that will hold elements of `dtype`; see [`Operand::of_bytes`].
-    pub fn of_bytes(bytes: &'a mut Buffer<u8>, dtype: DType) -> Target<'a> {
-        Target(Operand::of_bytes(bytes, dtype))
+    /// The memory of `operand`, which the kernel may change.
+    pub fn new(operand: Operand<'a>) -> Target<'a> {
+        Target(operand)
     }
 
     /// The same memory as an operand that is read.
     pub fn operand(&self) -> Operand<'a> {
         self.0
-    }
-}
-
-impl<'a, T: Element> From<&'a mut Buffer<T>> for Target<'a> {
-    fn from(buffer: &'a mut Buffer<T>) -> Self {
-        Target(Operand::from(buffer))
-    }
-}
-
-impl<'a, T: Element> From<&'a mut ViewMut<'_, T>> for Target<'a> {
-    fn from(view: &'a mut ViewMut<'_, T>) -> Self {
-        Target(Operand::from(&**view))
     }
 }

@@ -18,10 +18,10 @@
 //! end anywhere; of a word that is partly in the range only these bytes count, so a single wrong
 //! byte is missed once in 256 times.
 
-use aquifer_allocator::Buffer;
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 
 use crate::args::{Args, KernelParam, Ranges};
+use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::host;
 use crate::kernel::{Kernel, Shape, Variant, Work};
@@ -208,16 +208,14 @@ impl Kernels {
     /// ([`Kernels`]).
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config, Buffer};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
+    /// use aquifer::prelude::*;
     /// use aquifer_kernels::Kernels;
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let memory = Allocator::of(&device)?;
     /// let (kernels, stream) = (Kernels::load(&device)?, device.stream()?);
     ///
-    /// let mut memory: Buffer<u8> = allocator.alloc(1001, &stream)?;
-    /// let mut findings: Buffer<u64> = allocator.alloc(Kernels::FINDINGS_LEN, &stream)?;
+    /// let mut memory: Buffer<u8> = memory.alloc(1001, &stream)?;
+    /// let mut findings: Buffer<u64> = memory.alloc(Kernels::FINDINGS_LEN, &stream)?;
     /// kernels.fill(&stream, &mut findings, 0u64)?;
     /// kernels.pattern_write(&stream, &mut memory, 42)?;
     /// kernels.pattern_verify(&stream, &memory, 42, &mut findings)?;
@@ -235,10 +233,11 @@ impl Kernels {
         stream: &'a Stream,
         from: impl Into<Operand<'a>>,
         seed: u64,
-        findings: &'a mut Buffer<u64>,
+        findings: impl Into<Target<'a>>,
     ) -> Result<(), KernelError> {
         let check = self.check("pattern_verify", stream)?;
         let (from, findings) = (check.reads("from", from)?, check.writes("findings", findings)?);
+        check.dtype(&findings, DType::U64)?;
         check.len(&findings, Kernels::FINDINGS_LEN as u64)?;
         check.apart(&findings, &[&from])?;
         if from.operand.is_empty() {
@@ -253,9 +252,14 @@ impl Kernels {
     /// # Errors
     /// As [`Kernels::pattern_verify`].
     #[track_caller]
-    pub fn mismatches(&self, stream: &Stream, findings: &Buffer<u64>) -> Result<Option<Mismatches>, KernelError> {
+    pub fn mismatches<'a>(
+        &'a self,
+        stream: &'a Stream,
+        findings: impl Into<Operand<'a>>,
+    ) -> Result<Option<Mismatches>, KernelError> {
         let check = self.check("pattern_verify", stream)?;
         let findings = check.reads("findings", findings)?;
+        check.dtype(&findings, DType::U64)?;
         check.len(&findings, Kernels::FINDINGS_LEN as u64)?;
         let mut bytes = [0; 16];
         let access = self.access(stream, check.kernel, &[&findings], &[])?;

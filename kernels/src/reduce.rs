@@ -24,7 +24,6 @@
 
 use std::marker::PhantomData;
 
-use aquifer_allocator::Buffer;
 use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 use half::{bf16, f16};
 
@@ -213,16 +212,14 @@ impl Kernels {
     /// operation ([`Kernels`]).
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config, Buffer};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
+    /// use aquifer::prelude::*;
     /// use aquifer_kernels::Kernels;
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let memory = Allocator::of(&device)?;
     /// let (kernels, stream) = (Kernels::load(&device)?, device.stream()?);
-    /// let mut tenths: Buffer<f32> = allocator.alloc(1_000_000, &stream)?;
-    /// let mut scratch: Buffer<u64> = allocator.alloc(Kernels::SUM_SCRATCH_LEN, &stream)?;
-    /// let mut sum: Buffer<f32> = allocator.alloc(1, &stream)?;
+    /// let mut tenths: Buffer<f32> = memory.alloc(1_000_000, &stream)?;
+    /// let mut scratch: Buffer<u64> = memory.alloc(Kernels::SUM_SCRATCH_LEN, &stream)?;
+    /// let mut sum: Buffer<f32> = memory.alloc(1, &stream)?;
     /// kernels.fill(&stream, &mut tenths, 0.1f32)?;
     /// kernels.reduce_sum(&stream, &tenths, &mut scratch, &mut sum)?;
     /// let mut bytes = [0; 4];
@@ -235,7 +232,7 @@ impl Kernels {
         &'a self,
         stream: &'a Stream,
         from: impl Into<Operand<'a>>,
-        scratch: &'a mut Buffer<u64>,
+        scratch: impl Into<Target<'a>>,
         to: impl Into<Target<'a>>,
     ) -> Result<(), KernelError> {
         let check = self.check("reduce_sum", stream)?;
@@ -245,6 +242,7 @@ impl Kernels {
         let dtype = from.dtype().of_sum();
         check.dtype(&to, dtype)?;
         check.len(&to, 1)?;
+        check.dtype(&scratch, DType::U64)?;
         check.at_least(&scratch, Kernels::SUM_SCRATCH_LEN as u64)?;
         check.apart(&to, &[&from, &scratch])?;
         check.apart(&scratch, &[&from])?;

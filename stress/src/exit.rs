@@ -3,10 +3,10 @@
 use std::io;
 use std::process::ExitCode;
 
+use aquifer::Error;
 use aquifer::device::{DeviceError, OpenError};
 use aquifer::kernels::KernelError;
 use aquifer::memory::AllocError;
-use aquifer::transfer::TransferError;
 use aquifer_allocator::snapshot::SaveError;
 
 use crate::input::InputError;
@@ -102,7 +102,7 @@ pub enum Failure {
     Kernel(#[from] KernelError),
     /// A transfer failed.
     #[error(transparent)]
-    Transfer(#[from] TransferError),
+    Transfer(#[from] Error),
     /// A file could not be written, or a program not run.
     #[error("{}: {cause}", path.display())]
     File {
@@ -130,10 +130,8 @@ impl Failure {
             Failure::Input(_) => Outcome::BadInput,
             Failure::OutOfMemory(_) => Outcome::OutOfMemory,
             Failure::Alloc { error, .. } if is_refusal(error) => Outcome::OutOfMemory,
-            Failure::Transfer(TransferError::Alloc(error)) if is_refusal(error) => Outcome::OutOfMemory,
-            Failure::Transfer(TransferError::OutOfPinned { .. } | TransferError::OutOfHostMemory { .. }) => {
-                Outcome::OutOfMemory
-            }
+            Failure::Transfer(Error::Alloc(error)) if is_refusal(error) => Outcome::OutOfMemory,
+            Failure::Transfer(Error::OutOfPinned { .. } | Error::OutOfHostMemory { .. }) => Outcome::OutOfMemory,
             Failure::OutputClosed => Outcome::Done,
             _ => Outcome::Failed,
         }
@@ -174,7 +172,7 @@ mod tests {
         let error = Device::new(SimDriver::new(config)).stream().unwrap_err();
         assert!(error.is_out_of_memory(), "{error}");
         assert_eq!(Failure::from(AllocError::from(error.clone())).outcome(), Outcome::Failed);
-        assert_eq!(Failure::from(TransferError::from(error)).outcome(), Outcome::Failed);
+        assert_eq!(Failure::from(Error::from(error)).outcome(), Outcome::Failed);
         assert_eq!(Failure::from(AllocError::TooLarge { requested: 1 << 60 }).outcome(), Outcome::OutOfMemory);
     }
 

@@ -6,7 +6,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use aquifer::transfer::{Transfer, TransferError};
+use aquifer::Error;
+use aquifer::transfer::Transfer;
 use aquifer::{Allocator, Buffer, Pending, PinnedBuffer, Stream};
 
 /// One of this many blocks is an input.
@@ -34,7 +35,7 @@ impl Inputs {
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn new(allocator: &Allocator) -> Result<Inputs, TransferError> {
+    pub fn new(allocator: &Allocator) -> Result<Inputs, Error> {
         let (live, arriving) = (BTreeMap::new(), VecDeque::new());
         Ok(Inputs { transfer: Transfer::new(allocator)?, blocks: 0, live, arriving, written: 0, damaged: 0 })
     }
@@ -43,7 +44,7 @@ impl Inputs {
     ///
     /// # Errors
     /// Those of the transfer.
-    pub fn fill(&mut self, block: &Buffer<u8>, stream: &Stream) -> Result<(), TransferError> {
+    pub fn fill(&mut self, block: &Buffer<u8>, stream: &Stream) -> Result<(), Error> {
         if block.is_empty() {
             return Ok(());
         }
@@ -65,7 +66,7 @@ impl Inputs {
     ///
     /// # Errors
     /// Those of the transfer.
-    pub fn read_back(&mut self, block: &Buffer<u8>, stream: &Stream) -> Result<(), TransferError> {
+    pub fn read_back(&mut self, block: &Buffer<u8>, stream: &Stream) -> Result<(), Error> {
         if let Some(byte) = self.live.remove(&block.ptr().0) {
             self.arriving.push_back((self.transfer.on(stream)?.to_pinned(&head(block))?, byte));
         }
@@ -73,7 +74,7 @@ impl Inputs {
     }
 
     /// Waits for downloads and compares them, until at most `left` are in flight.
-    fn receive(&mut self, left: usize) -> Result<(), TransferError> {
+    fn receive(&mut self, left: usize) -> Result<(), Error> {
         while self.arriving.len() > left
             && let Some((arriving, byte)) = self.arriving.pop_front()
         {
@@ -87,7 +88,7 @@ impl Inputs {
     ///
     /// # Errors
     /// Those of the transfers in flight.
-    pub fn finish(&mut self) -> Result<(u64, u64), TransferError> {
+    pub fn finish(&mut self) -> Result<(u64, u64), Error> {
         self.receive(0)?;
         Ok((self.written, self.damaged))
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use aquifer::device::{DeviceError, DevicePtr};
 use aquifer::memory::{AllocError, Allocation, MemoryStats, OomReport};
-use aquifer::{Allocator, Device, Stream};
+use aquifer::{Allocator, Device, Error, Stream};
 use aquifer_sim::Lagging;
 
 use crate::cli::ConfigArg;
@@ -113,6 +113,16 @@ impl From<AllocError> for Refused {
                 Refused::OutOfMemory(Some(report))
             }
             error if is_refusal(&error) => Refused::OutOfMemory(None),
+            error => Refused::Failed(Box::new(error.into())),
+        }
+    }
+}
+
+impl From<Error> for Refused {
+    #[cold]
+    fn from(error: Error) -> Refused {
+        match error {
+            Error::Alloc(error) => error.into(),
             error => Refused::Failed(Box::new(error.into())),
         }
     }

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, Allocation, Allocator, Config, Growable, OomReport, PoolOptions, PrivatePool};
+use aquifer::Allocator;
+use aquifer_allocator::{AllocError, Allocation, Config, Growable, OomReport, PoolOptions, PrivatePool};
 use aquifer_device::{Code, Device, DevicePtr, Operation, Stream};
 use aquifer_sim::Fault;
 

@@ -2,9 +2,10 @@
 
 use std::collections::BTreeSet;
 
+use aquifer::Allocator;
 use aquifer_allocator::size_class::{PoolKind, SizeClasses};
 use aquifer_allocator::snapshot::{BlockState, Segment, Snapshot};
-use aquifer_allocator::{Allocator, MemoryStats, OomReport, PoolStats, Stat};
+use aquifer_allocator::{MemoryStats, OomReport, PoolStats, Stat};
 
 /// Values for each pool, in one order; see [`NAMES`].
 type Sums = [u64; 9];

@@ -3,11 +3,12 @@
 pub use std::sync::{Arc, Mutex};
 pub use std::time::Duration;
 
+pub use aquifer::{Allocator, Buffer};
 pub use aquifer_allocator::config::Backing;
 pub use aquifer_allocator::{
-    AccessGuard, Action, Advice, AllocError, Allocation, Allocator, Buffer, Config, Contents, Exportable, Growable,
-    MappingChange, MemoryStats, OomReport, Part, PinnedMapping, PoolOptions, PrivatePool, Refusal, Registration,
-    Reservation, SleepOptions, TagScope,
+    AccessGuard, Action, Advice, AllocError, Allocation, Config, Contents, Exportable, Growable, MappingChange,
+    MemoryStats, OomReport, Part, PinnedMapping, PoolOptions, PrivatePool, Refusal, Registration, Reservation,
+    SleepOptions, TagScope,
 };
 pub use aquifer_device::{
     Access, AccessKind, Code, Device, DeviceError, DevicePtr, ErrorKind, HandleKind, Operation, RequestError, Stream,

@@ -86,7 +86,7 @@ impl Handles {
         let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
         let streams = [(); 3].map(|()| device.stream().unwrap());
         let transfer = Transfer::new(&allocator).unwrap();
-        transfer.kernels().unwrap();
+        transfer.allocator().kernels().unwrap();
         // So that the next one is a hit.
         for stream in &streams {
             drop(allocator.alloc_bytes(MIB, stream).unwrap());

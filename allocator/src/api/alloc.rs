@@ -1,5 +1,7 @@
-//! Allocation: handles, typed buffers, raw pointers, memory that grows or is shared with other
+//! Allocation: handles, storages, raw pointers, memory that grows or is shared with other
 //! processes.
+
+use std::sync::Arc;
 
 use aquifer_device::{DevicePtr, HandleKind, Stream, Tick};
 
@@ -8,9 +10,9 @@ use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::backing::paged::{exportable, growable};
 use crate::backing::{Exportable, Growable};
-use crate::buffer::{self, Buffer, foreign};
 use crate::error::AllocError;
 use crate::raw::{self, ready};
+use crate::storage::{self, Storage, foreign};
 
 impl Allocator {
     /// Allocates `bytes` for work on `stream`, aligned to [`crate::ALIGNMENT`]. The memory is
@@ -47,90 +49,48 @@ impl Allocator {
         alloc::alloc_bytes_zeroed(self, bytes, stream)
     }
 
-    /// Allocates memory for `len` values of `T`, for work of `stream` and of others. The content is
-    /// undefined until it is written.
+    /// Allocates memory whose handles share it and know the work that uses it, for work of `stream`
+    /// and of others. `alignment` is as in [`Allocator::alloc_aligned`].
     ///
     /// # Errors
-    /// As [`Allocator::alloc_bytes`], and a length whose bytes overflow.
+    /// As [`Allocator::alloc_aligned`].
     #[track_caller]
-    pub fn alloc<T: Copy>(&self, len: usize, stream: &Stream) -> Result<Buffer<T>, AllocError> {
-        buffer::alloc(self, len, stream)
+    pub fn alloc_storage(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
+        storage::alloc_storage(self, bytes, alignment, stream)
     }
 
-    /// Allocates memory for `len` values of `T` of which every byte is zero.
-    ///
-    /// # Errors
-    /// As [`Allocator::alloc`], and errors of the driver.
-    #[track_caller]
-    pub fn alloc_zeros<T: Copy>(&self, len: usize, stream: &Stream) -> Result<Buffer<T>, AllocError> {
-        buffer::alloc_zeros(self, len, stream)
-    }
-
-    /// Makes a buffer of an allocation of this allocator: as many whole values as it holds. The
-    /// memory counts as written by the work enqueued on `stream` until now, so earlier work of
-    /// other streams with it must be ordered before that.
-    ///
-    /// ```
-    /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let (allocator, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
-    /// let allocation = allocator.alloc_bytes(4000, &stream)?;
-    /// stream.fill(allocation.ptr(), 0, 4000)?;
-    /// let zeros = allocator.buffer_of::<f32>(allocation, &stream)?;
-    /// assert_eq!(zeros.len(), 1000);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
+    /// Makes a storage of an allocation of this allocator. The memory counts as written by the work
+    /// enqueued on `stream` until now, so earlier work of other streams with it must be ordered
+    /// before that.
     ///
     /// # Errors
     /// When the stream belongs to another device, or the allocation to another allocator. The
     /// allocation is then dropped.
-    pub fn buffer_of<T: Copy>(&self, allocation: Allocation, stream: &Stream) -> Result<Buffer<T>, AllocError> {
-        buffer::buffer_of(self, allocation, stream)
+    pub fn storage_of(&self, allocation: Allocation, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
+        storage::storage_of(self, allocation, stream)
     }
 
-    /// Makes a buffer of memory that another library owns, so that verbs, kernels and
-    /// [`StreamAccess::with`](crate::StreamAccess::with) work on it. The allocator is the one that
-    /// [`Buffer::like`] uses; it does not count the memory.
+    /// Makes a storage of memory that another library owns. The allocator does not count it.
     ///
     /// When the last handle is dropped, `release` gets the ticks of work that may still use the
     /// memory. It must see to it that the memory is not reused before: by making the owner's stream
     /// wait for them ([`Stream::wait_for`]), or by waiting on the host ([`Tick::synchronize`]). It
     /// must not panic.
     ///
-    /// ```
-    /// # use aquifer_allocator::{Allocator, Config};
-    /// # use aquifer_device::Device;
-    /// # use aquifer_sim::{SimConfig, SimDriver};
-    /// # let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let (memory, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
-    /// let theirs = memory.alloc_bytes(4000, &stream)?; // stands for memory of another library
-    /// let (ptr, owner) = (theirs.ptr(), stream.clone());
-    /// let buffer = memory.import::<f32>(ptr, 1000, &stream, move |ticks| {
-    ///     ticks.iter().for_each(|tick| owner.wait_for(tick).expect("the device is there"));
-    ///     drop(theirs); // it goes back in the order of its stream
-    /// })?;
-    /// assert_eq!(buffer.len(), 1000);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    ///
-    /// It is up to the caller that there are `len` values of `T` at `ptr`, aligned, in memory of
-    /// this allocator's device that lives until `release` is called; that earlier work on it comes
-    /// before what is enqueued on `stream` from now on; and that only the buffer uses it until
-    /// then.
+    /// It is up to the caller that `ptr` has `bytes` bytes, in memory of this allocator's device
+    /// that lives until `release` is called; that earlier work on it comes before what is enqueued
+    /// on `stream` from now on; and that only the storage's users use it until then.
     ///
     /// # Errors
-    /// A stream of another device, and a length whose bytes overflow. `release` is called with no
-    /// ticks then.
-    pub fn import<T: Copy>(
+    /// A stream of another device. `release` is called with no ticks then.
+    pub fn import(
         &self,
         ptr: DevicePtr,
-        len: usize,
+        bytes: u64,
         stream: &Stream,
         release: impl FnOnce(&[Tick]) + Send + 'static,
-    ) -> Result<Buffer<T>, AllocError> {
-        foreign::import(self, ptr, len, stream, release)
+    ) -> Result<Arc<Storage>, AllocError> {
+        foreign::import(self, ptr, bytes, stream, release)
     }
 
     /// Allocates and returns the bare pointer, to be freed with [`Allocator::free_raw`]. Zero bytes

@@ -67,7 +67,7 @@ pub(super) const fn without_effect(key: Key, backing: Backing) -> Option<&'stati
             | Key::PinnedReserveSegment
             | Key::PinnedFreeCatchAll,
             _,
-        ) => "page-locked memory is that of aquifer-transfer, which has options of its own",
+        ) => "page-locked memory has a pool of its own, which has options of its own",
         _ => return None,
     })
 }

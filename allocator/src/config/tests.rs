@@ -200,7 +200,7 @@ fn an_ignored_option_describes_itself() {
     let ignored = parse("pinned_use_hip_host_register:True").ignored(Backing::Paged);
     assert_eq!(
         ignored[0].to_string(),
-        "pinned_use_cuda_host_register:True (page-locked memory is that of aquifer-transfer, which has options of its own)",
+        "pinned_use_cuda_host_register:True (page-locked memory has a pool of its own, which has options of its own)",
     );
 }
 
@@ -224,7 +224,7 @@ fn options_of_one_backing_are_ignored_on_the_other() {
     assert_eq!(ignored("granule_mb:4,roundup_power2_divisions:8", Backing::Paged), "");
     assert_eq!(
         ignored("granule_mb:4,pinned_free_catch_all:True,pinned_max_cached_size_mb:1", Backing::Segments),
-        "pinned_max_cached_size_mb:1, pinned_free_catch_all:True (page-locked memory is that of aquifer-transfer, which has \
+        "pinned_max_cached_size_mb:1, pinned_free_catch_all:True (page-locked memory has a pool of its own, which has \
          options of its own); granule_mb:4 (for mapped memory only, and this memory comes in segments)"
     );
     for backing in [Backing::Paged, Backing::Segments] {

@@ -7,17 +7,13 @@ use crate::cross_stream::waiting::unknown;
 use crate::error::AllocError;
 use crate::raw::{alloc_raw, free_raw};
 
-/// The stream that such memory is allocated for. Nothing is enqueued on it but waits, so memory
-/// that it owns is unused as soon as what it waits for is done.
-struct Ready(Stream);
-
 /// See [`Allocator::alloc_raw_ready`].
 #[track_caller]
 pub(crate) fn alloc_raw_ready(allocator: &Allocator, bytes: u64) -> Result<DevicePtr, AllocError> {
     fork::check(Operation::Alloc)?;
-    let ready = allocator.service(|| allocator.device().stream().map(Ready))?;
-    let ptr = alloc_raw(allocator, bytes, &ready.0)?;
-    if let Err(error) = wait_for_all_before(allocator, &ready.0) {
+    let stream = allocator.ready_stream()?;
+    let ptr = alloc_raw(allocator, bytes, stream)?;
+    if let Err(error) = wait_for_all_before(allocator, stream) {
         free_raw(allocator, ptr)?;
         return Err(error);
     }

@@ -29,7 +29,6 @@ mod schedules;
 pub(crate) mod settled;
 mod table;
 
-use std::any::Any;
 use std::sync::Arc;
 
 use aquifer_device::internal::{Timeline, drop_left};
@@ -50,9 +49,6 @@ use crate::state::shared::SharedState;
 use crate::state::table::Table;
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use crate::sync::{Mutex, MutexGuard};
-
-/// See [`crate::allocator::Allocator::service`].
-pub(crate) type Service = Arc<dyn Any + Send + Sync>;
 
 /// Reasons why an allocation may not take the fast path, as bits of [`AllocatorState::special()`].
 pub(crate) mod special {

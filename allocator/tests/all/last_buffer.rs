@@ -4,7 +4,7 @@ use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_allocator::{Allocator, Buffer, Config, PoolOptions};
+use aquifer_allocator::{Allocator, Config, PoolOptions, Storage};
 use aquifer_device::{Device, HandleKind, Operation, Stream};
 use aquifer_sim::{SimConfig, SimDriver};
 
@@ -29,9 +29,11 @@ fn bench(options: &str) -> Bench {
 }
 
 /// Weights beside a cache of other memory.
-fn load(memory: &Allocator, stream: &Stream) -> Buffer<u8> {
-    let weights = memory.alloc_zeros::<u8>(400 << 20, stream).unwrap();
-    drop(memory.alloc_zeros::<u8>(300 << 20, stream).unwrap());
+fn load(memory: &Allocator, stream: &Stream) -> Arc<Storage> {
+    let [weights, other] = [400, 300].map(|mib| memory.alloc_storage(mib << 20, 1, stream).unwrap());
+    for storage in [&weights, &other] {
+        stream.fill(storage.ptr(), 0, storage.bytes()).unwrap();
+    }
     weights
 }
 

@@ -1,36 +1,35 @@
 //! Reservations: access guards that conflict come after all the work that a reservation was for,
 //! on any thread.
 
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread;
 
-use aquifer_allocator::{AccessGuard, Allocator, Buffer, Config, Reservation};
+use aquifer_allocator::{AccessGuard, Allocator, Config, Reservation, Storage};
 use aquifer_device::{AccessKind, Device, Stream};
 use aquifer_sim::{SimConfig, SimDriver};
 
-const BYTES: usize = 1 << 16;
-const LEN: u64 = BYTES as u64;
+const BYTES: u64 = 1 << 16;
 
-fn bench() -> (Device, Buffer<u8>, [Stream; 2]) {
+fn bench() -> (Device, Arc<Storage>, [Stream; 2]) {
     let device = Device::new(SimDriver::new(SimConfig::new(64 << 20)));
     let allocator = Allocator::new(&device, Config::default()).unwrap();
     let streams = [device.stream().unwrap(), device.stream().unwrap()];
-    let buffer = allocator.alloc(BYTES, &streams[0]).unwrap();
+    let buffer = allocator.alloc_storage(BYTES, 1, &streams[0]).unwrap();
     (device, buffer, streams)
 }
 
 /// What the stream reads, under an access guard.
-fn read(stream: &Stream, buffer: &Buffer<u8>) -> Vec<u8> {
-    let mut bytes = vec![0; BYTES];
-    let _access = AccessGuard::acquire(stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
+fn read(stream: &Stream, buffer: &Storage) -> Vec<u8> {
+    let mut bytes = vec![0; 1 << 16];
+    let _access = AccessGuard::acquire(stream, &[(buffer, AccessKind::Read)]).unwrap();
     stream.download_blocking(&mut bytes, buffer.ptr()).unwrap();
     bytes
 }
 
-fn fill(stream: &Stream, reservation: &Reservation, buffer: &Buffer<u8>, value: u8) {
+fn fill(stream: &Stream, reservation: &Reservation, buffer: &Storage, value: u8) {
     for part in 0..16 {
         let _access = reservation.access(stream).unwrap();
-        stream.fill(buffer.ptr().offset(part * LEN / 16), value, LEN / 16).unwrap();
+        stream.fill(buffer.ptr().offset(part * BYTES / 16), value, BYTES / 16).unwrap();
     }
 }
 
@@ -38,7 +37,7 @@ fn fill(stream: &Stream, reservation: &Reservation, buffer: &Buffer<u8>, value: 
 fn readers_and_writers_come_after_work_that_memory_was_reserved_for() {
     let (device, buffer, [one, two]) = bench();
     for round in 1..50 {
-        let reservation = Reservation::acquire(buffer.storage(), AccessKind::Write).unwrap();
+        let reservation = Reservation::acquire(&buffer, AccessKind::Write).unwrap();
         thread::scope(|scope| {
             scope.spawn(|| {
                 let reservation = reservation;
@@ -54,17 +53,17 @@ fn readers_and_writers_come_after_work_that_memory_was_reserved_for() {
 #[test]
 fn reservations_to_read_let_readers_pass_and_keep_writers_out() {
     let (device, buffer, [one, two]) = bench();
-    fill(&one, &Reservation::acquire(buffer.storage(), AccessKind::Write).unwrap(), &buffer, 3);
+    fill(&one, &Reservation::acquire(&buffer, AccessKind::Write).unwrap(), &buffer, 3);
     let (first, second) = (
-        Reservation::acquire(buffer.storage(), AccessKind::Read).unwrap(),
-        Reservation::acquire(buffer.storage(), AccessKind::Read).unwrap(),
+        Reservation::acquire(&buffer, AccessKind::Read).unwrap(),
+        Reservation::acquire(&buffer, AccessKind::Read).unwrap(),
     );
     assert_eq!(read(&two, &buffer), vec![3; 1 << 16]);
     let (tell, told) = mpsc::channel();
     thread::scope(|scope| {
         let (one, buffer) = (&one, &buffer);
         scope.spawn(move || {
-            let reservation = Reservation::acquire(buffer.storage(), AccessKind::Write).unwrap();
+            let reservation = Reservation::acquire(&buffer, AccessKind::Write).unwrap();
             tell.send(()).unwrap();
             fill(one, &reservation, buffer, 4);
         });
@@ -85,18 +84,17 @@ fn reservations_to_read_let_readers_pass_and_keep_writers_out() {
 fn a_guard_that_waits_for_a_reservation_holds_no_other_memory() {
     let (device, reserved, [one, two]) = bench();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
-    let free: Buffer<u8> = allocator.alloc(BYTES, &one).unwrap();
-    let reservation = Reservation::acquire(reserved.storage(), AccessKind::Write).unwrap();
+    let free: Arc<Storage> = allocator.alloc_storage(BYTES, 1, &one).unwrap();
+    let reservation = Reservation::acquire(&reserved, AccessKind::Write).unwrap();
     thread::scope(|scope| {
         let both = scope.spawn(|| {
-            let memory =
-                [(free.storage().as_ref(), AccessKind::Write), (reserved.storage().as_ref(), AccessKind::Write)];
+            let memory = [(free.as_ref(), AccessKind::Write), (reserved.as_ref(), AccessKind::Write)];
             let _access = AccessGuard::acquire(&two, &memory).unwrap();
         });
         // The thread that is to end the reservation needs the other memory first. Were that held,
         // neither could go on.
         for _ in 0..100 {
-            let _access = AccessGuard::acquire(&one, &[(free.storage(), AccessKind::Write)]).unwrap();
+            let _access = AccessGuard::acquire(&one, &[(&free, AccessKind::Write)]).unwrap();
             thread::yield_now();
         }
         drop(reservation);
@@ -109,10 +107,10 @@ fn a_guard_that_waits_for_a_reservation_holds_no_other_memory() {
 fn memory_is_not_reused_while_it_is_reserved() {
     let (device, _, [one, _]) = bench();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
-    let alloc = || -> Buffer<u8> { allocator.alloc(BYTES, &one).unwrap() };
+    let alloc = || -> Arc<Storage> { allocator.alloc_storage(BYTES, 1, &one).unwrap() };
     let buffer = alloc();
     let ptr = buffer.ptr();
-    let reservation = Reservation::acquire(buffer.storage(), AccessKind::Write).unwrap();
+    let reservation = Reservation::acquire(&buffer, AccessKind::Write).unwrap();
     drop(buffer);
     assert_ne!(alloc().ptr(), ptr);
     drop(reservation);

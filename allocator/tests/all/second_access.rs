@@ -1,16 +1,16 @@
 //! A thread that holds an access guard and asks for another one on the same memory gets an error
 //! where it would wait for itself.
 
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use aquifer_allocator::{AccessGuard, AllocError, Allocator, Buffer, Config, Reservation};
+use aquifer_allocator::{AccessGuard, AllocError, Allocator, Config, Reservation, Storage};
 use aquifer_device::AccessKind::{Read, Write};
 use aquifer_device::{Device, Stream};
 use aquifer_sim::{SimConfig, SimDriver};
 
-const BYTES: usize = 1 << 16;
+const BYTES: u64 = 1 << 16;
 
 struct Bench {
     device: Device,
@@ -26,8 +26,8 @@ impl Bench {
         Bench { device, allocator, stream }
     }
 
-    fn buffer(&self) -> Buffer<u8> {
-        self.allocator.alloc(BYTES, &self.stream).unwrap()
+    fn buffer(&self) -> Arc<Storage> {
+        self.allocator.alloc_storage(BYTES, 1, &self.stream).unwrap()
     }
 }
 
@@ -49,16 +49,15 @@ fn a_second_turn_is_refused_on_the_same_thread_and_only_while_the_first_lasts() 
     in_time(|| {
         let bench = Bench::new();
         let (buffer, other) = (bench.buffer(), bench.buffer());
-        let part = buffer.slice(100..200);
+        let part = buffer.clone();
         for (first, second) in [(Read, Read), (Read, Write), (Write, Read), (Write, Write)] {
-            let access = AccessGuard::acquire(&bench.stream, &[(buffer.storage(), first)]).unwrap();
-            let refused =
-                AccessGuard::acquire(&bench.stream, &[(other.storage(), Write), (part.storage(), second)]).unwrap_err();
+            let access = AccessGuard::acquire(&bench.stream, &[(&buffer, first)]).unwrap();
+            let refused = AccessGuard::acquire(&bench.stream, &[(&other, Write), (&part, second)]).unwrap_err();
             assert!(matches!(refused, AllocError::AccessHeld), "{refused}");
             assert!(refused.to_string().contains("end that first"), "{refused}");
-            drop(AccessGuard::acquire(&bench.stream, &[(other.storage(), Write)]).unwrap());
+            drop(AccessGuard::acquire(&bench.stream, &[(&other, Write)]).unwrap());
             drop(access);
-            drop(AccessGuard::acquire(&bench.stream, &[(other.storage(), Write), (buffer.storage(), second)]).unwrap());
+            drop(AccessGuard::acquire(&bench.stream, &[(&other, Write), (&buffer, second)]).unwrap());
         }
         assert_eq!(bench.device.driver().take_violation(), None);
     });
@@ -69,16 +68,16 @@ fn reservations_and_questions_are_refused_during_an_access() {
     in_time(|| {
         let bench = Bench::new();
         let buffer = bench.buffer();
-        let access = AccessGuard::acquire(&bench.stream, &[(buffer.storage(), Read)]).unwrap();
-        assert!(matches!(Reservation::acquire(buffer.storage(), Read), Err(AllocError::AccessHeld)));
-        assert!(matches!(buffer.storage().ticks_before(Read), Err(AllocError::AccessHeld)));
+        let access = AccessGuard::acquire(&bench.stream, &[(&buffer, Read)]).unwrap();
+        assert!(matches!(Reservation::acquire(&buffer, Read), Err(AllocError::AccessHeld)));
+        assert!(matches!(buffer.ticks_before(Read), Err(AllocError::AccessHeld)));
         drop(access);
-        let reservation = Reservation::acquire(buffer.storage(), Write).unwrap();
+        let reservation = Reservation::acquire(&buffer, Write).unwrap();
         let access = reservation.access(&bench.stream).unwrap();
         assert!(matches!(reservation.access(&bench.stream), Err(AllocError::AccessHeld)));
         drop(access);
         drop(reservation);
-        assert_eq!(buffer.storage().ticks_before(Write).unwrap().len(), 1);
+        assert_eq!(buffer.ticks_before(Write).unwrap().len(), 1);
     });
 }
 
@@ -87,21 +86,21 @@ fn a_reservation_dropped_during_an_access_of_its_thread_ends_with_the_access() {
     in_time(|| {
         let bench = Bench::new();
         let buffer = bench.buffer();
-        let reservations = [0; 2].map(|_| Reservation::acquire(buffer.storage(), Read).unwrap());
-        let access = AccessGuard::acquire(&bench.stream, &[(buffer.storage(), Read)]).unwrap();
+        let reservations = [0; 2].map(|_| Reservation::acquire(&buffer, Read).unwrap());
+        let access = AccessGuard::acquire(&bench.stream, &[(&buffer, Read)]).unwrap();
         let (tell, told) = mpsc::channel();
         thread::scope(|scope| {
             scope.spawn(|| {
                 let writer = bench.device.stream().unwrap();
                 tell.send(()).unwrap();
                 // Waits for the access guard, and the reservations.
-                drop(AccessGuard::acquire(&writer, &[(buffer.storage(), Write)]).unwrap());
+                drop(AccessGuard::acquire(&writer, &[(&buffer, Write)]).unwrap());
             });
             told.recv().unwrap();
             drop(reservations);
             drop(access);
         });
-        drop(Reservation::acquire(buffer.storage(), Write).unwrap());
+        drop(Reservation::acquire(&buffer, Write).unwrap());
     });
 }
 
@@ -116,11 +115,11 @@ fn threads_wait_for_each_others_access_guards() {
                     let stream = bench.device.stream().unwrap();
                     for round in 0..2000_u32 {
                         let kind = if round % 3 == 0 { Write } else { Read };
-                        let access = AccessGuard::acquire(&stream, &[(buffer.storage(), kind)]).unwrap();
-                        assert!(matches!(buffer.storage().ticks_before(kind), Err(AllocError::AccessHeld)));
+                        let access = AccessGuard::acquire(&stream, &[(&buffer, kind)]).unwrap();
+                        assert!(matches!(&buffer.ticks_before(kind), Err(AllocError::AccessHeld)));
                         drop(access);
-                        buffer.storage().ticks_before(kind).unwrap();
-                        drop(Reservation::acquire(buffer.storage(), kind).unwrap());
+                        buffer.ticks_before(kind).unwrap();
+                        drop(Reservation::acquire(&buffer, kind).unwrap());
                     }
                 });
             }

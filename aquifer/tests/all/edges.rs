@@ -6,18 +6,18 @@ use aquifer::transfer::Region;
 #[test]
 fn empty_buffers_take_every_verb() -> Result<(), aquifer::Error> {
     let device = aquifer::open("sim:1GiB,violations=panic")?;
-    let (memory, stream) = (device.allocator()?, device.stream()?);
+    let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
     let full = memory.from_slice(&[1.0_f32; 4], &stream)?;
     for mut x in [memory.alloc_zeros::<f32>(0, &stream)?, full.slice(4..).share(), memory.from_slice(&[], &stream)?] {
         x.fill(1.0, &stream)?;
         x.zero(&stream)?;
         x.upload(Vec::new(), &stream)?.wait()?;
-        x.upload(&device.pinned_from_slice::<f32>(&[])?, &stream)?.wait()?;
+        x.upload(&memory.pinned_from_slice::<f32>(&[])?, &stream)?.wait()?;
         x.axpy(2.0, &full.slice(..0), &stream)?;
         x.copy_from(&full.slice(2..2), &stream)?;
         assert_eq!((x.sum(&stream)?.item(&stream)?, x.to_vec(&stream)?), (0.0, Vec::new()));
         assert!(x.item(&stream).is_err() && x.cast::<u8>(&stream)?.is_empty());
-        stream.with([write(&mut x)], |_, [x]| {
+        with(&stream, [write(&mut x)], |_, [x]| {
             assert_eq!(x.bytes(), 0);
             Ok::<_, aquifer::Error>(())
         })?;
@@ -29,7 +29,7 @@ fn empty_buffers_take_every_verb() -> Result<(), aquifer::Error> {
 #[test]
 fn lengths_that_no_machine_has_are_errors() -> Result<(), aquifer::Error> {
     let device = aquifer::open("sim:1GiB")?;
-    let (memory, stream) = (device.allocator()?, device.stream()?);
+    let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
     assert!(memory.alloc::<u64>(usize::MAX, &stream).is_err());
     let extents = [usize::MAX, 3];
     let region = Region { extents: &extents, from_strides: &[1, 1], to_strides: &[3, 1] };
@@ -42,7 +42,7 @@ fn lengths_that_no_machine_has_are_errors() -> Result<(), aquifer::Error> {
 #[test]
 fn tensors_go_to_what_names_memory() -> Result<(), aquifer::Error> {
     let device = aquifer::open("sim:1GiB,violations=panic")?;
-    let (memory, stream) = (device.allocator_with("expandable_segments:True")?, device.stream()?);
+    let (memory, stream) = (Allocator::of_with(&device, "expandable_segments:True")?, device.stream()?);
     let host = Tensor::from_vec(vec![1.0_f32, 2.0], &[2])?;
     for there in [host.to(&memory)?, host.to((&memory, &stream))?, host.to(&device)?, host.to(&memory.transfer()?)?] {
         let there = there.wait()?;

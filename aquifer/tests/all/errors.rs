@@ -5,7 +5,6 @@ use aquifer::device::{DeviceError, RequestError};
 use aquifer::kernels::KernelError;
 use aquifer::memory::AllocError;
 use aquifer::prelude::*;
-use aquifer::transfer::TransferError;
 
 fn requested<T>(result: Result<T, impl Into<Error>>) -> RequestError {
     let error = result.err().expect("the request is wrong").into();
@@ -18,15 +17,15 @@ fn requested<T>(result: Result<T, impl Into<Error>>) -> RequestError {
 #[test]
 fn a_wrong_request_is_the_same_error_whichever_part_was_asked() -> Result<(), Error> {
     let (device, other) = (aquifer::open("sim:1GiB")?, aquifer::open("sim:1GiB")?);
-    let (memory, stream, elsewhere) = (device.allocator()?, device.stream()?, other.stream()?);
+    let (memory, stream, elsewhere) = (Allocator::of(&device)?, device.stream()?, other.stream()?);
     let mut x = memory.alloc_zeros::<f32>(4, &stream)?;
-    let mut pinned = device.pinned_from_slice(&[1.0_f32; 4])?;
+    let mut pinned = memory.pinned_from_slice(&[1.0_f32; 4])?;
 
     let wrong_device = [
         requested(memory.alloc::<u8>(1, &elsewhere)),
         requested(x.upload(vec![1.0; 4], &elsewhere)),
         requested(x.ready_on(&elsewhere)),
-        requested(elsewhere.with([read(&x)], |_, _| Ok::<_, Error>(()))),
+        requested(with(&elsewhere, [read(&x)], |_, _| Ok::<_, Error>(()))),
     ];
     for error in wrong_device {
         assert!(matches!(error, RequestError::WrongDevice { .. }), "{error}");
@@ -39,7 +38,7 @@ fn a_wrong_request_is_the_same_error_whichever_part_was_asked() -> Result<(), Er
     ] {
         assert_eq!(error.to_string(), "the range 2..5 is out of bounds for 4 elements");
     }
-    for error in [requested(memory.alloc::<u64>(usize::MAX, &stream)), requested(device.pinned::<u64>(usize::MAX))] {
+    for error in [requested(memory.alloc::<u64>(usize::MAX, &stream)), requested(memory.pinned::<u64>(usize::MAX))] {
         assert!(matches!(error, RequestError::LengthOverflow { size: 8, .. }), "{error}");
     }
     Ok(())
@@ -48,7 +47,7 @@ fn a_wrong_request_is_the_same_error_whichever_part_was_asked() -> Result<(), Er
 #[test]
 fn a_lost_device_is_the_same_error_whichever_part_was_asked() -> Result<(), Error> {
     let device = aquifer::open("sim:1GiB,lost_at=100")?;
-    let (memory, stream) = (device.allocator()?, device.stream()?);
+    let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
     let mut x = memory.alloc_zeros::<f32>(4, &stream)?;
     while device.synchronize().is_ok() {}
     let lost = [
@@ -65,7 +64,7 @@ fn a_lost_device_is_the_same_error_whichever_part_was_asked() -> Result<(), Erro
 #[test]
 fn the_report_is_there_whichever_part_asked_for_memory() -> Result<(), Error> {
     let device = aquifer::open("sim:64MiB")?;
-    let (memory, stream) = (device.allocator()?, device.stream()?);
+    let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
     let x = memory.alloc_zeros::<u8>(48 << 20, &stream)?;
     let full = [
         memory.alloc::<u8>(48 << 20, &stream).map_err(Error::from),
@@ -83,7 +82,7 @@ fn errors_are_no_larger_than_those_of_the_driver_and_a_word() {
     let most = size_of::<DeviceError>() + size_of::<usize>();
     assert!(size_of::<RequestError>() <= size_of::<DeviceError>());
     assert!(size_of::<AllocError>() <= most);
-    assert!(size_of::<TransferError>() <= size_of::<KernelError>() + size_of::<usize>());
+    assert!(size_of::<Error>() <= size_of::<KernelError>() + size_of::<usize>());
 }
 
 /// `main` and `unwrap` show an error by its `Debug`.
@@ -95,7 +94,7 @@ fn errors_are_shown_in_words_by_debug() -> Result<(), Error> {
         text
     }
     let device = aquifer::open("sim:1GiB")?;
-    let (memory, stream) = (device.allocator()?, device.stream()?);
+    let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
     let _half = memory.alloc::<u8>(600 << 20, &stream)?;
     let refused = memory.alloc::<u8>(600 << 20, &stream).expect_err("too much");
     assert!(in_words(refused.clone()).contains("\n  try: "), "{refused}");
@@ -112,8 +111,7 @@ fn errors_are_shown_in_words_by_debug() -> Result<(), Error> {
         in_words(aquifer::memory::Config::parse("limit:3").expect_err("no such option")),
         in_words(aquifer::device::sim::SimConfig::parse("1GiB,x=3").expect_err("no such setting")),
         in_words(
-            stream
-                .with([write(&mut x)], |_, _| Err::<(), _>(Error::from(y.item(&stream).expect_err("eight"))))
+            with(&stream, [write(&mut x)], |_, _| Err::<(), _>(y.item(&stream).expect_err("eight")))
                 .expect_err("of the work"),
         ),
     ];

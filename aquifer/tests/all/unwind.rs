@@ -7,7 +7,7 @@ use aquifer::prelude::*;
 #[test]
 fn buffers_work_after_a_panic_that_was_caught() -> Result<(), aquifer::Error> {
     let device = aquifer::open("sim:1GiB,violations=panic")?;
-    let (memory, stream) = (device.allocator()?, device.stream()?);
+    let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
     let mut x = memory.alloc_zeros::<f32>(4, &stream)?;
     assert!(catch_unwind(|| drop(x.slice(3..9))).is_err());
     // Two writes that nothing orders.
@@ -45,10 +45,11 @@ fn handles_may_be_used_after_a_panic_that_was_caught() {
         stays_usable::<(aquifer::device::sim::SimDriver, aquifer::device::sim::SimConfig)>();
     }
     {
+        use aquifer::buffer::Access;
+        use aquifer::{Allocator, Buffer, View, ViewMut};
         use aquifer_allocator::{
-            Access, AccessGuard, Allocation, Allocator, Awake, Bound, Buffer, CaptureRoute, Config, Exportable,
-            Growable, PinnedMapping, PoolRoute, PrivatePool, RawOwner, Registration, Reservation, Snapshot, Storage,
-            TagScope, UsedAllocation, View, ViewMut,
+            AccessGuard, Allocation, Awake, CaptureRoute, Config, Exportable, Growable, PinnedMapping, PoolRoute,
+            PrivatePool, RawOwner, Registration, Reservation, Snapshot, Storage, TagScope, UsedAllocation,
         };
         stays_usable::<(Allocator, Config)>();
         stays_usable::<Buffer<f32>>();
@@ -63,7 +64,6 @@ fn handles_may_be_used_after_a_panic_that_was_caught() {
         stays_usable::<RawOwner>();
         stays_usable::<Access<'_>>();
         stays_usable::<AccessGuard<'_>>();
-        stays_usable::<Bound<'_>>();
         stays_usable::<Reservation>();
         stays_usable::<Awake>();
         stays_usable::<PrivatePool>();
@@ -80,11 +80,12 @@ fn handles_may_be_used_after_a_panic_that_was_caught() {
         stays_usable::<Target<'_>>();
     }
     {
-        use aquifer_transfer::{
-            BatchResults, Checkpoint, Downloaded, ParamSet, Pending, PinnedBuffer, PinnedPool, PinnedSlice,
-            PinnedSliceMut, Place, Prefetcher, Region, Resident, Spillable, Spiller, Tensor, Timer, Transfer,
-            TransferBatch,
+        use aquifer::tensor::{Checkpoint, ParamSet, Place};
+        use aquifer::transfer::{
+            BatchResults, Downloaded, PinnedPool, PinnedSlice, PinnedSliceMut, Prefetcher, Region, Resident, Spillable,
+            Spiller, Timer, Transfer, TransferBatch,
         };
+        use aquifer::{Pending, PinnedBuffer, Tensor};
         stays_usable::<Transfer>();
         stays_usable::<Pending<f32>>();
         stays_usable::<TransferBatch>();

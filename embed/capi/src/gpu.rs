@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use aquifer::device::{DevicePtr, RawStream, cuda};
-use aquifer::memory::{AllocError, DeviceAllocator as _, OomReport, Registration};
+use aquifer::memory::{AllocError, OomReport, Registration};
 use aquifer::{Allocator, Device, Stream};
 
 use crate::OomCallback;
@@ -124,7 +124,7 @@ impl Gpu {
 #[cold]
 fn open(ordinal: c_int, slot: &'static OnceLock<Gpu>) -> Result<&'static Gpu, Failure> {
     let device = cuda::shared(ordinal.unsigned_abs())?;
-    let memory = device.allocator()?;
+    let memory = Allocator::of(&device)?;
     let _on_oom = memory.observe_oom(on_oom);
     let gpu = slot.get_or_init(|| Gpu { ordinal, device, memory, _on_oom });
     END.fetch_max(ordinal.unsigned_abs() as usize + 1, Ordering::Release);

@@ -15,7 +15,7 @@
 //! };
 //!
 //! let device = aquifer::open("sim:8GiB")?;
-//! let (memory, stream) = (device.allocator()?, device.stream()?);
+//! let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
 //! let properties = cubecl_ir::MemoryDeviceProperties::new(2 << 30, 512);
 //! let mut managed = MemoryManagement::from_configuration(
 //!     AquiferStorage::new(&memory, &stream),

@@ -25,7 +25,7 @@ fn draws(mut seed: u64) -> impl FnMut(u64) -> u64 {
 /// Peaks of 5000 random requests: requested, and held from the device.
 fn peaks(name: &str, config: MemoryConfiguration, dedicated: bool) -> (u64, u64) {
     let device = aquifer::open("sim:8GiB,violations=panic").unwrap();
-    let memory = device.allocator().unwrap();
+    let memory = Allocator::of(&device).unwrap();
     let stream = device.stream().unwrap();
     let mut managed = MemoryManagement::from_configuration(
         AquiferStorage::new(&memory, &stream),
@@ -73,7 +73,7 @@ fn random_requests_are_served_in_every_mode_and_dedicated_holds_the_least() {
 #[test]
 fn memory_that_runs_out_is_cubecls_error_and_the_report_stays() {
     let device = aquifer::open("sim:64MiB").unwrap();
-    let (memory, stream) = (device.allocator().unwrap(), device.stream().unwrap());
+    let (memory, stream) = (Allocator::of(&device).unwrap(), device.stream().unwrap());
     let mut storage = AquiferStorage::new(&memory, &stream);
     let held = storage.alloc(40 * MIB).unwrap();
     let refused = storage.alloc(40 * MIB).unwrap_err();

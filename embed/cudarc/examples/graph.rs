@@ -26,7 +26,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for _ in 0..10 {
         // The graph uses its buffers like any other work: this orders it with what other streams do
         // with them.
-        ours.with([read(&gradient), write(&mut weights)], |stream, _| graph.launch(stream))?;
+        with(&ours, [read(&gradient), write(&mut weights)], |stream, _| graph.launch(stream))?;
     }
     assert_eq!(weights.slice(..1).item(&ours)?, -5.0);
     println!("ten launches of one graph: the weights are -5");

@@ -4,7 +4,6 @@ use std::fmt;
 
 use aquifer::device::{DeviceError, RequestError};
 use aquifer::memory::AllocError;
-use aquifer::transfer::TransferError;
 use cudarc::driver::{DriverError, sys};
 
 /// Why a call failed that involves Aquifer and cudarc.
@@ -75,7 +74,7 @@ macro_rules! from_parts {
         })*
     };
 }
-from_parts!(DeviceError, RequestError, AllocError, TransferError);
+from_parts!(DeviceError, RequestError, AllocError);
 
 /// For functions that return cudarc's error. It has room for a code alone: out of memory stays
 /// that, a failed driver call keeps `CUDA_ERROR_UNKNOWN`, and what the caller did wrong becomes

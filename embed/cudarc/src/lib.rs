@@ -56,7 +56,6 @@ mod stream;
 use std::sync::Arc;
 
 use aquifer::device::cuda;
-use aquifer::memory::DeviceAllocator as _;
 use aquifer::{Allocator, Stream};
 use cudarc::driver::{CudaContext, CudaStream};
 
@@ -69,12 +68,12 @@ pub use stream::{Bound, Lent, StreamExt};
 use cudarc::driver::{CudaSlice, DriverError};
 
 /// The process's allocator of a context's device: the same for every caller. It is configured
-/// by the environment, or with `Device::allocator_with` before its first use.
+/// by the environment, or with [`Allocator::of_with`] before its first use.
 ///
 /// # Errors
 /// When the context's GPU cannot be asked about, or the environment configures what cannot be.
 pub fn allocator(context: &Arc<CudaContext>) -> Result<Allocator, Error> {
-    Ok(cuda::device_of(context.clone())?.allocator()?)
+    Ok(Allocator::of(&cuda::device_of(context.clone())?)?)
 }
 
 /// Aquifer's stream for one of cudarc's: both stand for one stream of the driver.

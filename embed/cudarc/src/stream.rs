@@ -6,7 +6,7 @@ use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
-use aquifer::memory::{Access, StreamAccess as _, WithError};
+use aquifer::buffer::{Access, WithError, with};
 use cudarc::driver::{CudaSlice, CudaStream, sys::CUdeviceptr};
 
 use crate::{Error, stream};
@@ -57,7 +57,7 @@ impl StreamExt for Arc<CudaStream> {
         accesses: [Access<'_>; N],
         work: impl FnOnce(&Arc<CudaStream>, [Bound<'_>; N]) -> Result<R, E>,
     ) -> Result<R, Error> {
-        let done = stream(self)?.with(accesses, |_, bound| work(self, bound.map(Bound::of)));
+        let done = with(&stream(self)?, accesses, |_, accesses| work(self, accesses.map(Bound::of)));
         done.map_err(|error| match error {
             WithError::Order(error) => error.into(),
             WithError::Work(error) => error.into(),
@@ -74,8 +74,8 @@ pub struct Bound<'a> {
 }
 
 impl<'a> Bound<'a> {
-    fn of(bound: aquifer::memory::Bound<'a>) -> Bound<'a> {
-        Bound { ptr: bound.ptr().0, bytes: bound.bytes(), access: PhantomData }
+    fn of(access: Access<'a>) -> Bound<'a> {
+        Bound { ptr: access.ptr().0, bytes: access.bytes(), access: PhantomData }
     }
 
     /// The first address, as a kernel's argument; null for zero bytes.
@@ -89,7 +89,7 @@ impl<'a> Bound<'a> {
     }
 
     /// The memory as a slice of cudarc's, for its copies and libraries. What is
-    /// [`read`](aquifer::memory::read) must not be written through it.
+    /// [`read`](aquifer::buffer::read()) must not be written through it.
     ///
     /// With cudarc's event tracking on, this creates two events, for which there is no need here:
     /// prefer [`Bound::device_ptr`] where the address is enough.

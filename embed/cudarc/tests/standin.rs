@@ -6,9 +6,7 @@
 use std::sync::Arc;
 
 use aquifer::Allocator;
-use aquifer::kernels::BufferKernels as _;
-use aquifer::memory::{read, write};
-use aquifer::transfer::{BufferTransfers as _, DeviceTransfers as _};
+use aquifer::buffer::{read, write};
 use aquifer_cudarc::{AllocatorExt, Error, HostPinned, PoolSlice, StreamExt};
 use aquifer_standin::StandinDevice;
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DriverError, LaunchConfig, PushKernelArg, sys};
@@ -181,7 +179,7 @@ fn what_is_in_use_can_be_dropped_on_another_thread() {
     let [one, two] = gpu.streams();
     for step in 0..20 {
         let mut slice = gpu.memory.alloc_slice_zeros::<f32>(N, &one).unwrap();
-        let host = gpu.memory.device().pinned_from_slice(&[step as f32; N]).unwrap();
+        let host = gpu.memory.pinned_from_slice(&[step as f32; N]).unwrap();
         let host = HostPinned::new(host, &gpu.context).unwrap();
         two.memcpy_htod(&host, &mut *slice).unwrap();
         let imported = gpu.memory.import_slice(two.clone_dtod(&*slice).unwrap()).unwrap();
@@ -235,8 +233,7 @@ fn page_locked_memory_waits_for_the_copies_that_use_it_and_for_nothing_else() {
         let gpu = Gpu::new();
         let streams: [_; 2] =
             if several { gpu.streams() } else { [gpu.context.default_stream(), gpu.context.default_stream()] };
-        let device = gpu.memory.device();
-        let mut host = HostPinned::new(device.pinned::<f32>(N).unwrap(), &gpu.context).unwrap();
+        let mut host = HostPinned::new(gpu.memory.pinned::<f32>(N).unwrap(), &gpu.context).unwrap();
         let mut slices = streams.clone().map(|stream| gpu.memory.alloc_slice_zeros::<f32>(N, &stream).unwrap());
         for step in 0..20 {
             host.as_mut_slice().unwrap().fill(step as f32);

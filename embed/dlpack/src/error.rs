@@ -65,9 +65,4 @@ macro_rules! from_parts {
         })*
     };
 }
-from_parts!(
-    aquifer::device::DeviceError,
-    aquifer::device::OpenError,
-    aquifer::memory::AllocError,
-    aquifer::transfer::TransferError
-);
+from_parts!(aquifer::device::DeviceError, aquifer::device::OpenError, aquifer::memory::AllocError);

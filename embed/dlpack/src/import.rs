@@ -3,7 +3,6 @@
 use aquifer::device::{DevicePtr, Tick, cuda};
 use aquifer::kernels::DType;
 use aquifer::tensor::Scalar;
-use aquifer::transfer::Transfer;
 use aquifer::{Allocator, Buffer, Stream, Tensor};
 use dlpark::ffi::DLDeviceType;
 use dlpark::{DlpackElement, TensorRef};
@@ -78,7 +77,7 @@ fn import_typed<T: Scalar + DlpackElement>(
     if tensor.device().device_type != DLDeviceType::CPU {
         // SAFETY: the caller of `import_tensor` promises what is needed.
         let buffer = unsafe { import_buffer::<T>(dlpack, memory, stream) }?;
-        return Ok(Tensor::from_buffer(&buffer, &shape, &Transfer::of(memory)?)?);
+        return Ok(Tensor::from_buffer(&buffer, &shape, &memory.transfer()?)?);
     }
     check_compact(&tensor)?;
     // SAFETY: the caller of `import_tensor` promises that the memory is there.

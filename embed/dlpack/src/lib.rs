@@ -4,7 +4,7 @@
 //! use aquifer::Tensor;
 //! use aquifer::prelude::*;
 //! # let device = aquifer::open("sim:1GiB")?;
-//! let (memory, stream) = (device.allocator()?, device.stream()?);
+//! let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
 //! let tensor = Tensor::from_vec(vec![1.0_f32, 2.0, 3.0, 4.0], &[2, 2])?;
 //! let dlpack = aquifer_dlpack::export_tensor(&tensor, &stream)?; // a `DLManagedTensorVersioned` for any consumer
 //! // SAFETY: it describes what it says, as it comes from the line above.

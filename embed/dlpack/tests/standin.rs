@@ -24,7 +24,7 @@ impl Gpu {
     fn new() -> Gpu {
         let standin = aquifer_standin::load().unwrap().add_device("256MiB,seed=5").unwrap();
         let device = cuda::shared(standin.ordinal()).unwrap();
-        Gpu { memory: device.allocator().unwrap(), device, standin }
+        Gpu { memory: Allocator::of(&device).unwrap(), device, standin }
     }
 }
 
@@ -126,7 +126,7 @@ fn what_is_refused_goes_back_to_its_producer() {
     assert!(matches!(error, Error::DType { .. }), "{error}");
 
     let simulated = aquifer::open("sim:1GiB").unwrap();
-    let (memory, stream) = (simulated.allocator().unwrap(), simulated.stream().unwrap());
+    let (memory, stream) = (Allocator::of(&simulated).unwrap(), simulated.stream().unwrap());
     let refused = export_buffer(&memory.alloc::<f32>(4, &stream).unwrap(), &stream);
     assert!(matches!(refused, Err(Error::Simulated { .. })));
 }

@@ -5,7 +5,7 @@
 use std::error::Error;
 use std::time::Instant;
 
-use aquifer_allocator::DeviceAllocator as _;
+use aquifer_allocator::Allocator;
 use aquifer_cuda as cuda;
 use cudarc::driver::CudaContext;
 use cudarc::driver::result::{free_async, malloc_async};
@@ -19,7 +19,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let is_raw = std::env::args().any(|argument| argument == "raw");
     let nanoseconds = if is_raw {
         let device = cuda::device_of(context.clone())?;
-        let (memory, stream) = (device.allocator()?, cuda::stream(&device, &stream)?);
+        let (memory, stream) = (Allocator::of(&device)?, cuda::stream(&device, &stream)?);
         measure(|| Ok(memory.free_raw_on(memory.alloc_raw(BYTES as u64, &stream)?, &stream)?))?
     } else {
         let raw = stream.cu_stream();

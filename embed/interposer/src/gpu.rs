@@ -4,7 +4,7 @@ use std::ffi::c_int;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use aquifer_allocator::{Allocator, DeviceAllocator as _, HistoryOptions};
+use aquifer_allocator::{Allocator, HistoryOptions};
 use aquifer_cuda as cuda;
 use aquifer_device::fork::Mutex;
 use aquifer_device::{Device, DevicePtr, RawStream, Stream};
@@ -93,7 +93,7 @@ fn open(context: Handle) -> Served<&'static Gpu> {
     }
     let ordinal = u32::try_from(device).map_err(|_| Instead::Code(INVALID_VALUE))?;
     let opened = cuda::shared(ordinal)?;
-    let allocator = opened.allocator()?;
+    let allocator = Allocator::of(&opened)?;
     if report::snapshot_file().is_some() && allocator.config().history == 0 {
         allocator.record_history(HistoryOptions { entries: 1_000_000, ..HistoryOptions::default() });
     }

@@ -3,9 +3,10 @@
 use std::fmt::Debug;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use aquifer_allocator::{AccessGuard, Allocator, Buffer, Config};
+use aquifer::{Allocator, Buffer};
+use aquifer_allocator::{AccessGuard, Config};
 use aquifer_device::{AccessKind, Device, Stream};
-use aquifer_kernels::{Element, Kernels};
+use aquifer_kernels::{DType, Element, Kernels, Operand};
 use half::{bf16, f16};
 use proptest::prelude::*;
 
@@ -72,6 +73,11 @@ fn open(spec: &str) -> Device {
 
 /// The byte of guards.
 const GUARD: u8 = 0xA5;
+/// Bytes as elements of a dtype.
+pub(crate) fn bytes_as(bytes: &Buffer<u8>, dtype: DType) -> Operand<'_> {
+    Operand::new(bytes.storage(), bytes.ptr(), bytes.bytes(), dtype)
+}
+
 /// Guard elements after memory, and at least before it.
 const GUARDS: u64 = 8;
 

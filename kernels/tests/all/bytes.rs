@@ -1,11 +1,11 @@
 //! `fill`, `pattern_write`, `pattern_verify`, `checksum`.
 
 use aquifer_device::DevicePtr;
-use aquifer_kernels::{DType, Kernels, Operand, Target, checksum_of, pattern_bytes, pattern_word};
+use aquifer_kernels::{DType, Kernels, Target, checksum_of, pattern_bytes, pattern_word};
 use half::{bf16, f16};
 use proptest::prelude::*;
 
-use crate::bench::{Bench, Plain, assert_agree, lens};
+use crate::bench::{Bench, Plain, assert_agree, bytes_as, lens};
 
 fn check_fill<T: Plain>(bench: &Bench, value: T, len: usize, shift: u64) {
     let mut memory = bench.guarded(&vec![T::of(&vec![0; size_of::<T>()]); len], shift);
@@ -126,7 +126,7 @@ fn verification_finds_overlap_stale_contents_and_lost_writes() {
     let bench = Bench::new();
     let (kernels, stream) = (&bench.kernels, &bench.stream);
     let memory = bench.alloc::<u8>(10_000);
-    let findings = |from: &aquifer_allocator::Buffer<u8>, seed| {
+    let findings = |from: &aquifer::Buffer<u8>, seed| {
         let mut findings = bench.upload(&[0u64; 2]);
         kernels.pattern_verify(stream, from, seed, &mut findings).unwrap();
         kernels.mismatches(stream, &findings).unwrap()
@@ -177,11 +177,11 @@ fn checksums_depend_on_length_and_order_and_not_on_the_address() {
 #[test]
 fn byte_operations_take_any_dtype() {
     let bench = Bench::new();
-    let mut memory = bench.upload(&[0u8; 12]);
-    let target = Target::of_bytes(&mut memory, DType::I32);
+    let memory = bench.upload(&[0u8; 12]);
+    let target = Target::new(bytes_as(&memory, DType::I32));
     bench.kernels.fill(&bench.stream, target, -2i32).unwrap();
     assert_eq!(bench.download(&memory), [0xFE, 0xFF, 0xFF, 0xFF].repeat(3));
     let mut floats = bench.upload(&[0f32; 3]);
-    bench.kernels.cast(&bench.stream, Operand::of_bytes(&memory, DType::I32), &mut floats).unwrap();
+    bench.kernels.cast(&bench.stream, bytes_as(&memory, DType::I32), &mut floats).unwrap();
     assert_eq!(bench.download(&floats), [-2.0; 3]);
 }

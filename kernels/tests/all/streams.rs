@@ -3,7 +3,8 @@
 
 use std::time::Duration;
 
-use aquifer_allocator::{AccessGuard, Buffer};
+use aquifer::Buffer;
+use aquifer_allocator::AccessGuard;
 use aquifer_device::{AccessKind, Device, Operation, Stream};
 use aquifer_kernels::{KernelError, Kernels};
 use aquifer_sim::{SimConfig, SimDriver};

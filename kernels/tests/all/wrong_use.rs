@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use aquifer_allocator::Buffer;
+use aquifer::Buffer;
 use aquifer_device::{Code, Device, DeviceInfo, DeviceLabel, DeviceMismatch, Operation};
-use aquifer_kernels::{DType, KernelError, Kernels, Operand, OperandFault, Strided, Target};
+use aquifer_kernels::{DType, KernelError, Kernels, OperandFault, Strided, Target};
 use aquifer_sim::{Fault as Failing, Preset, SimConfig, SimDriver};
 
-use crate::bench::Bench;
+use crate::bench::{Bench, bytes_as};
 
 /// The operand and the fault of an operand's error of the expected kernel.
 #[track_caller]
@@ -113,11 +113,11 @@ fn dtypes() {
 fn alignment_and_whole_elements() {
     let bench = Bench::new();
     let (k, s) = (&bench.kernels, &bench.stream);
-    let (mut bytes, mut floats) = (bench.upload(&[0u8; 100]), bench.upload(&[0f32; 4]));
+    let (bytes, mut floats) = (bench.upload(&[0u8; 100]), bench.upload(&[0f32; 4]));
     let odd = bytes.slice(1..17);
     let misaligned = OperandFault::Misaligned { ptr: odd.ptr() };
-    assert_eq!(fault("axpy", k.axpy(s, 1.0, Operand::of_bytes(&odd, DType::F32), &mut floats)), ("x", misaligned));
-    let ragged = Target::of_bytes(&mut bytes, DType::F64);
+    assert_eq!(fault("axpy", k.axpy(s, 1.0, bytes_as(&odd, DType::F32), &mut floats)), ("x", misaligned));
+    let ragged = Target::new(bytes_as(&bytes, DType::F64));
     assert_eq!(fault("fill", k.fill(s, ragged, 0f64)), ("to", OperandFault::Ragged { bytes: 100 }));
 }
 
@@ -156,8 +156,8 @@ fn harmful_overlap_is_refused() {
         ("to", overlap("scratch"))
     );
     let bytes = bench.upload(&[0u8; 16]);
-    let mut same = bytes.share();
-    let cast = k.cast(s, &bytes.slice(..4), Target::of_bytes(&mut same, DType::F32));
+    let same = bytes.share();
+    let cast = k.cast(s, &bytes.slice(..4), Target::new(bytes_as(&same, DType::F32)));
     assert_eq!(fault("cast", cast), ("to", overlap("from")));
 }
 

@@ -39,7 +39,7 @@ impl Player<'_> {
         let world = self.world;
         let Some(_work) = world.sleeping.begin_bare_work() else { return };
         let scope = TagScope::new(BARE);
-        let made = world.request(&world.memory, bytes, || world.memory.alloc_raw(bytes, stream));
+        let made = world.request(&world.memory, bytes, || Ok(world.memory.alloc_raw(bytes, stream)?));
         drop(scope);
         if let Some(ptr) = made {
             let (used, stream) = (stream.tick(), stream.clone());
@@ -192,7 +192,7 @@ impl Player<'_> {
         let memory = &mut growing.memory;
         let (bytes, before) = (bytes.min(memory.capacity()), memory.bytes());
         let resized = if bytes > before {
-            world.request(&world.memory, bytes - before, || memory.grow_to(bytes, &stream))
+            world.request(&world.memory, bytes - before, || Ok(memory.grow_to(bytes, &stream)?))
         } else {
             world.served(memory.shrink_to(bytes, &stream))
         };

@@ -3,8 +3,8 @@
 use std::fmt::Display;
 use std::ops::Range;
 
-use aquifer::Allocator;
 use aquifer::memory::AllocError;
+use aquifer::{Allocator, Error};
 use aquifer_allocator::config::Backing;
 use aquifer_allocator::snapshot::BlockState;
 use aquifer_device::{DeviceError, DevicePtr};
@@ -20,12 +20,7 @@ const CALLS_MAX: u64 = 16;
 impl World {
     /// Makes a request of one of the allocators. In a program of one thread, without faults, limits
     /// or another process, it is served if it fits.
-    pub(super) fn request<T>(
-        &self,
-        of: &Allocator,
-        bytes: u64,
-        ask: impl FnOnce() -> Result<T, AllocError>,
-    ) -> Option<T> {
+    pub(super) fn request<T>(&self, of: &Allocator, bytes: u64, ask: impl FnOnce() -> Result<T, Error>) -> Option<T> {
         if !self.is_calm() {
             return self.served(ask());
         }
@@ -34,7 +29,7 @@ impl World {
         let outcome = ask();
         match &outcome {
             Ok(_) if has_plenty && self.waits() > waits => count(&self.counts.needless_waits),
-            Err(AllocError::OutOfMemory(report)) => {
+            Err(Error::Alloc(AllocError::OutOfMemory(report))) => {
                 count(&self.counts.liveness);
                 let (need, room) = (need(of, bytes), self.room(of));
                 if need <= room {
@@ -162,7 +157,7 @@ impl World {
         if self.asks_first {
             for pool in &pools {
                 self.check_served(&self.memory, |bytes| {
-                    pool.alloc_bytes(bytes, self.device.default_stream()).map(drop)
+                    Ok(drop(pool.alloc_bytes(bytes, self.device.default_stream())?))
                 });
             }
             self.check_all_served();
@@ -210,12 +205,12 @@ impl World {
     /// without need.
     fn check_all_served(&self) {
         for memory in [&self.memory, &self.second, &self.memory] {
-            self.check_served(memory, |bytes| memory.alloc_bytes(bytes, self.device.default_stream()).map(drop));
+            self.check_served(memory, |bytes| Ok(drop(memory.alloc_bytes(bytes, self.device.default_stream())?)));
         }
     }
 
     /// Checks that a request for all memory is served, and soon: nothing is in use.
-    fn check_served(&self, of: &Allocator, ask: impl FnOnce(u64) -> Result<(), AllocError>) {
+    fn check_served(&self, of: &Allocator, ask: impl FnOnce(u64) -> Result<(), Error>) {
         count(&self.counts.liveness);
         let total = self.device.info().total_bytes;
         let fits = (total - of.config().headroom) / unit(of) * unit(of);

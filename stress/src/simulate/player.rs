@@ -7,11 +7,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use std::{env, fs, process};
 
+use aquifer::Error;
 use aquifer::Pending;
 use aquifer::device::{Graph, RawStream, StreamFlags};
-use aquifer::memory::{AllocError, Config, PoolOptions, PrivatePool, TagScope};
+use aquifer::memory::{Config, PoolOptions, PrivatePool, TagScope};
 use aquifer::prelude::*;
-use aquifer::transfer::{FilePart, TransferError};
+use aquifer::transfer::FilePart;
 use aquifer_allocator::{Awake, PoolRoute};
 use aquifer_device::{HandleKind, executor};
 
@@ -131,7 +132,7 @@ impl<'a> Player<'a> {
         }
         owned.lost = self.world.sleeping.lost(owned.kind);
         let runs = self.runs(stream);
-        let filled = stream.with([write(&mut owned.buffer)], |raw, [x]| raw.fill(x.ptr(), pattern, x.bytes()));
+        let filled = with(&stream, [write(&mut owned.buffer)], |raw, [x]| raw.fill(x.ptr(), pattern, x.bytes()));
         owned.pattern = self.world.allow(filled).filter(|()| runs).map(|()| pattern);
     }
 
@@ -167,13 +168,13 @@ impl<'a> Player<'a> {
             Step::AllocFrom { pool, stream, bytes } => {
                 let stream = self.stream(stream);
                 let Some(pool) = take(&mut self.pools, pool) else { return };
-                self.add(&world.memory, bytes, &stream, 0, || pool.alloc(length(bytes), &stream));
+                self.add(&world.memory, bytes, &stream, 0, || world.memory.alloc_in(&pool, length(bytes), &stream));
                 self.pools.push(pool);
             }
             Step::AllocExportable { stream, bytes } => {
                 let stream = self.stream(stream);
                 let memory = &world.memory;
-                let ask = || memory.alloc_exportable(bytes, HandleKind::PosixFd, &stream).map(|made| made.buffer());
+                let ask = || Ok(Buffer::of(memory.alloc_exportable(bytes, HandleKind::PosixFd, &stream)?.storage()));
                 self.add(memory, bytes, &stream, 0, ask);
             }
             Step::AllocRaw { stream, bytes } => self.alloc_raw(&self.stream(stream), bytes),
@@ -307,7 +308,7 @@ impl<'a> Player<'a> {
         bytes: u64,
         stream: &Stream,
         kind: usize,
-        ask: impl FnOnce() -> Result<Buffer<u8>, AllocError>,
+        ask: impl FnOnce() -> Result<Buffer<u8>, Error>,
     ) {
         let runs = self.runs(stream);
         let Some(buffer) = self.world.request(of, bytes, ask) else { return };
@@ -335,7 +336,7 @@ impl<'a> Player<'a> {
         self.owned.truncate(first + keep as usize);
     }
 
-    fn to_vec(&self, at: usize, stream: &Stream) -> Result<Vec<u8>, TransferError> {
+    fn to_vec(&self, at: usize, stream: &Stream) -> Result<Vec<u8>, Error> {
         self.world.transfer.on(stream)?.to_vec(&self.owned[at].buffer)?.wait()
     }
 
@@ -369,7 +370,7 @@ impl<'a> Player<'a> {
         let end = buffer.bytes() - found.len() as u64;
         for offset in [0, end] {
             let read =
-                stream.with([read(buffer)], |raw, [x]| raw.download_blocking(&mut found, x.ptr().offset(offset)));
+                with(&stream, [read(buffer)], |raw, [x]| raw.download_blocking(&mut found, x.ptr().offset(offset)));
             if world.allow(read).is_some() {
                 world.compare(&found, pattern);
             }
@@ -390,7 +391,7 @@ impl<'a> Player<'a> {
         target.lost = world.sleeping.lost(target.kind);
         let runs = self.runs(&stream);
         let accesses = [read(&source.buffer), write(&mut target.buffer)];
-        let copied = stream.with(accesses, |raw, [from, to]| raw.copy(to.ptr(), from.ptr(), to.bytes()));
+        let copied = with(&stream, accesses, |raw, [from, to]| raw.copy(to.ptr(), from.ptr(), to.bytes()));
         if world.allow(copied).is_some() && runs {
             target.pattern = Some(pattern);
         }

@@ -7,14 +7,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use aquifer::device::sim::{Fault, SimConfig, SimDriver};
 use aquifer::device::{Capture, Graph};
 use aquifer::memory::{AllocError, Config, PrivatePool, Snapshot, Stat};
-use aquifer::transfer::{Transfer, TransferConfig};
-use aquifer::{Allocator, Device};
+use aquifer::transfer::{StagingConfig, Transfer, TransferConfig};
+use aquifer::{Allocator, Device, Error};
 use aquifer_allocator::snapshot::Segment;
 use aquifer_device::fork::Mutex;
 use aquifer_device::{Code, Operation};
 use aquifer_oracle::Judged;
 use aquifer_sim::{Lagging, Violation, ViolationKind};
-use aquifer_transfer::StagingConfig;
 
 use super::Counts;
 use super::bare::Raw;
@@ -265,15 +264,15 @@ impl World {
     }
 
     /// What an allocator served, or `None` where it may refuse.
-    pub(super) fn served<T>(&self, outcome: Result<T, AllocError>) -> Option<T> {
-        match outcome {
+    pub(super) fn served<T>(&self, outcome: Result<T, impl Into<Error>>) -> Option<T> {
+        match outcome.map_err(Into::into) {
             Ok(served) => return Some(served),
-            Err(AllocError::OutOfMemory(report)) if report.advice.is_empty() => {
+            Err(Error::Alloc(AllocError::OutOfMemory(report))) if report.advice.is_empty() => {
                 self.report(format!("a refusal without advice: {report}"));
             }
-            Err(AllocError::OutOfMemory(_) | AllocError::NotMapped { .. }) => {}
+            Err(Error::Alloc(AllocError::OutOfMemory(_) | AllocError::NotMapped { .. })) => {}
             // Other threads, and transfers under way.
-            Err(AllocError::KeptAwake(by)) if !by.is_this_thread => {}
+            Err(Error::Alloc(AllocError::KeptAwake(by))) if !by.is_this_thread => {}
             Err(error) => self.judge(&error.to_string()),
         }
         None

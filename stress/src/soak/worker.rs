@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use aquifer::device::{AccessKind, DevicePtr};
 use aquifer::kernels::Kernels;
-use aquifer::memory::{AccessGuard, AllocError};
+use aquifer::memory::AccessGuard;
 use aquifer::{Buffer, Pending, PinnedBuffer, Stream};
 use aquifer_kernels::pattern_bytes;
 use crossbeam::channel::Receiver;
@@ -129,7 +129,7 @@ impl<'a> Worker<'a> {
                 self.counts.allocs += 1;
                 Ok(Some(buffer))
             }
-            Err(AllocError::OutOfMemory(_)) => {
+            Err(error) if error.is_out_of_memory() => {
                 self.counts.ooms += 1;
                 let kept = self.held.len() * 2 / 3;
                 for block in self.held.split_off(kept) {

@@ -61,7 +61,7 @@ fn options_without_effect_are_named_in_one_warning() {
         [format!(
             "warning: --config '{for_segments},pinned_free_catch_all:True': options without effect: {named} (for \
              `backing:segments` only, and this memory is mapped); pinned_free_catch_all:True (page-locked memory is \
-             that of aquifer-transfer, which has options of its own)"
+             a pool of its own, which has options of its own)"
         )]
     );
     assert!(warnings("sim:80GiB", &format!("backing:segments,{for_segments}")).is_empty());

@@ -4,7 +4,8 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use aquifer_allocator::{AllocError, Allocator, Contents, MappingChange, PinnedMapping, Registration};
+use aquifer::Allocator;
+use aquifer_allocator::{AllocError, Contents, MappingChange, PinnedMapping, Registration};
 use aquifer_device::HandleKind;
 
 use super::{Interpreter, take};

@@ -1,6 +1,7 @@
 //! How programs end: everything goes back to the device.
 
-use aquifer_allocator::{Allocator, Config};
+use aquifer::Allocator;
+use aquifer_allocator::Config;
 
 use super::Interpreter;
 use crate::model::Handle;

@@ -13,7 +13,8 @@ mod ending;
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_allocator::{ALIGNMENT, AllocError, Allocation, Allocator, PoolOptions, PoolRoute, PrivatePool};
+use aquifer::Allocator;
+use aquifer_allocator::{ALIGNMENT, AllocError, Allocation, PoolOptions, PoolRoute, PrivatePool};
 use aquifer_device::{Code, Device, DevicePtr, Driver as _, RawStream, Stream};
 use aquifer_sim::{Fault, Lagging, SimConfig};
 

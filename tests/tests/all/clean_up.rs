@@ -161,7 +161,7 @@ fn everything(driver: &Subject, seed: u64, with_device: bool) -> Vec<Box<dyn Any
         write_on(one, growable.ptr(), MIB);
     }
     let transfer = Transfer::new(&allocator).unwrap();
-    transfer.kernels().unwrap();
+    transfer.allocator().kernels().unwrap();
     let pinned = transfer.pinned().alloc_zeroed::<u8>(1 << 20).unwrap();
     let registered = transfer.pinned().register(vec![0_u8; 1 << 20]).unwrap();
     let mut target = allocator.alloc::<u8>(1 << 20, one).unwrap();

@@ -205,7 +205,7 @@ fn objects_that_keep_an_allocator_open_are_dropped_without_driver_calls() {
         ("a buffer of growable memory", |allocator, stream| {
             let mut growable = allocator.growable(64 * MIB, stream).unwrap();
             growable.grow_to(4 * MIB, stream).unwrap();
-            Box::new(growable.buffer::<u8>())
+            Box::new(Buffer::<u8>::of(growable.storage()))
         }),
         ("growable memory", |allocator, stream| Box::new(allocator.growable(64 * MIB, stream).unwrap())),
         ("exportable memory", |allocator, stream| {

@@ -1,6 +1,7 @@
 //! Errors of a lost device name the call that first reported the loss, on every driver.
 
-use aquifer::transfer::{Transfer, TransferError};
+use aquifer::Error;
+use aquifer::transfer::Transfer;
 use aquifer_tests::prelude::*;
 
 const MIB: u64 = 1 << 20;
@@ -25,7 +26,7 @@ fn every_error_after_the_first_names_the_first() {
     assert!(matches!(&allocated, AllocError::Device(error) if error.is_device_lost()), "{allocated}");
     assert!(allocated.to_string().ends_with(&named), "{allocated}");
     let pinned = transfer.pinned().alloc::<u8>(32 << 20).unwrap_err();
-    assert!(matches!(&pinned, TransferError::Device(_)) && pinned.to_string().ends_with(&named), "{pinned}");
+    assert!(matches!(&pinned, Error::Device(_)) && pinned.to_string().ends_with(&named), "{pinned}");
     // The loss kept this stream's last event from being recorded.
     let tick = stream.tick();
     drop(stream);

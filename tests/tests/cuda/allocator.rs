@@ -8,7 +8,7 @@ use aquifer_tests::prelude::*;
 use crate::support::{Gpu, MIB, standin};
 
 /// One round of work.
-fn work(gpu: &Gpu) -> Result<(), AllocError> {
+fn work(gpu: &Gpu) -> Result<(), aquifer::Error> {
     let allocator = Allocator::new(&gpu.device, Config::default())?;
     let (one, two) = (gpu.device.stream()?, gpu.device.stream()?);
     let block = allocator.alloc_bytes(5 * MIB, &one)?;

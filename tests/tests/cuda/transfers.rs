@@ -1,10 +1,10 @@
 //! Transfers between devices of two kinds, which go by way of the host.
 
 use aquifer::device::sim::SimDriver;
+use aquifer::tensor::To;
 use aquifer::transfer::Transfer;
 use aquifer::{Pending, Tensor};
 use aquifer_tests::prelude::*;
-use aquifer_transfer::To;
 
 use crate::support::Gpu;
 
@@ -20,7 +20,7 @@ fn sent_and_widened(from: &Gpu, sim: &Arc<SimDriver>, fails: bool) -> Result<Vec
     let (from, to) = (runtime(&from.device), runtime(&Device::new(sim.clone())));
     let ones = Tensor::full(&from, &[LEN], 1.0_f32).unwrap();
     if fails {
-        to.kernels().unwrap();
+        to.allocator().kernels().unwrap();
         sim.inject(Fault::Nth { operation: Some(Operation::CopyToDevice), nth: 1, code: Code(999) });
     }
     let wide = Tensor::scalar(0.0_f64).unwrap().dtype();

@@ -29,8 +29,6 @@ use crate::backing::paged::frames::Frame;
 use crate::backing::paged::granules::Owned;
 use crate::backing::paged::granules::{POOL, Purpose};
 use crate::backing::segments::grow_segment_of;
-use crate::buffer::Buffer;
-use crate::buffer::storage::{Memory, Storage};
 use crate::error::AllocError;
 use crate::heap::kind_of;
 use crate::history::Action;
@@ -40,6 +38,7 @@ use crate::pools::table::{PoolOptions, Private};
 use crate::recovery::dedicated::climb_dedicated;
 use crate::request::Request;
 use crate::size_class::{PoolKind, REQUEST_LIMIT, ROUND_LARGE};
+use crate::storage::{Memory, Storage};
 use crate::tags::Tag;
 
 /// Memory whose physical handle can be exported. Dropping it, and the buffers made of it, gives it
@@ -252,11 +251,11 @@ impl Exportable {
         self.physical
     }
 
-    /// A buffer of as many whole values as there is room for, for kernels, transfers and
-    /// [`crate::AccessGuard`]s. It shares the memory and keeps it alive. Work on bare addresses is
-    /// ordered with other uses of the memory only in an [`crate::AccessGuard`].
-    pub fn buffer<T: Copy>(&self) -> Buffer<T> {
-        Buffer::of_all(&self.storage)
+    /// The memory, for buffers, kernels, transfers and [`crate::AccessGuard`]s. A handle of it keeps
+    /// the memory alive. Work on bare addresses is ordered with other uses of the memory only under
+    /// an [`crate::AccessGuard`].
+    pub fn storage(&self) -> &Arc<Storage> {
+        &self.storage
     }
 
     /// Notes that `stream` uses the memory, too, as [`crate::Allocation::record_stream`] does.

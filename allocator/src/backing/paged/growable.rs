@@ -35,8 +35,6 @@ use crate::backing::paged::layout::Largest;
 use crate::backing::paged::plan::{hold_all, work};
 use crate::backing::paged::settle::settle_work;
 use crate::backing::paged::wait::{first_enough, latest, stall_for};
-use crate::buffer::Buffer;
-use crate::buffer::storage::{Memory, Storage};
 use crate::cross_stream::progress::poll;
 use crate::error::AllocError;
 use crate::history::Action;
@@ -45,6 +43,7 @@ use crate::pools::table::Which;
 use crate::recovery::dedicated::climb_dedicated;
 use crate::request::Request;
 use crate::size_class::{PoolKind, REQUEST_LIMIT};
+use crate::storage::{Memory, Storage};
 use crate::tags::Tag;
 
 /// Memory that grows and shrinks at one address, such as a cache of keys and values. It consists of
@@ -62,14 +61,11 @@ use crate::tags::Tag;
 /// let stream = device.stream()?;
 /// let mut cache = allocator.growable(40 << 30, &stream)?; // addresses for 40 GiB, and no memory yet
 /// cache.grow_to(100 << 20, &stream)?;
-/// let half = cache.buffer::<f32>(); // for kernels, transfers and access guards of any stream
 /// {
-///     let _access = AccessGuard::acquire(&stream, &[(half.storage(), AccessKind::Write)])?;
-///     stream.fill(half.ptr(), 0, half.bytes())?;
+///     let _access = AccessGuard::acquire(&stream, &[(cache.storage(), AccessKind::Write)])?;
+///     stream.fill(cache.ptr(), 0, cache.bytes())?;
 /// }
 /// cache.grow_to(200 << 20, &stream)?; // at the same address, nothing is copied
-/// assert_eq!((half.len(), cache.buffer::<f32>().len()), (25 << 20, 50 << 20));
-/// drop(half); // before it shrinks
 /// assert_eq!((cache.bytes(), allocator.memory_reserved()), (200 << 20, 200 << 20));
 /// cache.shrink_to(50 << 20, &stream)?; // what is beyond may serve others once the fill is done
 /// assert_eq!(allocator.memory_allocated(), 50 << 20);
@@ -259,13 +255,12 @@ impl Growable {
         self.ptr().range(self.bytes())
     }
 
-    /// A buffer of as many whole values as there is memory for now, for kernels, transfers and
-    /// [`crate::AccessGuard`]s. The buffer shares the memory and keeps it alive. It stays valid
-    /// when this grows, and while it lives this cannot shrink. The buffer's first use is ordered
-    /// after the growth, but not after work on bare addresses: enqueue such work in an
-    /// [`crate::AccessGuard`] with a buffer.
-    pub fn buffer<T: Copy>(&self) -> Buffer<T> {
-        Buffer::of_all(&self.storage)
+    /// The memory, for buffers, kernels, transfers and [`crate::AccessGuard`]s. A handle of it keeps
+    /// the memory alive and stays valid when this grows; while it lives this cannot shrink. Its
+    /// first use is ordered after the growth, but not after work on bare addresses: enqueue such
+    /// work under an [`crate::AccessGuard`] on it.
+    pub fn storage(&self) -> &Arc<Storage> {
+        &self.storage
     }
 
     /// Notes that `stream` uses the memory, too, as [`crate::Allocation::record_stream`] does.

@@ -10,7 +10,7 @@ use aquifer_device::{AccessKind, Code, Device, Operation, Stream};
 use aquifer_sim::{Fault, SimConfig, SimDriver};
 use shuttle::thread;
 
-use crate::{AccessGuard, AllocError, Allocator, Buffer, Config, Contents, Part, PoolOptions, SleepOptions};
+use crate::{AccessGuard, AllocError, Allocator, Config, Contents, Part, PoolOptions, SleepOptions, Storage};
 
 const MIB: u64 = 1 << 20;
 const CAPACITY: u64 = 64 * MIB;
@@ -93,8 +93,8 @@ fn allocation_is_served_or_told_while_another_thread_sleeps_and_wakes() {
 fn work_comes_before_sleep_or_is_refused() {
     explore(|setup| {
         let stream = setup.streams[0].clone();
-        let buffer: Buffer<u8> = setup.allocator.alloc(3 << 20, &stream).unwrap();
-        let storage = buffer.storage().clone();
+        let buffer: Arc<Storage> = setup.allocator.alloc_storage(3 << 20, 1, &stream).unwrap();
+        let storage = buffer.clone();
         let work = thread::spawn(move || match AccessGuard::acquire(&stream, &[(&*storage, AccessKind::Write)]) {
             Ok(_access) => {
                 thread::yield_now();
@@ -118,8 +118,8 @@ fn a_part_sleeps_while_others_use_allocate_and_free() {
     explore(|setup| {
         let stream = setup.streams[0].clone();
         let pool = setup.allocator.create_pool(PoolOptions::default()).unwrap();
-        let [used, freed] = [(), ()].map(|()| pool.alloc::<u8>(100_000, &stream).unwrap());
-        let other: Buffer<u8> = setup.allocator.alloc(100_000, &stream).unwrap();
+        let [used, freed] = [(), ()].map(|()| pool.alloc_storage(100_000, 1, &stream).unwrap());
+        let other: Arc<Storage> = setup.allocator.alloc_storage(100_000, 1, &stream).unwrap();
         let sleeping = setup.allocator.clone();
         let part = Part::pool(&pool);
         let sleep = thread::spawn(move || {
@@ -127,16 +127,16 @@ fn a_part_sleeps_while_others_use_allocate_and_free() {
             sleeping.sleep(options).unwrap();
             sleeping.wake_parts(&[part]).unwrap();
         });
-        let (one, two) = (stream.clone(), used.storage().clone());
+        let (one, two) = (stream.clone(), used.clone());
         let work = thread::spawn(move || match AccessGuard::acquire(&one, &[(&*two, AccessKind::Write)]) {
             Ok(_access) => one.fill(two.ptr(), 7, 100_000).unwrap(),
             Err(error) => assert!(matches!(error, AllocError::Asleep), "{error}"),
         });
         drop(freed);
         // It is served beside what sleeps, and never refused.
-        let more = pool.alloc::<u8>(100_000, &stream).unwrap();
+        let more = pool.alloc_storage(100_000, 1, &stream).unwrap();
         {
-            let _access = AccessGuard::acquire(&stream, &[(other.storage(), AccessKind::Write)]).unwrap();
+            let _access = AccessGuard::acquire(&stream, &[(&other, AccessKind::Write)]).unwrap();
             stream.fill(other.ptr(), 1, 100_000).unwrap();
         }
         sleep.join().unwrap();

@@ -6,9 +6,9 @@ use std::time::Instant;
 
 use aquifer::device::sim::SimDriver;
 use aquifer::tensor::Place;
+use aquifer::transfer::Route;
 use aquifer::transfer::Transfer;
 use aquifer::{Buffer, PinnedBuffer, Stream};
-use aquifer_transfer::Route;
 
 use crate::cli::{Part, TransferArgs};
 use crate::exit::Failure;

@@ -52,7 +52,7 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
     let (mut target, mut source) = (meter.buffer(bytes)?, meter.buffer(bytes)?);
     // Memory that was never written may not be read.
     meter.transfer.upload(&from, &mut source)?.wait()?;
-    let kernels = meter.transfer.kernels()?;
+    let kernels = meter.transfer.allocator().kernels()?;
     let transfer = &meter.transfer;
 
     let up = meter.time(|| Ok(transfer.upload(&from, &mut target)?.wait()?))?;

@@ -1,8 +1,8 @@
 //! Many small copies: one call each, or together.
 
-use aquifer::transfer::TransferError;
+use aquifer::Error;
+use aquifer::transfer::Direction;
 use aquifer::{Buffer, Pending};
-use aquifer_transfer::Direction;
 use serde::Serialize;
 
 use super::meter::Meter;
@@ -144,7 +144,7 @@ fn on_device(meter: &Meter, buffers: &[Buffer<u8>]) -> Result<[f64; 2], Failure>
 }
 
 /// Starts all copies and waits for the last one.
-fn wait<T>(copies: impl Iterator<Item = Result<Pending<T>, TransferError>>) -> Result<(), Failure> {
+fn wait<T>(copies: impl Iterator<Item = Result<Pending<T>, Error>>) -> Result<(), Failure> {
     let mut last = None;
     for copy in copies {
         last = Some(copy?);

@@ -23,14 +23,14 @@ fn access_guards_order_streams_on_memory_that_grows() {
     let bench = Bench::new(CAPACITY, "");
     let (one, two, three) = (&bench.stream, &bench.side, &bench.new_stream());
     let mut cache = bench.allocator.growable(100 * MIB, one).unwrap();
-    assert!(cache.buffer::<u8>().is_empty());
+    assert!(Buffer::<u8>::of(cache.storage()).is_empty());
     cache.grow_to(10 * MIB, one).unwrap();
-    let small: Buffer<u8> = cache.buffer();
+    let small: Buffer<u8> = Buffer::of(cache.storage());
     bench.stall(one, Duration::from_millis(5));
     write(one, &small, 1).unwrap();
     assert_eq!(ends(two, &small), [1, 1]);
     cache.grow_to(50 * MIB, two).unwrap();
-    let large: Buffer<u8> = cache.buffer();
+    let large: Buffer<u8> = Buffer::of(cache.storage());
     assert_eq!((small.bytes(), large.bytes(), large.ptr()), (10 * MIB, 50 * MIB, small.ptr()));
     write(three, &large.slice(10 << 20..), 2).unwrap();
     assert_eq!((ends(one, &large), ends(two, &small)), ([1, 2], [1, 1]));
@@ -47,13 +47,13 @@ fn memory_does_not_grow_under_an_access_guard_of_the_same_thread() {
     let one = &bench.stream;
     let mut cache = bench.allocator.growable(100 * MIB, one).unwrap();
     cache.grow_to(4 * MIB, one).unwrap();
-    let buffer: Buffer<u8> = cache.buffer();
+    let buffer: Buffer<u8> = Buffer::of(cache.storage());
     let access = AccessGuard::acquire(one, &[(buffer.storage(), AccessKind::Write)]).unwrap();
     assert!(matches!(cache.grow_to(40 * MIB, one), Err(AllocError::AccessHeld)));
     assert_eq!((cache.bytes(), bench.allocator.memory_reserved()), (4 * MIB, 4 * MIB));
     drop(access);
     cache.grow_to(40 * MIB, one).unwrap();
-    write(one, &cache.buffer(), 1).unwrap();
+    write(one, &Buffer::of(cache.storage()), 1).unwrap();
     drop((cache, buffer));
     bench.assert_returned();
 }
@@ -64,7 +64,7 @@ fn memory_does_not_shrink_below_buffers() {
     let Bench { stream: one, side: two, .. } = &bench;
     let mut cache = bench.allocator.growable(100 * MIB, one).unwrap();
     cache.grow_to(30 * MIB, one).unwrap();
-    let buffer: Buffer<u32> = cache.buffer();
+    let buffer: Buffer<u32> = Buffer::of(cache.storage());
     assert_eq!((buffer.bytes(), buffer.len()), (30 * MIB, (30 << 20) / 4));
     assert!(matches!(cache.shrink_to(20 * MIB, one), Err(AllocError::Shared { .. })));
     assert_eq!((cache.bytes(), bench.allocator.memory_allocated()), (30 * MIB, 30 * MIB));
@@ -74,7 +74,7 @@ fn memory_does_not_shrink_below_buffers() {
     write(two, &bytes, 5).unwrap();
     drop((buffer, bytes));
     cache.shrink_to(2 * MIB, one).unwrap();
-    assert_eq!((cache.bytes(), cache.buffer::<u32>().bytes()), (2 * MIB, 2 * MIB));
+    assert_eq!((cache.bytes(), Buffer::<u32>::of(cache.storage()).bytes()), (2 * MIB, 2 * MIB));
     // What it had is not reused before the work of the stream that accessed it is done.
     let block: Buffer<u8> = bench.allocator.alloc(100 << 20, one).unwrap();
     write(one, &block, 6).unwrap();
@@ -94,8 +94,8 @@ fn memory_grown_into_again_is_ordered_for_every_stream() {
     cache.shrink_to(10 * MIB, two).unwrap();
     cache.grow_to(60 * MIB, one).unwrap();
     // Only the growth orders this stream after the other's work on the memory that was given up.
-    write(three, &cache.buffer::<u8>().slice(20 << 20..), 2).unwrap();
-    assert_eq!(ends(one, &cache.buffer()), [1, 2]);
+    write(three, &Buffer::<u8>::of(cache.storage()).slice(20 << 20..), 2).unwrap();
+    assert_eq!(ends(one, &Buffer::of(cache.storage())), [1, 2]);
     drop(cache);
     bench.assert_returned();
 }
@@ -106,7 +106,7 @@ fn exportable_memory_is_shared_by_its_buffers() {
         let bench = Bench::new(CAPACITY, options);
         let Bench { stream: one, side: two, .. } = &bench;
         let shared = bench.allocator.alloc_exportable(5 * MIB, HandleKind::PosixFd, one).unwrap();
-        let buffer: Buffer<u8> = shared.buffer();
+        let buffer: Buffer<u8> = Buffer::of(shared.storage());
         assert_eq!((buffer.bytes(), buffer.ptr()), (5 * MIB, shared.ptr()));
         bench.stall(one, Duration::from_millis(5));
         write(one, &buffer, 3).unwrap();
@@ -122,7 +122,7 @@ fn pools_and_allocations_make_buffers() {
     let bench = Bench::new(CAPACITY, "");
     let (one, two, three) = (&bench.stream, &bench.side, &bench.new_stream());
     let pool = bench.pool();
-    let buffer: Buffer<u8> = pool.alloc(3 << 20, one).unwrap();
+    let buffer: Buffer<u8> = bench.allocator.alloc_in(&pool, 3 << 20, one).unwrap();
     let snapshot = bench.allocator.snapshot();
     let of_pool = snapshot.segments.iter().filter(|segment| segment.segment_pool_id == pool.id());
     assert_eq!(of_pool.map(|segment| segment.active_size).sum::<u64>(), 3 * MIB);
@@ -141,10 +141,10 @@ fn pools_and_allocations_make_buffers() {
     let elsewhere = Bench::new(CAPACITY, "");
     let foreign = bench.alloc_on(one, MIB);
     let refused = bench.allocator.buffer_of::<u8>(foreign, &elsewhere.stream);
-    assert!(matches!(refused, Err(AllocError::Request(RequestError::WrongDevice { .. }))));
+    assert!(matches!(refused, Err(aquifer::Error::Request(RequestError::WrongDevice { .. }))));
     let foreign = bench.alloc_on(one, MIB);
     let refused = elsewhere.allocator.buffer_of::<u8>(foreign, &elsewhere.stream);
-    assert!(matches!(refused, Err(AllocError::Request(RequestError::WrongDevice { .. }))));
+    assert!(matches!(refused, Err(aquifer::Error::Request(RequestError::WrongDevice { .. }))));
     elsewhere.assert_returned();
     bench.assert_returned();
 }
@@ -155,7 +155,7 @@ fn access_guards_on_growable_memory_are_refused_while_the_allocator_sleeps() {
     let one = &bench.stream;
     let mut cache = bench.allocator.growable(10 * MIB, one).unwrap();
     cache.grow_to(4 * MIB, one).unwrap();
-    let buffer: Buffer<u8> = cache.buffer();
+    let buffer: Buffer<u8> = Buffer::of(cache.storage());
     write(one, &buffer, 7).unwrap();
     bench.allocator.sleep(Contents::SaveToHost).unwrap();
     assert!(matches!(write(one, &buffer, 8), Err(AllocError::Asleep)));
@@ -221,7 +221,7 @@ proptest! {
                 }
                 Step::Replace(cache, by) => caches[cache] = new(by),
                 Step::Share(cache) if caches[cache].bytes() > 0 => {
-                    let buffer = caches[cache].buffer();
+                    let buffer = Buffer::of(caches[cache].storage());
                     write(&streams[0], &buffer, 3).unwrap();
                     buffers.push(buffer);
                 }

@@ -76,7 +76,7 @@ fn documented_events_have_their_targets_and_fields() {
         |metadata| *metadata.level() <= Level::DEBUG,
         || {
             let device = aquifer_sim::open("256MiB,violations=panic").unwrap();
-            let memory = device.allocator_with("granule_mb:2").unwrap();
+            let memory = Allocator::of_with(&device, "granule_mb:2").unwrap();
             let stream = device.stream().unwrap();
             let _reclaimer = memory.register_reclaimer(0, "cache", |_| 0);
             // Holes of 20 MiB; 120 MiB need memory from all of them.

@@ -402,26 +402,22 @@ fn a_graph_is_ordered_after_earlier_uses_of_its_memory() {
     }
 }
 
-type Request = fn(&Bench, &PrivatePool, &Stream) -> Result<(), AllocError>;
+type Request = fn(&Bench, &PrivatePool, &Stream) -> Result<(), aquifer::Error>;
 
 /// What a program asks an allocator for on behalf of a stream.
 const REQUESTS: [(&str, Request); 7] = [
-    ("alloc_bytes", |bench, _, stream| bench.allocator.alloc_bytes(MIB, stream).map(drop)),
+    ("alloc_bytes", |bench, _, stream| Ok(drop(bench.allocator.alloc_bytes(MIB, stream)?))),
     ("alloc_zeros", |bench, _, stream| bench.allocator.alloc_zeros::<u8>(1 << 20, stream).map(drop)),
-    ("alloc_raw", |bench, _, stream| {
-        bench.allocator.alloc_raw(MIB, stream).and_then(|ptr| bench.allocator.free_raw(ptr))
-    }),
+    ("alloc_raw", |bench, _, stream| Ok(bench.allocator.free_raw(bench.allocator.alloc_raw(MIB, stream)?)?)),
     ("growable", |bench, _, stream| match bench.allocator.growable(8 * MIB, stream) {
-        Err(AllocError::NotMapped { .. }) => bench.allocator.alloc_bytes(MIB, stream).map(drop),
-        growable => growable?.grow_to(MIB, stream),
+        Err(AllocError::NotMapped { .. }) => Ok(drop(bench.allocator.alloc_bytes(MIB, stream)?)),
+        growable => Ok(growable?.grow_to(MIB, stream)?),
     }),
-    ("a pool", |_, pool, stream| pool.alloc_bytes(MIB, stream).map(drop)),
-    ("a raw pointer of a pool", |bench, pool, stream| {
-        pool.alloc_raw(MIB, stream).and_then(|ptr| bench.allocator.free_raw(ptr))
-    }),
+    ("a pool", |_, pool, stream| Ok(drop(pool.alloc_bytes(MIB, stream)?))),
+    ("a raw pointer of a pool", |bench, pool, stream| Ok(bench.allocator.free_raw(pool.alloc_raw(MIB, stream)?)?)),
     ("an access guard", |bench, _, stream| {
         let buffer = bench.allocator.alloc::<u8>(1 << 20, &bench.side)?;
-        AccessGuard::acquire(stream, &[(buffer.storage(), AccessKind::Write)]).map(drop)
+        Ok(drop(AccessGuard::acquire(stream, &[(buffer.storage(), AccessKind::Write)])?))
     }),
 ];
 

@@ -119,7 +119,7 @@ fn access_guards_come_after_growth_of_any_size() {
         let mut cache = bench.growable(CAPACITY);
         cache.grow_to(from * MIB, stream).unwrap();
         let write = |cache: &Growable| {
-            let buffer = cache.buffer::<u8>();
+            let buffer = Buffer::<u8>::of(cache.storage());
             let _access = AccessGuard::acquire(side, &[(buffer.storage(), AccessKind::Write)]).unwrap();
             side.fill(buffer.ptr(), 1, buffer.bytes()).unwrap();
         };

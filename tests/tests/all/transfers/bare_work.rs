@@ -7,9 +7,9 @@ use std::any::Any;
 use aquifer::Tensor;
 use aquifer::kernels::DType;
 use aquifer::tensor::ParamSet;
+use aquifer::tensor::{Relocate, To};
 use aquifer::transfer::{OnStreams, Prefetcher, Spillable, Spiller};
 use aquifer_tests::prelude::*;
-use aquifer_transfer::{Relocate, To};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -134,7 +134,7 @@ impl Program {
                 let mut buffer: Buffer<u8> = allocator.alloc(len, &one).unwrap();
                 one.fill(buffer.ptr(), self.byte, bytes).unwrap();
                 if long {
-                    transfer.kernels().unwrap().fill(&one, &mut buffer, self.byte).unwrap();
+                    transfer.allocator().kernels().unwrap().fill(&one, &mut buffer, self.byte).unwrap();
                 }
                 self.spillable.push((self.spiller.add(buffer, 0).unwrap(), self.byte));
                 return;

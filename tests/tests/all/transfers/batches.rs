@@ -1,9 +1,9 @@
 //! Batches of small copies and their results.
 
-use aquifer::transfer::TransferError;
+use aquifer::Error;
+use aquifer::transfer::{Direction, TransferBatch};
 use aquifer_tests::prelude::*;
 use aquifer_tests::random::pattern;
-use aquifer_transfer::{Direction, TransferBatch};
 use proptest::prelude::*;
 
 use super::{Bench, host};
@@ -32,10 +32,10 @@ fn results_are_read_for_downloads_of_their_own_batch_alone() {
     assert_eq!((small.read(&one).unwrap(), small.read(&nothing).unwrap()), (vec![7; 100], Vec::new()));
     for (number, download) in (0..).zip(&all) {
         assert_eq!(large.read(download).unwrap(), [number; 100]);
-        assert!(matches!(small.read(download), Err(TransferError::OtherBatch)));
+        assert!(matches!(small.read(download), Err(Error::OtherBatch)));
     }
-    assert!(matches!(large.read(&one), Err(TransferError::OtherBatch)));
-    assert!(matches!(large.read(&nothing), Err(TransferError::OtherBatch)));
+    assert!(matches!(large.read(&one), Err(Error::OtherBatch)));
+    assert!(matches!(large.read(&nothing), Err(Error::OtherBatch)));
     drop((buffers, small, large));
     bench.finish();
 }
@@ -101,7 +101,7 @@ fn elements_without_bytes_are_as_many_as_they_were() {
     assert_eq!(transfer.pinned().register(vec![(); 5]).unwrap().into_vec().unwrap().len(), 5);
     assert_eq!(transfer.pinned().alloc::<()>(5).unwrap().into_vec().unwrap().len(), 5);
     let refused = aquifer::transfer::Spiller::new(transfer, 0).add(buffer, 0).map(drop).unwrap_err();
-    assert!(matches!(refused, TransferError::Request(RequestError::Unsupported { .. })), "{refused}");
+    assert!(matches!(refused, Error::Request(RequestError::Unsupported { .. })), "{refused}");
     bench.finish();
 }
 
@@ -162,20 +162,14 @@ fn a_batch_refuses_ends_that_do_not_fit_and_stays_as_it_was() {
     let mut batch = bench.transfer.batch();
     for (from, to) in [(0..10, 9..19), (9..19, 0..10), (5..15, 5..15)] {
         let refused = batch.copy(&part(from.clone()), &mut part(to.clone()));
-        assert!(matches!(refused, Err(TransferError::Overlap { bytes: 10 })), "{refused:?}");
+        assert!(matches!(refused, Err(Error::Overlap { bytes: 10 })), "{refused:?}");
         let refused = bench.transfer.copy(&part(from), &mut part(to)).map(drop);
-        assert!(matches!(refused, Err(TransferError::Overlap { bytes: 10 })), "{refused:?}");
+        assert!(matches!(refused, Err(Error::Overlap { bytes: 10 })), "{refused:?}");
     }
     let refused = batch.copy(&part(0..10), &mut part(10..21));
-    assert!(matches!(refused, Err(TransferError::LengthMismatch { from: 10, to: 11 })), "{refused:?}");
-    assert!(matches!(
-        batch.copy(&part(0..10), &mut elsewhere),
-        Err(TransferError::Request(RequestError::WrongDevice { .. }))
-    ));
-    assert!(matches!(
-        batch.copy(&elsewhere, &mut part(0..10)),
-        Err(TransferError::Request(RequestError::WrongDevice { .. }))
-    ));
+    assert!(matches!(refused, Err(Error::LengthMismatch { from: 10, to: 11 })), "{refused:?}");
+    assert!(matches!(batch.copy(&part(0..10), &mut elsewhere), Err(Error::Request(RequestError::WrongDevice { .. }))));
+    assert!(matches!(batch.copy(&elsewhere, &mut part(0..10)), Err(Error::Request(RequestError::WrongDevice { .. }))));
     batch.copy(&part(7..7), &mut part(7..7)).unwrap();
     assert_eq!(batch.pieces(), 0);
     batch.run().unwrap().wait().unwrap();

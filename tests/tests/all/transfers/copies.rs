@@ -1,9 +1,10 @@
 //! Steps with copies: of each kind, between device memory, page-locked memory, ordinary memory and
 //! borrowed memory.
 
-use aquifer::transfer::{Owner, Region, TransferError};
+use aquifer::Error;
+use aquifer::transfer::Direction;
+use aquifer::transfer::{Owner, Region};
 use aquifer_tests::random::pattern;
-use aquifer_transfer::Direction;
 
 use super::interpreter::{Begun, Interpreter, pick};
 use super::op::LENGTHS;
@@ -25,9 +26,9 @@ impl Interpreter {
     /// A new buffer of device memory.
     pub(super) fn new_device(&mut self, length: usize) {
         let (allocator, stream) = (self.bench.transfer.allocator(), &self.streams[0]);
-        let zeroed = allocator.alloc_bytes_zeroed(LENGTHS[length] as u64, stream);
+        let zeroed = allocator.alloc_bytes_zeroed(LENGTHS[length] as u64, stream).map_err(Error::from);
         let buffer = zeroed.and_then(|zeroed| allocator.buffer_of(zeroed, stream));
-        if let Some(buffer) = self.done(buffer.map_err(TransferError::from)) {
+        if let Some(buffer) = self.done(buffer) {
             self.devices.push((buffer, Some(vec![0; LENGTHS[length]])));
         }
     }
@@ -135,7 +136,7 @@ impl Interpreter {
         let Some(device) = pick(&self.devices, device) else { return };
         let (buffer, content) = &mut self.devices[device];
         let stream = self.bench.transfer.next_stream(Direction::OnDevice);
-        let kernels = self.bench.transfer.kernels();
+        let kernels = self.bench.transfer.allocator().kernels();
         let filled = kernels.and_then(|kernels| Ok(kernels.fill(stream, &mut *buffer, value)?));
         *content = filled.is_ok().then(|| vec![value; buffer.len()]);
         self.done(filled);

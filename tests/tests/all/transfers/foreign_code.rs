@@ -6,10 +6,10 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread;
 
+use aquifer::transfer::StagingConfig;
 use aquifer::transfer::{Batch, Owner, Prefetcher, Spiller, Transfer, TransferConfig};
 use aquifer::{Pending, Tensor};
 use aquifer_tests::prelude::*;
-use aquifer_transfer::StagingConfig;
 
 use super::Bench;
 
@@ -220,7 +220,7 @@ fn a_batch_may_wait_for_the_thread_that_drops_the_prefetcher() {
     impl Batch for Waits {
         type OnDevice = Buffer<u8>;
 
-        fn send(self, to: &Transfer) -> Result<Pending<Buffer<u8>>, aquifer::transfer::TransferError> {
+        fn send(self, to: &Transfer) -> Result<Pending<Buffer<u8>>, aquifer::Error> {
             self.1.send(()).unwrap();
             drop(self.0.lock().unwrap());
             vec![1u8; 1000].send(to)

@@ -2,11 +2,12 @@
 
 use std::collections::VecDeque;
 
-use aquifer::transfer::{Spillable, Spiller, TransferError};
+use aquifer::Error;
+use aquifer::transfer::Direction;
+use aquifer::transfer::{Spillable, Spiller};
 use aquifer::{Pending, PinnedBuffer};
 use aquifer_tests::prelude::*;
 use aquifer_tests::random::pattern;
-use aquifer_transfer::Direction;
 
 use super::op::{How, LENGTHS, Op};
 use super::{Bench, host};
@@ -49,7 +50,7 @@ impl Interpreter {
         let bench = Bench::seeded(seed);
         let streams = [bench.device.stream().unwrap(), bench.device.stream().unwrap()];
         // Loaded, and measured, before anything fails.
-        bench.transfer.kernels().unwrap();
+        bench.transfer.allocator().kernels().unwrap();
         for direction in [Direction::Upload, Direction::Download, Direction::OnDevice] {
             bench.transfer.batch_calls_pay_below(direction).unwrap();
         }
@@ -77,7 +78,7 @@ impl Interpreter {
     }
 
     /// Whether an operation took place. Without faults it must.
-    pub(super) fn done<T>(&self, result: Result<T, TransferError>) -> Option<T> {
+    pub(super) fn done<T>(&self, result: Result<T, Error>) -> Option<T> {
         match result {
             Ok(value) => Some(value),
             Err(error) if self.faults => {
@@ -180,7 +181,7 @@ impl Interpreter {
         }
     }
 
-    pub(super) fn begin(&mut self, begun: Result<Begun, TransferError>) {
+    pub(super) fn begin(&mut self, begun: Result<Begun, Error>) {
         if let Some(begun) = self.done(begun) {
             self.begun.push_back(begun);
         }
@@ -343,7 +344,7 @@ pub(super) fn differ(bytes: Option<&[u8]>, content: &Content) -> bool {
     matches!((bytes, content), (Some(bytes), Some(content)) if bytes != content)
 }
 
-fn finish<T>(pending: Pending<T>, how: How) -> Result<T, TransferError> {
+fn finish<T>(pending: Pending<T>, how: How) -> Result<T, Error> {
     match how {
         How::Await => pollster::block_on(pending),
         How::Poll => {

@@ -14,9 +14,9 @@ mod reported_page_locked;
 mod sleep;
 mod tensors;
 
+use aquifer::transfer::{Source, StagingConfig};
 use aquifer::transfer::{Transfer, TransferConfig};
 use aquifer_tests::prelude::*;
-use aquifer_transfer::{Source, StagingConfig};
 
 /// Names the variable that says how many threads the staging ring has.
 pub(crate) const STAGING_THREADS: &str = "AQUIFER_TEST_STAGING_THREADS";

@@ -4,9 +4,9 @@
 //! in the order of its calls, on all streams and devices, even if it drops, forgets, cancels or
 //! never waits for transfers, and if its buffers are spilled.
 
+use aquifer::transfer::{Direction, SpillStats};
 use aquifer_tests::prelude::*;
 use aquifer_tests::random::pattern;
-use aquifer_transfer::{Direction, SpillStats};
 use proptest::collection::vec;
 use proptest::prelude::*;
 

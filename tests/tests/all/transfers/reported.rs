@@ -2,7 +2,8 @@
 //! reports; numbers without a name are PyTorch's. `reported_page_locked.rs` has the defects of
 //! page-locked memory.
 
-use aquifer::transfer::{Region, TransferError};
+use aquifer::Error;
+use aquifer::transfer::Region;
 use aquifer_tests::prelude::*;
 use aquifer_tests::random::pattern;
 
@@ -26,7 +27,7 @@ fn waits_are_counted_and_copies_that_need_none_do_not_wait() {
     // What does wait is counted.
     bench.transfer.item(&buffer.slice(7..=7)).unwrap();
     let many = bench.transfer.item(&buffer).unwrap_err();
-    assert!(matches!(many, TransferError::NotOneElement { .. }), "{many:?}");
+    assert!(matches!(many, Error::NotOneElement { .. }), "{many:?}");
     assert!(bench.transfer.counters().synchronisations > before);
     drop((host, buffer));
     bench.finish();
@@ -46,7 +47,7 @@ fn errors_name_both_devices() {
         one.transfer.to_pinned(&buffer).unwrap_err(),
     ] {
         let text = error.to_string();
-        let TransferError::Request(RequestError::WrongDevice { devices, .. }) = error else { panic!("{text}") };
+        let Error::Request(RequestError::WrongDevice { devices, .. }) = error else { panic!("{text}") };
         let (is, needed) = (devices.is.to_string(), devices.needed.to_string());
         assert!(text.contains(&is) && text.contains(&needed), "{text}");
         let mut named = [is, needed];
@@ -78,9 +79,9 @@ fn copies_and_kernels_under_an_access_guard_of_the_same_thread_are_refused() {
         bench.transfer.upload(vec![1; 1 << 20], &mut buffer).map(drop).unwrap_err(),
         bench.transfer.to_vec(&buffer).map(drop).unwrap_err(),
     ] {
-        assert!(matches!(refused, TransferError::Alloc(AllocError::AccessHeld)), "{refused}");
+        assert!(matches!(refused, Error::Alloc(AllocError::AccessHeld)), "{refused}");
     }
-    let kernel = bench.transfer.kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap_err();
+    let kernel = bench.transfer.allocator().kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap_err();
     assert_eq!(kernel.to_string(), format!("kernel fill: {}", AllocError::AccessHeld));
     drop(access);
     bench.transfer.upload(&host, &mut buffer).unwrap().wait().unwrap();
@@ -93,7 +94,7 @@ fn copies_and_kernels_under_an_access_guard_of_the_same_thread_are_refused() {
 fn copies_come_after_the_work_that_wrote_their_source() {
     let bench = Bench::new();
     let mut buffer = bench.alloc(1 << 16);
-    let kernels = bench.transfer.kernels().unwrap();
+    let kernels = bench.transfer.allocator().kernels().unwrap();
     for round in 0..20u8 {
         kernels.spin(&bench.stream, Duration::from_micros(50)).unwrap();
         kernels.fill(&bench.stream, &mut buffer, round).unwrap();
@@ -177,7 +178,7 @@ fn no_part_of_a_transfer_gets_into_a_graph() {
     let on = bench.transfer.on(&bench.stream).unwrap();
     let mut buffer = bench.alloc(1 << 20);
     for round in 0..60 {
-        bench.transfer.kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap();
+        bench.transfer.allocator().kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap();
         bench.stream.synchronize().unwrap();
         let upload = on.upload(vec![7u8; 1 << 20], &mut buffer).unwrap();
         std::thread::sleep(Duration::from_micros(20 * round));
@@ -189,7 +190,7 @@ fn no_part_of_a_transfer_gets_into_a_graph() {
             Ok(()) => assert!(bench.read(&buffer).iter().all(|&byte| byte == 7)),
             Err(error) => assert!(error.to_string().contains("captur"), "{error}"),
         }
-        bench.transfer.kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap();
+        bench.transfer.allocator().kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap();
         bench.stream.synchronize().unwrap();
         {
             let _access = AccessGuard::acquire(&bench.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
@@ -221,7 +222,7 @@ fn no_copy_of_another_thread_gets_into_a_graph() {
         }
         captures.join().unwrap()
     });
-    bench.transfer.kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap();
+    bench.transfer.allocator().kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap();
     bench.stream.synchronize().unwrap();
     for graph in &graphs {
         let _access = AccessGuard::acquire(&bench.stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
@@ -259,7 +260,7 @@ fn a_lost_device_wakes_all_waiting_tasks_with_the_error() {
 #[test]
 fn copies_between_devices_are_ordered_on_both() {
     let (one, two) = (Bench::new(), Bench::new());
-    let kernels = [one.transfer.kernels().unwrap(), two.transfer.kernels().unwrap()];
+    let kernels = [one.transfer.allocator().kernels().unwrap(), two.transfer.allocator().kernels().unwrap()];
     let (mut source, mut target) = (one.alloc(1 << 20), two.alloc(1 << 20));
     for round in 0..8u8 {
         // A busy stream writes the source, and again right after, without a wait on the host.
@@ -317,7 +318,7 @@ fn a_region_that_overlaps_its_source_is_refused() {
         bench.transfer.copy(region.of(&from), &mut to).map(|pending| pending.wait().unwrap())
     };
     let refused = copy(0..8, 1..17, [[2, 1], [2, 9]]);
-    assert!(matches!(refused, Err(TransferError::Region { .. })), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Region { .. })), "{refused:?}");
     assert_eq!(bench.read(&buffer), bytes, "nothing was copied");
     // Between each other they may lie.
     copy(0..24, 2..24, [[6, 1], [6, 1]]).unwrap();

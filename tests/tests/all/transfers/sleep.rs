@@ -2,10 +2,11 @@
 
 use std::thread;
 
-use aquifer::transfer::{Batch, Prefetcher, Spiller, Transfer, TransferError};
+use aquifer::Error;
+use aquifer::tensor::To;
+use aquifer::transfer::{Batch, Prefetcher, Spiller, Transfer};
 use aquifer::{Pending, Tensor};
 use aquifer_tests::prelude::*;
-use aquifer_transfer::To;
 
 use super::Bench;
 
@@ -79,7 +80,7 @@ fn a_prefetcher_loses_no_batch() {
         match batches.next() {
             None => break,
             Some(Ok(batch)) => seen.push(batch),
-            Some(Err(TransferError::Alloc(AllocError::Asleep))) => {
+            Some(Err(Error::Alloc(AllocError::Asleep))) => {
                 refused += 1;
                 allocator.wake().unwrap();
             }
@@ -108,7 +109,7 @@ struct Widened(Tensor);
 impl Batch for Widened {
     type OnDevice = Tensor;
 
-    fn send(self, to: &Transfer) -> Result<Pending<Tensor>, TransferError> {
+    fn send(self, to: &Transfer) -> Result<Pending<Tensor>, Error> {
         let wide = Tensor::from_vec(vec![0_f64], &[1])?.dtype();
         self.0.to_with(to, To::new().dtype(wide))
     }
@@ -129,7 +130,7 @@ fn a_batch_that_arrived_before_its_memory_went_is_had_later() {
         match batches.next() {
             None => break,
             Some(Ok(batch)) => sums.push(batch.sum(&bench.stream).unwrap().item_blocking::<f64>().unwrap()),
-            Some(Err(TransferError::Alloc(AllocError::Asleep))) => allocator.wake().unwrap(),
+            Some(Err(Error::Alloc(AllocError::Asleep))) => allocator.wake().unwrap(),
             Some(Err(error)) => panic!("{error}"),
         }
         asleep = !asleep;
@@ -153,7 +154,7 @@ fn a_thread_with_a_wake_lock_does_not_wait_for_a_batch_that_cannot_come() {
             thread::yield_now();
         }
         let refused = (0..9).find_map(|_| batches.next().unwrap().err());
-        assert!(matches!(refused, Some(TransferError::Alloc(AllocError::Asleep))));
+        assert!(matches!(refused, Some(Error::Alloc(AllocError::Asleep))));
         drop(awake);
         sleeper.join().unwrap();
     });

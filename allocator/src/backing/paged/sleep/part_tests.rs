@@ -9,8 +9,8 @@ use aquifer_sim::{Fault, Preset, SimConfig, SimDriver};
 use proptest::prelude::*;
 
 use crate::{
-    AccessGuard, AllocError, Allocation, Allocator, Buffer, Config, Contents, Part, PoolOptions, Reservation,
-    SleepOptions, TagScope,
+    AccessGuard, AllocError, Allocation, Allocator, Config, Contents, Part, PoolOptions, Reservation, SleepOptions,
+    Storage, TagScope,
 };
 
 const MIB: u64 = 1 << 20;
@@ -115,9 +115,9 @@ fn a_tag_sleeps_while_the_rest_is_in_use() {
 fn access_to_a_part_that_sleeps_is_refused() {
     let setup = setup();
     let Setup { allocator, stream, .. } = &setup;
-    let buffer = |tag| -> Buffer<u8> {
+    let buffer = |tag| -> Arc<Storage> {
         let _scope = TagScope::new(tag);
-        let buffer = allocator.alloc(8 << 20, stream).unwrap();
+        let buffer = allocator.alloc_storage(8 << 20, 1, stream).unwrap();
         stream.fill(buffer.ptr(), 1, 8 * MIB).unwrap();
         buffer
     };
@@ -127,28 +127,28 @@ fn access_to_a_part_that_sleeps_is_refused() {
         allocator.growable(64 * MIB, stream).unwrap()
     };
     growable.grow_to(10 * MIB, stream).unwrap();
-    let access = |buffer: &Buffer<u8>| AccessGuard::acquire(stream, &[(buffer.storage(), AccessKind::Read)]).map(drop);
+    let access = |buffer: &Arc<Storage>| AccessGuard::acquire(stream, &[(buffer, AccessKind::Read)]).map(drop);
     let both = || {
-        let all = [(&**awake.storage(), AccessKind::Read), (&**asleep.storage(), AccessKind::Read)];
+        let all = [(&*awake, AccessKind::Read), (&*asleep, AccessKind::Read)];
         AccessGuard::acquire(stream, &all).map(drop)
     };
     for buffer in [&awake, &asleep] {
-        let _access = AccessGuard::acquire(stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
+        let _access = AccessGuard::acquire(stream, &[(buffer, AccessKind::Read)]).unwrap();
         let kept = allocator.sleep(kv(Contents::Discard)).unwrap_err();
         assert!(matches!(kept, AllocError::KeptAwake(_)), "{kept}");
     }
     assert_eq!(allocator.sleep(kv(Contents::SaveToHost)).unwrap(), 18 * MIB);
-    for refused in [access(&asleep), both(), asleep.storage().ready_on(stream), access(&growable.buffer())] {
+    for refused in [access(&asleep), both(), asleep.ready_on(stream), access(growable.storage())] {
         assert!(matches!(refused, Err(AllocError::Asleep)), "{refused:?}");
     }
-    assert!(matches!(Reservation::acquire(asleep.storage(), AccessKind::Read), Err(AllocError::Asleep)));
+    assert!(matches!(Reservation::acquire(&asleep, AccessKind::Read), Err(AllocError::Asleep)));
     for bytes in [5 * MIB, 20 * MIB] {
         assert!(matches!(growable.grow_to(bytes, stream), Err(AllocError::Asleep)));
     }
     access(&awake).unwrap();
     drop(allocator.keep_awake().unwrap());
     // A thread that keeps the allocator awake is refused there, too, and may wake it up.
-    let held = AccessGuard::acquire(stream, &[(awake.storage(), AccessKind::Write)]).unwrap();
+    let held = AccessGuard::acquire(stream, &[(&awake, AccessKind::Write)]).unwrap();
     assert!(matches!(access(&asleep), Err(AllocError::Asleep)));
     allocator.wake_parts(&[Part::tag("kv")]).unwrap();
     access(&asleep).unwrap();

@@ -166,11 +166,11 @@ fn frames_of_a_pool_that_a_graph_may_use_stay() {
 #[test]
 fn nothing_is_split_while_another_thread_has_an_access_guard() {
     let program = Program::sieve("frame_mb:16,limit_mb:68,split_frames:on");
-    let buffer = program.allocator.alloc::<u8>(1000, &program.stream).unwrap();
+    let buffer = program.allocator.alloc_storage(1000, 1, &program.stream).unwrap();
     let (taken, end) = (Barrier::new(2), Barrier::new(2));
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let _access = AccessGuard::acquire(&program.stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
+            let _access = AccessGuard::acquire(&program.stream, &[(&buffer, AccessKind::Read)]).unwrap();
             taken.wait();
             end.wait();
         });
@@ -178,7 +178,7 @@ fn nothing_is_split_while_another_thread_has_an_access_guard() {
         assert!(matches!(program.alloc(20 * MIB), Err(AllocError::OutOfMemory(_))));
         end.wait();
     });
-    let _own = AccessGuard::acquire(&program.stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
+    let _own = AccessGuard::acquire(&program.stream, &[(&buffer, AccessKind::Read)]).unwrap();
     let _large = program.alloc(20 * MIB).unwrap();
 }
 
@@ -186,8 +186,9 @@ fn nothing_is_split_while_another_thread_has_an_access_guard() {
 fn work_of_another_thread_that_begins_in_the_middle_waits() {
     let mut program = Program::new("frame_mb:16,limit_mb:66,split_frames:on");
     drop(program.alloc(64 * MIB).unwrap());
-    let blocks: Vec<_> = (0..32).map(|_| program.allocator.alloc::<u8>(2 << 20, &program.stream).unwrap()).collect();
-    let live: Vec<_> = blocks.into_iter().step_by(8).map(Arc::new).collect();
+    let blocks: Vec<_> =
+        (0..32).map(|_| program.allocator.alloc_storage(2 << 20, 1, &program.stream).unwrap()).collect();
+    let live: Vec<_> = blocks.into_iter().step_by(8).collect();
     let threads: Arc<std::sync::Mutex<Vec<_>>> = Arc::default();
     let (started, used) = (threads.clone(), live.clone());
     let stream = program.device.stream().unwrap();
@@ -196,7 +197,7 @@ fn work_of_another_thread_that_begins_in_the_middle_waits() {
         if let MappingChange::BeforeUnmap { .. } = change {
             started.lock().unwrap().push(std::thread::spawn(move || {
                 for buffer in &used {
-                    let _access = AccessGuard::acquire(&stream, &[(buffer.storage(), AccessKind::Write)]).unwrap();
+                    let _access = AccessGuard::acquire(&stream, &[(buffer, AccessKind::Write)]).unwrap();
                     stream.fill(buffer.ptr(), 5, buffer.bytes()).unwrap();
                 }
             }));

@@ -51,7 +51,7 @@ fn sleep_beside<T>(bench: &Sleeper, held: T, work: impl FnOnce(T)) {
 fn access_guards_and_reservations_end_before_their_memory_goes() {
     let bench = sleeper();
     let one: Buffer<u8> = bench.allocator.alloc(usize::try_from(3 * MIB).unwrap(), &bench.stream).unwrap();
-    let other: Buffer<u8> = bench.cache.buffer();
+    let other: Buffer<u8> = Buffer::of(bench.cache.storage());
     let side = bench.new_stream();
     let reservation = Reservation::acquire(other.storage(), AccessKind::Write).unwrap();
     sleep_beside(&bench, reservation, |reservation| {
@@ -119,7 +119,7 @@ fn sleep_refuses_and_says_what_is_in_use() {
         assert!(!is_asleep && !bench.allocator.is_asleep());
     });
     drop(reservation);
-    let growable = bench.cache.buffer::<u8>();
+    let growable = Buffer::<u8>::of(bench.cache.storage());
     let access = AccessGuard::acquire(&bench.stream, &[(growable.storage(), AccessKind::Read)]).unwrap();
     says("(1 access guard; in use: 3.00 MiB at");
     drop(access);

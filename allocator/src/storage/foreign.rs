@@ -1,0 +1,129 @@
+//! Buffers of memory that another library owns.
+
+use std::fmt;
+use std::sync::Arc;
+
+use aquifer_device::fork::Mutex;
+use aquifer_device::{DevicePtr, Stream, Tick};
+
+use super::{Memory, Storage};
+use crate::allocator::Allocator;
+use crate::error::AllocError;
+
+type Release = Box<dyn FnOnce(&[Tick]) + Send>;
+
+/// Memory that another library owns, and how to give it back.
+pub(crate) struct Foreign {
+    ptr: DevicePtr,
+    bytes: u64,
+    allocator: Allocator,
+    release: Mutex<Option<Release>>,
+}
+
+impl Foreign {
+    pub(super) fn ptr(&self) -> DevicePtr {
+        self.ptr
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    pub(super) fn allocator(&self) -> &Allocator {
+        &self.allocator
+    }
+
+    /// Gives the memory back. Work until these ticks may still use it.
+    pub(super) fn release(&self, ticks: &[Tick]) {
+        let release = self.release.lock().take();
+        if let Some(release) = release {
+            release(ticks);
+        }
+    }
+}
+
+/// See [`Allocator::import`].
+pub(crate) fn import(
+    allocator: &Allocator,
+    ptr: DevicePtr,
+    bytes: u64,
+    stream: &Stream,
+    release: impl FnOnce(&[Tick]) + Send + 'static,
+) -> Result<Arc<Storage>, AllocError> {
+    if stream.device_id() != allocator.device().id() {
+        release(&[]);
+        return Err(AllocError::wrong_device("stream", stream.device_id(), allocator.device().id()));
+    }
+    let release: Mutex<Option<Release>> = Mutex::new(Some(Box::new(release)));
+    let foreign = Foreign { ptr, bytes, allocator: allocator.kept_open(), release };
+    Ok(Arc::new(Storage::new(Memory::Foreign(foreign), stream)))
+}
+
+impl fmt::Debug for Foreign {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Foreign").field("ptr", &self.ptr).field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Duration;
+
+    use aquifer_device::{AccessKind, Device};
+    use aquifer_sim::{SimConfig, SimDriver};
+
+    use super::*;
+    use crate::{AccessGuard, Config};
+
+    #[test]
+    fn imported_memory_is_ordered_and_goes_back_with_the_ticks_of_its_uses() {
+        let driver = SimDriver::new(SimConfig::parse("64MiB").unwrap());
+        let device = Device::new(driver.clone());
+        let memory = Allocator::new(&device, Config::default()).unwrap();
+        let [one, two] = [(); 2].map(|()| device.stream().unwrap());
+        for _ in 0..20 {
+            let theirs = memory.alloc_bytes(4096, &one).unwrap();
+            let (ptr, owner) = (theirs.ptr(), one.clone());
+            let release = move |ticks: &[Tick]| {
+                ticks.iter().for_each(|tick| owner.wait_for(tick).unwrap());
+                drop(theirs);
+            };
+            let storage = memory.import(ptr, 4096, &one, release).unwrap();
+            let write = AccessGuard::acquire(&one, &[(&storage, AccessKind::Write)]).unwrap();
+            one.fill(storage.ptr(), 1, storage.bytes()).unwrap();
+            drop(write);
+            driver.stall(two.raw(), Duration::from_millis(1)).unwrap();
+            let copy = memory.alloc_storage(4096, 1, &two).unwrap();
+            let ends = [(storage.as_ref(), AccessKind::Read), (copy.as_ref(), AccessKind::Write)];
+            let both = AccessGuard::acquire(&two, &ends).unwrap();
+            two.copy(copy.ptr(), storage.ptr(), 4096).unwrap();
+            drop(both);
+            let (again, kept) = (storage.clone(), memory.memory_allocated());
+            drop(storage);
+            assert_eq!(memory.memory_allocated(), kept);
+            drop(again);
+        }
+        device.synchronize().unwrap();
+        assert_eq!(driver.violations(), []);
+        assert_eq!(memory.memory_allocated(), 0);
+    }
+
+    #[test]
+    fn what_is_refused_is_released_at_once() {
+        let [device, other] = [(); 2].map(|()| Device::new(SimDriver::new(SimConfig::default())));
+        let memory = Allocator::new(&device, Config::default()).unwrap();
+        let released = Arc::new(AtomicUsize::new(0));
+        let release = {
+            let released = released.clone();
+            move |ticks: &[Tick]| {
+                assert!(ticks.is_empty());
+                released.fetch_add(1, Ordering::Relaxed);
+            }
+        };
+        let stream = other.stream().unwrap();
+        let wrong = memory.import(DevicePtr(4096), 8, &stream, release).unwrap_err().to_string();
+        assert!(wrong.contains("the stream belongs to"), "{wrong}");
+        assert_eq!(released.load(Ordering::Relaxed), 1);
+    }
+}

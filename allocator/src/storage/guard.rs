@@ -1,0 +1,187 @@
+//! Access guards: the scopes that order work of different streams on the same memory.
+
+use aquifer_device::{AccessKind, Stream, Tick};
+
+use crate::error::AllocError;
+use crate::state::awake::KeptAwake;
+use crate::storage::Storage;
+use crate::storage::held::LockedUses;
+
+/// A stream's access guard on some memory: the scope in which the stream enqueues work that uses
+/// the memory.
+///
+/// Taking an access guard orders the stream's later work after all work that must come before it:
+/// work that reads comes after the last work that wrote; work that writes comes after all work.
+/// While an access guard is held, no other thread gets an access guard on the same memory. When it
+/// is dropped, the work enqueued on the stream until then is noted, so that later access guards
+/// come after it and the memory is not reused before it is done.
+///
+/// This order costs at most one event and one wait for each stream that must be waited for, and
+/// nothing where the streams are ordered already. Parts of one buffer count as the whole buffer.
+///
+/// Hold an access guard only while enqueuing, and only one at a time on a thread. A second guard on
+/// the same memory is refused ([`AllocError::AccessHeld`]), and two threads that each take several
+/// guards, one after the other, can deadlock. One guard on all the memory cannot; where several
+/// streams work together, also of several devices, [`AccessGuard::of_streams`] takes it for all of
+/// them.
+///
+/// Access guards do not see work that bypasses them, such as [`Stream::fill`] with a bare address,
+/// except on streams that the memory was made ready for ([`Storage::ready_on`]). Inside a capture,
+/// a stream can take access guards on memory that it is ordered after already; note what a launched
+/// graph does by an access guard around the launch.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config, Buffer, AccessGuard};
+/// use aquifer_device::{AccessKind, Device};
+/// use aquifer_sim::{SimConfig, SimDriver};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// let (one, two) = (device.stream()?, device.stream()?);
+/// let buffer: Buffer<u8> = allocator.alloc(1 << 20, &one)?;
+/// {
+///     let _access = AccessGuard::acquire(&one, &[(buffer.storage(), AccessKind::Write)])?;
+///     one.fill(buffer.ptr(), 7, buffer.bytes())?;
+/// }
+/// let mut bytes = vec![0; 1 << 20];
+/// {
+///     let _access = AccessGuard::acquire(&two, &[(buffer.storage(), AccessKind::Read)])?;
+///     two.download_blocking(&mut bytes, buffer.ptr())?;
+/// }
+/// assert!(bytes.iter().all(|&byte| byte == 7));
+/// device.assert_no_violations();
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+#[must_use = "the access guard ends when it is dropped"]
+pub struct AccessGuard<'a> {
+    held: Vec<(LockedUses<'a>, AccessKind, &'a Stream)>,
+    /// Dropped after the access guard has noted the work.
+    _awake: Vec<KeptAwake>,
+}
+
+impl<'a> AccessGuard<'a> {
+    /// Waits until no thread has an access guard on any of the memory, or a [`crate::Reservation`]
+    /// that conflicts. Then orders the stream's later work. The same memory may be listed several
+    /// times.
+    ///
+    /// # Errors
+    /// When memory belongs to another device than the stream; [`AllocError::AccessHeld`] while this
+    /// thread has an access guard on some of the memory; [`AllocError::Asleep`] while its allocator
+    /// sleeps or is about to; errors of the driver; when the stream captures and is not ordered
+    /// already. No work is noted then.
+    pub fn acquire(stream: &'a Stream, memory: &[(&'a Storage, AccessKind)]) -> Result<AccessGuard<'a>, AllocError> {
+        AccessGuard::acquire_all(memory.iter().map(|&(storage, kind)| (stream, storage, kind)).collect())
+    }
+
+    /// As [`AccessGuard::acquire`], for several streams, each with the memory that it uses: the
+    /// streams of a copy between two devices, say. Streams that use the same memory need access
+    /// guards of their own, one after the other.
+    ///
+    /// # Errors
+    /// As [`AccessGuard::acquire`]; [`AllocError::AccessHeld`] also if the same memory is listed
+    /// for different streams.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, Buffer, AccessGuard};
+    /// use aquifer_device::{AccessKind::{Read, Write}, Device};
+    /// use aquifer_sim::{SimConfig, SimDriver};
+    /// let devices = [0, 1].map(|ordinal| Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal))));
+    /// let streams = [devices[0].stream()?, devices[1].stream()?];
+    /// let from: Buffer<u8> = Allocator::new(&devices[0], Config::default())?.alloc(1 << 20, &streams[0])?;
+    /// let to: Buffer<u8> = Allocator::new(&devices[1], Config::default())?.alloc(1 << 20, &streams[1])?;
+    /// {
+    ///     let _access = AccessGuard::acquire(&streams[0], &[(from.storage(), Write)])?;
+    ///     streams[0].fill(from.ptr(), 7, from.bytes())?;
+    /// }
+    /// {
+    ///     let ends = [(&streams[0], &**from.storage(), Read), (&streams[1], &**to.storage(), Write)];
+    ///     let _access = AccessGuard::of_streams(&ends)?;
+    ///     streams[1].wait_for(&streams[0].tick())?;
+    ///     streams[1].copy_from_peer(to.ptr(), &devices[0], from.ptr(), to.bytes())?;
+    ///     streams[0].wait_for(&streams[1].tick())?; // the copy reads what later work of this stream may write
+    /// }
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn of_streams(work: &[(&'a Stream, &'a Storage, AccessKind)]) -> Result<AccessGuard<'a>, AllocError> {
+        AccessGuard::acquire_all(work.to_vec())
+    }
+
+    fn acquire_all(mut wanted: Vec<(&'a Stream, &'a Storage, AccessKind)>) -> Result<AccessGuard<'a>, AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
+        wanted.retain(|(_, storage, _)| storage.bytes() > 0);
+        // By the memory's address, the same order for all guards, so that they do not wait for each
+        // other in a circle; and writing before reading, so that removing duplicates keeps it.
+        let place =
+            |stream: &Stream, storage| (std::ptr::from_ref::<Storage>(storage), stream.device_id(), stream.id());
+        wanted.sort_unstable_by_key(|&(stream, storage, kind)| {
+            (storage.device_id(), storage.ptr(), place(stream, storage), std::cmp::Reverse(kind))
+        });
+        wanted.dedup_by_key(|(stream, storage, _)| place(stream, storage));
+        if let Some((stream, storage, _)) =
+            wanted.iter().find(|(stream, storage, _)| storage.device_id() != stream.device_id())
+        {
+            return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
+        }
+        wanted.iter().try_for_each(|(stream, ..)| stream.end_abandoned_captures())?;
+        let awake = KeptAwake::of_all(wanted.iter().map(|(_, storage, _)| storage.place()))?;
+        let mut access = AccessGuard { held: Vec::new(), _awake: awake };
+        let mut held = lock_unreserved(&wanted)?;
+        for ((stream, storage, kind), uses) in wanted.iter().zip(&mut held) {
+            uses.note_free(Some(stream));
+            uses.order(storage.memory(), stream, *kind)?;
+        }
+        access.held.extend(held.into_iter().zip(wanted).map(|(uses, (stream, _, kind))| (uses, kind, stream)));
+        Ok(access)
+    }
+
+    /// Takes an access guard on memory that the caller has reserved.
+    pub(crate) fn reserved(
+        stream: &'a Stream,
+        storage: &'a Storage,
+        kind: AccessKind,
+    ) -> Result<AccessGuard<'a>, AllocError> {
+        if storage.device_id() != stream.device_id() {
+            return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
+        }
+        stream.end_abandoned_captures()?;
+        let awake = KeptAwake::of_reservation(storage.memory().state());
+        let mut held = storage.hold()?;
+        held.order(storage.memory(), stream, kind)?;
+        Ok(AccessGuard { held: vec![(held, kind, stream)], _awake: vec![awake] })
+    }
+
+    /// Notes that work of another device's stream reads `storage`, which the access guard must be
+    /// with, until `tick`: later access guards that write come after it. This is for work that the
+    /// access guard's own stream could not be ordered after. The memory is not kept for it: the
+    /// caller must hold a handle until the tick is done.
+    #[doc(hidden)]
+    pub fn note_reader(&mut self, storage: &Storage, tick: &Tick) {
+        let held = self.held.iter_mut().filter(|(held, ..)| held.is_of(storage));
+        held.for_each(|(held, ..)| held.record.note(tick.clone(), AccessKind::Read));
+    }
+}
+
+/// Locks all storages, in the given order, once no reservation conflicts. While it waits for the
+/// end of a reservation it holds no lock, because the threads that end reservations may need any of
+/// them.
+fn lock_unreserved<'a>(wanted: &[(&Stream, &'a Storage, AccessKind)]) -> Result<Vec<LockedUses<'a>>, AllocError> {
+    let mut held = Vec::with_capacity(wanted.len());
+    while let Some((_, storage, kind)) = wanted.get(held.len()) {
+        let mut next = storage.hold()?;
+        if next.record.is_reserved_against(*kind) {
+            held.clear();
+            next.wait_unreserved(*kind);
+        } else {
+            held.push(next);
+        }
+    }
+    Ok(held)
+}
+
+impl Drop for AccessGuard<'_> {
+    fn drop(&mut self) {
+        for (held, kind, stream) in &mut self.held {
+            held.record.note(stream.tick(), *kind);
+        }
+    }
+}

@@ -1,0 +1,340 @@
+//! Storage: device memory and the ticks of the work that uses it, which the handles of a buffer
+//! share.
+//!
+//! Invariants:
+//! * work that writes comes after all work noted before it; work that reads comes after the last
+//!   work that writes (A8);
+//! * the first tick of the memory is that of its stream when the memory was handed out, so earlier
+//!   uses of the memory come before it. If the memory grows, the same holds for each part that it
+//!   gains;
+//! * a stream that the memory was made ready for ([`Storage::ready_on`]) may use it without access
+//!   guards: guards and reservations taken later come after all work enqueued there until then;
+//! * while memory is reserved ([`crate::Reservation`]), no other work uses it in a way that
+//!   conflicts;
+//! * a stream that uses the memory, other than the memory's own, is recorded with it before the
+//!   stream's first use, so that the freed memory waits for that stream.
+//!
+//! Lock order: storages by address, then the locks of the allocator and of timelines.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use aquifer_device::fork::Mutex;
+use aquifer_device::internal::Timeline;
+use aquifer_device::{AccessKind, DevicePtr, Stream, Tick};
+use parking_lot::Condvar;
+
+use crate::alloc::alloc_aligned;
+use crate::allocation::Allocation;
+use crate::allocator::Allocator;
+use crate::backing::paged::dedicated_memory::DedicatedMemory;
+use crate::error::AllocError;
+use crate::pools::PrivatePool;
+use crate::state::AllocatorState;
+use crate::state::awake::KeptAwake;
+
+pub(crate) mod foreign;
+mod guard;
+pub(crate) mod held;
+pub(crate) mod ranges;
+pub(crate) mod record;
+mod reservation;
+
+pub use guard::AccessGuard;
+pub use reservation::Reservation;
+
+use foreign::Foreign;
+use held::Holder;
+use record::AccessRecord;
+
+/// Device memory that several handles share. It knows the ticks of the work that uses it, by which
+/// an [`crate::AccessGuard`] orders later work.
+pub struct Storage {
+    memory: Memory,
+    device_id: u32,
+    pub(crate) uses: Mutex<Uses>,
+    /// Notified when a reservation ends.
+    pub(crate) unreserved: Condvar,
+    /// The thread that has locked `uses`.
+    pub(crate) holder: Holder,
+}
+
+/// The memory of a storage.
+#[derive(Debug)]
+pub(crate) enum Memory {
+    /// A block of a heap, whose allocator stays open as long.
+    Block(Allocation, Allocator),
+    /// Memory outside of heaps.
+    Dedicated(Arc<DedicatedMemory>),
+    /// Memory that another library owns.
+    Foreign(Foreign),
+}
+
+/// The uses of a storage.
+#[derive(Debug)]
+pub(crate) struct Uses {
+    pub(crate) record: AccessRecord,
+    /// Streams that may use the memory without access guards.
+    free: Vec<Arc<Timeline>>,
+    /// The stream that the memory was handed out for.
+    first: u32,
+    /// Other streams that are recorded with the allocation.
+    recorded: Vec<u32>,
+}
+
+/// See [`Allocator::alloc_storage`].
+#[track_caller]
+pub(crate) fn alloc_storage(
+    allocator: &Allocator,
+    bytes: u64,
+    alignment: u64,
+    stream: &Stream,
+) -> Result<Arc<Storage>, AllocError> {
+    let memory = Memory::Block(alloc_aligned(allocator, bytes, alignment, stream)?, allocator.kept_open());
+    Ok(Arc::new(Storage::new(memory, stream)))
+}
+
+/// See [`Allocator::storage_of`].
+pub(crate) fn storage_of(
+    allocator: &Allocator,
+    allocation: Allocation,
+    stream: &Stream,
+) -> Result<Arc<Storage>, AllocError> {
+    if stream.device_id() != allocator.device().id() {
+        return Err(AllocError::wrong_device("stream", stream.device_id(), allocator.device().id()));
+    }
+    allocation.record_stream(stream)?;
+    let storage = Storage::new(Memory::Block(allocation, allocator.kept_open()), stream);
+    storage.check_allocator("allocation", allocator)?;
+    Ok(Arc::new(storage))
+}
+
+impl PrivatePool {
+    /// Allocates memory of this pool; see [`Allocator::alloc_storage`].
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc_storage`].
+    #[track_caller]
+    pub fn alloc_storage(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
+        let _route = self.route_thread();
+        alloc_storage(&self.allocator, bytes, alignment, stream)
+    }
+}
+
+impl Storage {
+    /// A storage of memory that work of `stream` may use from now on. The stream must be known to
+    /// the memory as a user.
+    #[inline]
+    pub(crate) fn new(memory: Memory, stream: &Stream) -> Storage {
+        let uses = Uses {
+            record: AccessRecord::new(stream.tick()),
+            free: Vec::new(),
+            first: stream.id(),
+            recorded: Vec::new(),
+        };
+        let (uses, unreserved, holder) = (Mutex::new(uses), Condvar::new(), Holder::default());
+        Storage { memory, device_id: stream.device_id(), uses, unreserved, holder }
+    }
+
+    /// The first address; null for zero bytes.
+    pub fn ptr(&self) -> DevicePtr {
+        match &self.memory {
+            Memory::Block(allocation, _) => allocation.ptr(),
+            Memory::Dedicated(memory) => memory.ptr(),
+            Memory::Foreign(memory) => memory.ptr(),
+        }
+    }
+
+    /// The size in bytes, as requested.
+    pub fn bytes(&self) -> u64 {
+        match &self.memory {
+            Memory::Block(allocation, _) => allocation.bytes(),
+            Memory::Dedicated(memory) => memory.bytes(),
+            Memory::Foreign(memory) => memory.bytes(),
+        }
+    }
+
+    /// The allocator of the memory.
+    pub fn allocator(&self) -> &Allocator {
+        match &self.memory {
+            Memory::Block(_, allocator) => allocator,
+            Memory::Dedicated(memory) => memory.allocator(),
+            Memory::Foreign(memory) => memory.allocator(),
+        }
+    }
+
+    pub(crate) fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// The allocator's state that holds the memory, and its addresses.
+    pub(crate) fn place(&self) -> (&'static AllocatorState, Range<u64>) {
+        (self.memory.state(), self.ptr().range(self.bytes()))
+    }
+
+    /// Identity of the device that the memory is on.
+    pub fn device_id(&self) -> u32 {
+        self.device_id
+    }
+
+    /// Checks that the memory is this allocator's. `what` names it in the error.
+    ///
+    /// # Errors
+    /// [`AllocError::WrongAllocator`] or
+    /// [`RequestError::WrongDevice`](aquifer_device::RequestError::WrongDevice) if it is another
+    /// one's.
+    pub fn check_allocator(&self, what: &'static str, allocator: &Allocator) -> Result<(), AllocError> {
+        if std::ptr::eq(self.memory.state(), allocator.state()) {
+            return Ok(());
+        }
+        Err(AllocError::wrong_allocator(what, self.device_id, allocator.device().id()))
+    }
+
+    /// The ticks that must come before work with this kind of access: for reading, those of the
+    /// last work that writes; for writing, also those of the work that reads. Waits for conflicting
+    /// reservations to end.
+    ///
+    /// # Errors
+    /// [`AllocError::AccessHeld`] while this thread has an access guard on the memory: its work is
+    /// not noted yet.
+    pub fn ticks_before(&self, kind: AccessKind) -> Result<Vec<Tick>, AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
+        let mut uses = self.lock_unreserved(kind)?;
+        uses.note_free(None);
+        Ok(uses.record.before(kind).cloned().collect())
+    }
+
+    /// Notes that work of `stream` uses the memory, without ordering it; see
+    /// [`Allocation::record_stream`].
+    ///
+    /// # Errors
+    /// As [`Allocation::record_stream`].
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
+        self.memory.record_stream(stream)
+    }
+
+    /// Notes that the memory has grown, for work on `stream` from now on.
+    ///
+    /// # Errors
+    /// [`AllocError::AccessHeld`] while this thread has an access guard on it.
+    pub(crate) fn note_growth(&self, stream: &Stream) -> Result<(), AllocError> {
+        self.hold()?.record.note_also(stream.tick());
+        Ok(())
+    }
+
+    /// Makes the memory ready for work of `stream` that takes no access guards, such as copies and
+    /// launches with the bare address: orders later work of `stream` after all work noted with the
+    /// memory. From then on the memory can be dropped at any time, and access guards of other
+    /// streams come after all work that is enqueued on `stream` until they are taken.
+    ///
+    /// Waits on the host only for conflicting reservations to end. Costs at most one event and one
+    /// wait for each stream that must be waited for. `stream` itself is not ordered after access
+    /// guards that others take later: take an access guard, or make the memory ready again.
+    ///
+    /// # Errors
+    /// As [`crate::AccessGuard::acquire`].
+    pub fn ready_on(&self, stream: &Stream) -> Result<(), AllocError> {
+        if stream.device_id() != self.device_id {
+            return Err(AllocError::wrong_device("buffer", self.device_id, stream.device_id()));
+        }
+        if self.bytes() == 0 {
+            return Ok(());
+        }
+        let _awake = KeptAwake::of_all(std::iter::once(self.place()))?;
+        let mut uses = self.lock_unreserved(AccessKind::Write)?;
+        uses.note_free(Some(stream));
+        uses.order(&self.memory, stream, AccessKind::Write)?;
+        if uses.free.iter().all(|free| free.id() != stream.id()) {
+            uses.free.push(stream.timeline().clone());
+        }
+        Ok(())
+    }
+
+    /// Ends the use without access guards on all streams that the memory was made ready for: access
+    /// guards come after the work enqueued there by now, and not after later work.
+    ///
+    /// # Errors
+    /// [`AllocError::AccessHeld`] while this thread has an access guard on the memory. Nothing
+    /// changes then.
+    pub fn end_ready(&self) -> Result<(), AllocError> {
+        let mut uses = self.hold()?;
+        uses.note_free(None);
+        uses.free.clear();
+        Ok(())
+    }
+
+    /// As [`Storage::end_ready`], and also for the stream that the memory was allocated for: for
+    /// code that takes the memory over, and cannot know how it was used.
+    ///
+    /// # Errors
+    /// As [`Storage::end_ready`].
+    pub fn take_over(&self) -> Result<(), AllocError> {
+        self.end_ready()?;
+        let mut uses = self.hold()?;
+        let own = self.memory.state().shared().timeline(uses.first).cloned();
+        own.into_iter().for_each(|own| uses.record.note_also(own.tick()));
+        Ok(())
+    }
+}
+
+impl Drop for Storage {
+    #[inline]
+    fn drop(&mut self) {
+        if let Memory::Foreign(memory) = &self.memory {
+            let mut uses = self.uses.lock();
+            uses.note_free(None);
+            let ticks: Vec<Tick> = uses.record.before(AccessKind::Write).cloned().collect();
+            drop(uses);
+            memory.release(&ticks);
+        }
+    }
+}
+
+impl Memory {
+    /// The allocator's state that holds the memory.
+    pub(crate) fn state(&self) -> &'static AllocatorState {
+        match self {
+            Memory::Block(allocation, _) => allocation.state(),
+            Memory::Dedicated(memory) => memory.state(),
+            Memory::Foreign(memory) => memory.allocator().state(),
+        }
+    }
+
+    pub(crate) fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
+        match self {
+            Memory::Block(allocation, _) => allocation.record_stream(stream),
+            Memory::Dedicated(memory) => memory.record_stream(stream),
+            // Its owner gets the ticks of all uses.
+            Memory::Foreign(_) => Ok(()),
+        }
+    }
+}
+
+impl Uses {
+    /// Orders later work of `stream` after all work that must come before this kind of access.
+    pub(crate) fn order(&mut self, memory: &Memory, stream: &Stream, kind: AccessKind) -> Result<(), AllocError> {
+        for tick in self.record.before(kind) {
+            stream.wait_for(tick)?;
+        }
+        if stream.id() != self.first && !self.recorded.contains(&stream.id()) {
+            memory.record_stream(stream)?;
+            self.recorded.push(stream.id());
+        }
+        Ok(())
+    }
+
+    /// Notes what the streams that need no access guards have enqueued by now, except `but`, which
+    /// is about to use the memory itself.
+    pub(crate) fn note_free(&mut self, but: Option<&Stream>) {
+        let but = but.map(Stream::id);
+        let ticks: Vec<Tick> = self.free.iter().filter(|free| Some(free.id()) != but).map(Timeline::tick).collect();
+        ticks.into_iter().for_each(|tick| self.record.note_also(tick));
+    }
+}
+
+impl fmt::Debug for Storage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Storage").field("memory", &self.memory).finish_non_exhaustive()
+    }
+}

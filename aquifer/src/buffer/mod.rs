@@ -1,0 +1,491 @@
+//! Typed device memory, with all that can be done with it.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::{Range, RangeBounds};
+use std::sync::Arc;
+
+use aquifer_allocator::{AccessGuard, Storage};
+use aquifer_device::{AccessKind, DevicePtr, RequestError, Stream};
+use aquifer_kernels::{Element, Kernels, Operand};
+use bytemuck::Pod;
+
+use crate::allocator::{Allocator, Services};
+use crate::error::Error;
+use crate::transfer::copy::{DeviceSource, Source, Target};
+use crate::transfer::pending::Pending;
+use crate::transfer::runtime::Transfer;
+
+mod access;
+mod view;
+
+pub use access::{Access, WithError, read, with, write};
+pub use view::{View, ViewMut};
+
+/// A typed buffer of device memory: `len` values of `T`.
+///
+/// Calls that use a buffer take the stream on which they run, as their last argument, and order
+/// themselves after the work that used the buffer before, on any stream. Work of another kind is
+/// ordered by [`with`]. The buffer can be dropped at any time: its memory is not reused before the
+/// device is done with it.
+///
+/// [`Buffer::slice`] and [`Buffer::slice_mut`] borrow a part. [`Buffer::share`] gives another
+/// handle of the same memory, which is given back when the last handle is dropped. Work through
+/// different handles is ordered like that through one; but which of two threads enqueues first is
+/// up to them.
+///
+/// ```
+/// use aquifer::prelude::*;
+/// let device = aquifer::open("sim:24GiB")?;
+/// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+/// let buffer = memory.alloc_zeros::<f32>(1000, &stream)?;
+/// let tail = buffer.slice(900..);
+/// assert_eq!((tail.len(), tail.ptr().0), (100, buffer.ptr().0 + 3600));
+/// # Ok::<(), aquifer::Error>(())
+/// ```
+///
+/// *Copies* between device memory return `()` once they are enqueued. Those with an end on the host
+/// return a [`Pending`], which can be waited for, awaited or dropped: the copy goes on. Methods
+/// that return values on the host wait for them.
+///
+/// ```
+/// # use aquifer::prelude::*;
+/// # let device = aquifer::open("sim:24GiB")?;
+/// # let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+/// let x = memory.from_slice(&[1.0_f32, 2.0, 3.0], &stream)?;
+/// let mut y = memory.alloc::<f32>(2, &stream)?;
+/// y.copy_from(&x.slice(1..), &stream)?;
+/// assert_eq!(y.to_vec(&stream)?, [2.0, 3.0]);
+/// assert_eq!(y.slice(..1).item(&stream)?, 2.0);
+/// y.upload(vec![4.0, 5.0], &stream)?.wait()?;
+/// # Ok::<(), aquifer::Error>(())
+/// ```
+///
+/// *Kernels* are enqueued, and their results are new buffers of the same allocator. The first one
+/// on an allocator loads all ([`Kernels::load`]), which fails while a stream captures.
+///
+/// ```
+/// # use aquifer::prelude::*;
+/// # let device = aquifer::open("sim:24GiB")?;
+/// # let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+/// let mut x = memory.alloc::<f32>(1000, &stream)?;
+/// x.fill(2.0, &stream)?;
+/// let mut y = memory.alloc_zeros::<f32>(1000, &stream)?;
+/// y.axpy(0.5, &x, &stream)?;
+/// assert_eq!(y.sum(&stream)?.item(&stream)?, 1000.0);
+/// # Ok::<(), aquifer::Error>(())
+/// ```
+pub struct Buffer<T> {
+    // Dropped before the memory: see `Services`.
+    services: Arc<Services>,
+    storage: Arc<Storage>,
+    /// In elements, as `len`.
+    start: u64,
+    len: usize,
+    element: PhantomData<fn() -> T>,
+}
+
+/// Memory.
+impl<T> Buffer<T> {
+    pub(crate) fn new(services: Arc<Services>, storage: Arc<Storage>, len: usize) -> Buffer<T> {
+        Buffer { services, storage, start: 0, len, element: PhantomData }
+    }
+
+    /// A buffer of memory that has no type yet, such as [`Growable::storage`] and
+    /// [`Exportable::storage`]: as many whole values as there is memory for now. It shares the
+    /// memory and keeps it alive.
+    ///
+    /// ```
+    /// # use aquifer::prelude::*;
+    /// # let device = aquifer::open("sim:24GiB")?;
+    /// # let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+    /// let mut cache = memory.growable(1 << 30, &stream)?; // addresses, and no memory yet
+    /// cache.grow_to(100 << 20, &stream)?;
+    /// let half = Buffer::<f32>::of(cache.storage());
+    /// cache.grow_to(200 << 20, &stream)?; // at the same address, nothing is copied
+    /// assert_eq!((half.len(), Buffer::<f32>::of(cache.storage()).len()), (25 << 20, 50 << 20));
+    /// # Ok::<(), aquifer::Error>(())
+    /// ```
+    ///
+    /// [`Growable::storage`]: aquifer_allocator::Growable::storage
+    /// [`Exportable::storage`]: aquifer_allocator::Exportable::storage
+    pub fn of(storage: &Arc<Storage>) -> Buffer<T> {
+        let len = storage.bytes().checked_div(size_of::<T>() as u64).unwrap_or(0);
+        let len = usize::try_from(len).unwrap_or(usize::MAX);
+        Buffer::new(Allocator::services_of(storage.allocator()), storage.clone(), len)
+    }
+
+    /// Another handle of the same memory. The memory is given back when the last one is dropped.
+    pub fn share(&self) -> Buffer<T> {
+        self.part(0..self.len)
+    }
+
+    /// Address of the first element.
+    pub fn ptr(&self) -> DevicePtr {
+        self.storage.ptr().offset(self.start * size_of::<T>() as u64)
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True if it has no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.len as u64 * size_of::<T>() as u64
+    }
+
+    /// The allocator of its memory.
+    pub fn allocator(&self) -> Allocator {
+        Allocator::with_services(&self.services, self.storage.allocator())
+    }
+
+    /// The memory that the buffer is a part of, which knows the work that uses it.
+    pub fn storage(&self) -> &Arc<Storage> {
+        &self.storage
+    }
+
+    /// Makes the memory ready for work of `stream` with the bare address; see
+    /// [`Storage::ready_on`]. This holds for the whole allocation. A new buffer is ready on the
+    /// stream that it was allocated for, except that access guards do not see work with the bare
+    /// address there.
+    ///
+    /// ```
+    /// # use aquifer::prelude::*;
+    /// # let device = aquifer::open("sim:24GiB")?;
+    /// # let memory = Allocator::of(&device)?;
+    /// let (one, two) = (device.stream()?, device.stream()?);
+    /// let buffer = memory.alloc_zeros::<u8>(1 << 20, &one)?;
+    /// buffer.ready_on(&two)?; // after the zeros
+    /// two.fill(buffer.ptr(), 8, buffer.bytes())?;
+    /// drop(buffer); // not reused before `two` is done with it
+    /// device.assert_no_violations();
+    /// # Ok::<(), aquifer::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`AccessGuard::acquire`].
+    pub fn ready_on(&self, stream: &Stream) -> Result<(), Error> {
+        Ok(self.storage.ready_on(stream)?)
+    }
+
+    /// Notes that `stream` uses the memory, too; see
+    /// [`Allocation::record_stream`](aquifer_allocator::Allocation::record_stream). This holds for
+    /// the whole allocation, and is not needed for streams that use access guards.
+    ///
+    /// # Errors
+    /// When the stream belongs to another device.
+    pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
+        Ok(self.storage.record_stream(stream)?)
+    }
+
+    /// Elements that lie within it.
+    fn part(&self, range: Range<usize>) -> Buffer<T> {
+        Buffer {
+            services: self.services.clone(),
+            storage: self.storage.clone(),
+            start: self.start + range.start as u64,
+            len: range.len(),
+            element: PhantomData,
+        }
+    }
+}
+
+/// Parts, and copies within device memory.
+impl<T: Copy> Buffer<T> {
+    /// A buffer of as many values, from the same allocator, for work of `stream` and of others. The
+    /// content is undefined until it is written.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc`].
+    #[track_caller]
+    pub fn like(&self, stream: &Stream) -> Result<Buffer<T>, Error> {
+        self.allocator().alloc(self.len, stream)
+    }
+
+    /// Enqueues setting every byte to zero.
+    ///
+    /// # Errors
+    /// A stream of another device, and errors of the driver.
+    #[track_caller]
+    pub fn zero(&mut self, stream: &Stream) -> Result<(), Error> {
+        let _access = AccessGuard::acquire(stream, &[(&self.storage, AccessKind::Write)])?;
+        if self.bytes() == 0 {
+            return Ok(());
+        }
+        Ok(stream.fill(self.ptr(), 0, self.bytes())?)
+    }
+
+    /// A part of it, borrowed.
+    ///
+    /// # Panics
+    /// If the range reaches beyond the end or is reversed.
+    #[track_caller]
+    pub fn slice(&self, range: impl RangeBounds<usize>) -> View<'_, T> {
+        match self.try_slice(range) {
+            Ok(part) => part,
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// A part of it, borrowed for writing.
+    ///
+    /// # Panics
+    /// If the range reaches beyond the end or is reversed.
+    #[track_caller]
+    pub fn slice_mut(&mut self, range: impl RangeBounds<usize>) -> ViewMut<'_, T> {
+        match self.try_slice_mut(range) {
+            Ok(part) => part,
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// As [`Buffer::slice`], with an error instead of a panic.
+    ///
+    /// # Errors
+    /// [`RequestError::OutOfBounds`] when the range reaches beyond the end or is reversed.
+    pub fn try_slice(&self, range: impl RangeBounds<usize>) -> Result<View<'_, T>, Error> {
+        Ok(View::new(self.part(self.elements(range)?)))
+    }
+
+    /// As [`Buffer::slice_mut`], with an error instead of a panic.
+    ///
+    /// # Errors
+    /// As [`Buffer::try_slice`].
+    pub fn try_slice_mut(&mut self, range: impl RangeBounds<usize>) -> Result<ViewMut<'_, T>, Error> {
+        Ok(ViewMut::new(self.part(self.elements(range)?)))
+    }
+
+    /// The same bytes as elements of another type; `None` where they are not a whole number of
+    /// them, or do not begin at a multiple of their size and alignment. To convert values, see
+    /// [`Buffer::cast`].
+    ///
+    /// ```
+    /// # use aquifer::prelude::*;
+    /// # let device = aquifer::open("sim:24GiB")?;
+    /// let bytes = Allocator::of(&device)?.alloc::<u8>(12, &device.stream()?)?;
+    /// let tail = bytes.slice(4..);
+    /// let words = tail.reinterpret::<u32>().unwrap();
+    /// assert_eq!((words.len(), words.ptr().0), (2, bytes.ptr().0 + 4));
+    /// assert!(bytes.reinterpret::<u64>().is_none() && bytes.slice(1..5).reinterpret::<u32>().is_none());
+    /// # Ok::<(), aquifer::Error>(())
+    /// ```
+    pub fn reinterpret<U: Copy>(&self) -> Option<View<'_, U>> {
+        self.as_elements().map(View::new)
+    }
+
+    /// As [`Buffer::reinterpret`], for writing.
+    pub fn reinterpret_mut<U: Copy>(&mut self) -> Option<ViewMut<'_, U>> {
+        self.as_elements().map(ViewMut::new)
+    }
+
+    fn elements(&self, range: impl RangeBounds<usize>) -> Result<Range<usize>, Error> {
+        let resolved = aquifer_allocator::internal::resolve(range, self.len);
+        resolved.map_err(|wrong| RequestError::out_of_bounds(wrong, self.len).into())
+    }
+
+    fn as_elements<U: Copy>(&self) -> Option<Buffer<U>> {
+        let (size, start) = (size_of::<U>() as u64, self.start * size_of::<T>() as u64);
+        let whole = size > 0 && start.is_multiple_of(size) && self.bytes().is_multiple_of(size);
+        let aligned = self.ptr().0.is_multiple_of(align_of::<U>() as u64);
+        let len = usize::try_from(self.bytes().checked_div(size)?).ok()?;
+        (whole && aligned).then(|| Buffer {
+            services: self.services.clone(),
+            storage: self.storage.clone(),
+            start: start / size,
+            len,
+            element: PhantomData,
+        })
+    }
+}
+
+/// Copies.
+impl<T: Pod + Send + Sync> Buffer<T> {
+    /// Enqueues filling the buffer from the host, or from a file; see [`Source`]. From a slice, it
+    /// returns once the slice may be reused.
+    ///
+    /// # Errors
+    /// Ends of different lengths, a source that cannot be read, a stream of another device or that
+    /// captures, and errors of the driver. When page-locked memory for staging runs out.
+    #[track_caller]
+    pub fn upload<S: Source<T>>(&mut self, from: S, stream: &Stream) -> Result<Pending<S::Report>, Error> {
+        self.transfer(stream)?.upload(from, self)
+    }
+
+    /// Enqueues a copy to the host; see [`Target`].
+    ///
+    /// # Errors
+    /// As [`Buffer::upload`].
+    #[track_caller]
+    pub fn download<D: Target<T>>(&self, to: D, stream: &Stream) -> Result<Pending<D::Output>, Error> {
+        self.transfer(stream)?.download(self, to)
+    }
+
+    /// Copies to borrowed host memory, and waits until it is there.
+    ///
+    /// # Errors
+    /// As [`Buffer::upload`].
+    #[track_caller]
+    pub fn download_blocking(&self, to: &mut [T], stream: &Stream) -> Result<(), Error> {
+        self.transfer(stream)?.download_blocking(self, to)
+    }
+
+    /// Copies to a new `Vec`, and waits until it is there.
+    ///
+    /// # Errors
+    /// As [`Buffer::upload`], and when host memory runs out.
+    #[track_caller]
+    pub fn to_vec(&self, stream: &Stream) -> Result<Vec<T>, Error> {
+        self.transfer(stream)?.to_vec(self)?.wait()
+    }
+
+    /// The element of a buffer of one; of a longer one, `x.slice(..1).item(&stream)` is the first.
+    /// Waits until it is there.
+    ///
+    /// # Errors
+    /// [`Error::NotOneElement`], and as [`Buffer::upload`].
+    #[track_caller]
+    pub fn item(&self, stream: &Stream) -> Result<T, Error> {
+        self.transfer(stream)?.item(self)
+    }
+
+    /// Enqueues filling the buffer from device memory, also of another device. Between devices the
+    /// fastest way is taken ([`Route`](crate::transfer::Route)).
+    ///
+    /// # Errors
+    /// Ends of different lengths, or that overlap, and as [`Buffer::upload`].
+    #[track_caller]
+    pub fn copy_from(&mut self, from: impl DeviceSource<T>, stream: &Stream) -> Result<(), Error> {
+        self.transfer(stream)?.fill_from(from, self)
+    }
+
+    /// A copy in memory of another allocator, such as another device's, enqueued on `stream` of
+    /// that device.
+    ///
+    /// # Errors
+    /// As [`Buffer::copy_from`], and when device memory runs out.
+    #[track_caller]
+    pub fn to(&self, memory: &Allocator, stream: &Stream) -> Result<Buffer<T>, Error> {
+        let mut to = memory.alloc(self.len, stream)?;
+        to.copy_from(self, stream)?;
+        Ok(to)
+    }
+
+    fn transfer(&self, stream: &Stream) -> Result<Transfer, Error> {
+        self.allocator().transfer()?.on(stream)
+    }
+}
+
+/// Kernels.
+impl<T: Element> Buffer<T> {
+    /// Sets every element to `value`.
+    ///
+    /// # Errors
+    /// As [`Kernels::fill`].
+    #[track_caller]
+    pub fn fill(&mut self, value: T, stream: &Stream) -> Result<(), Error> {
+        Ok(self.services.clone().kernels()?.fill(stream, self, value)?)
+    }
+
+    /// Adds `alpha · x`, element by element; see [`Kernels::axpy`].
+    ///
+    /// # Errors
+    /// As [`Kernels::axpy`].
+    #[track_caller]
+    pub fn axpy(&mut self, alpha: impl Into<f64>, x: &Buffer<T>, stream: &Stream) -> Result<(), Error> {
+        Ok(self.services.clone().kernels()?.axpy(stream, alpha.into(), x, self)?)
+    }
+
+    /// Adds `other`, element by element; see [`Kernels::add`].
+    ///
+    /// # Errors
+    /// As [`Kernels::add`].
+    #[track_caller]
+    pub fn add_assign(&mut self, other: &Buffer<T>, stream: &Stream) -> Result<(), Error> {
+        let own = self.share();
+        Ok(own.services.kernels()?.add(stream, &own, other, self)?)
+    }
+
+    /// The sum of all elements, as a buffer of one element; see [`Kernels::reduce_sum`].
+    ///
+    /// # Errors
+    /// As [`Kernels::reduce_sum`], and when memory runs out.
+    #[track_caller]
+    pub fn sum(&self, stream: &Stream) -> Result<Buffer<T::Sum>, Error> {
+        let memory = self.allocator();
+        let mut scratch = memory.alloc::<u64>(Kernels::SUM_SCRATCH_LEN, stream)?;
+        let mut sum = memory.alloc(1, stream)?;
+        self.services.kernels()?.reduce_sum(stream, self, &mut scratch, &mut sum)?;
+        Ok(sum)
+    }
+
+    /// Every element as another type; see [`Kernels::cast`].
+    ///
+    /// # Errors
+    /// As [`Kernels::cast`], and when memory runs out.
+    #[track_caller]
+    pub fn cast<U: Element>(&self, stream: &Stream) -> Result<Buffer<U>, Error> {
+        let mut to = self.allocator().alloc(self.len, stream)?;
+        self.services.kernels()?.cast(stream, self, &mut to)?;
+        Ok(to)
+    }
+
+    /// The product of this matrix, of `m` rows of `k` elements, and `b`, of `k` rows of `n`, with
+    /// `shape` `[m, k, n]`; see [`Kernels::matmul`].
+    ///
+    /// # Errors
+    /// As [`Kernels::matmul`], and when memory runs out.
+    #[track_caller]
+    pub fn matmul(&self, b: &Buffer<T>, shape: [usize; 3], stream: &Stream) -> Result<Buffer<T>, Error> {
+        let [m, _, n] = shape;
+        let (len, size) = ((m as u64).saturating_mul(n as u64), size_of::<T>() as u64);
+        let len = usize::try_from(len).map_err(|_| RequestError::LengthOverflow { len, size })?;
+        let mut to = self.allocator().alloc(len, stream)?;
+        self.services.kernels()?.matmul(stream, self, b, &mut to, shape.map(|extent| extent as u64))?;
+        Ok(to)
+    }
+
+    /// The transpose of this matrix of `rows` rows; see [`Kernels::transpose`].
+    ///
+    /// # Errors
+    /// As [`Kernels::transpose`], and when memory runs out.
+    #[track_caller]
+    pub fn transpose(&self, rows: usize, columns: usize, stream: &Stream) -> Result<Buffer<T>, Error> {
+        let mut to = self.like(stream)?;
+        self.services.kernels()?.transpose(stream, self, &mut to, rows as u64, columns as u64)?;
+        Ok(to)
+    }
+}
+
+impl<'a, T: Element> From<&'a Buffer<T>> for Operand<'a> {
+    fn from(buffer: &'a Buffer<T>) -> Self {
+        Operand::new(&buffer.storage, buffer.ptr(), buffer.bytes(), T::DTYPE)
+    }
+}
+
+impl<'a, T: Element> From<&'a mut Buffer<T>> for Operand<'a> {
+    fn from(buffer: &'a mut Buffer<T>) -> Self {
+        Operand::from(&*buffer)
+    }
+}
+
+impl<'a, T: Element> From<&'a mut Buffer<T>> for aquifer_kernels::Target<'a> {
+    fn from(buffer: &'a mut Buffer<T>) -> Self {
+        aquifer_kernels::Target::new(Operand::from(buffer))
+    }
+}
+
+impl<T> fmt::Debug for Buffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Buffer")
+            .field("type", &std::any::type_name::<T>())
+            .field("len", &self.len)
+            .field("memory", &self.storage)
+            .finish_non_exhaustive()
+    }
+}

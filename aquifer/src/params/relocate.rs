@@ -1,0 +1,195 @@
+//! Moving a set: all of it or nothing.
+//!
+//! New tensors replace the old ones when every copy is complete. So a failure changes nothing, and
+//! drops the new tensors. Small tensors go to a device in batches.
+
+use std::collections::HashMap;
+use std::fmt;
+
+use aquifer_device::Stream;
+use aquifer_kernels::DType;
+
+use super::outgoing::{Outgoing, SMALL_TENSOR_BYTES};
+use super::param_set::ParamSet;
+use crate::error::Error;
+use crate::tensor::{Place, Tensor, Tie, To};
+use crate::transfer::pending::{OnStreams, Pending};
+
+/// The progress of moving or loading tensors, reported for each complete tensor.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Progress<'a> {
+    /// Name of the tensor that is complete.
+    pub name: &'a str,
+    /// Bytes of all tensors that are complete, as they were before conversion.
+    pub bytes_done: u64,
+    /// Bytes of all tensors.
+    pub bytes_total: u64,
+}
+
+/// A callback for progress.
+pub(super) type ProgressCallback<'a> = Box<dyn FnMut(&Progress<'_>) + 'a>;
+
+/// Options of moving a set.
+#[derive(Default)]
+#[must_use = "nothing moves before it is given to `ParamSet::move_with_blocking`"]
+pub struct Relocate<'a> {
+    dtype: Option<DType>,
+    stream: Option<Stream>,
+    progress: Option<ProgressCallback<'a>>,
+}
+
+impl<'a> Relocate<'a> {
+    /// The same dtypes, on streams of the runtime.
+    pub fn new() -> Relocate<'a> {
+        Relocate::default()
+    }
+
+    /// Converts tensors of floats to another dtype of floats, or those of integers to one of
+    /// integers. Others stay as they are: a counter is no weight.
+    pub fn dtype(self, dtype: DType) -> Relocate<'a> {
+        Relocate { dtype: Some(dtype), ..self }
+    }
+
+    /// The stream that copies run on, and that device memory is allocated for. Tensors that are in
+    /// their place already are made ready for it.
+    pub fn stream(self, stream: &Stream) -> Relocate<'a> {
+        Relocate { stream: Some(stream.clone()), ..self }
+    }
+
+    /// Calls back for every complete tensor, in their order.
+    pub fn progress(self, report: impl FnMut(&Progress<'_>) + 'a) -> Relocate<'a> {
+        Relocate { progress: Some(Box::new(report)), ..self }
+    }
+}
+
+impl fmt::Debug for Relocate<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Relocate").field("dtype", &self.dtype).field("stream", &self.stream).finish_non_exhaustive()
+    }
+}
+
+impl OnStreams for ParamSet {
+    fn ready_on(&self, stream: &Stream) -> Result<(), Error> {
+        self.iter().try_for_each(|param| param.tensor.ready_on(stream))
+    }
+}
+
+impl ParamSet {
+    /// The set in another place. This one stays where it is until it is dropped or replaced. Tied
+    /// parameters, which are the same part of the same memory, stay tied; tensors that are in the
+    /// place already are shared.
+    ///
+    /// # Errors
+    /// As [`Tensor::to`]. What was made until then is given back.
+    #[track_caller]
+    pub fn to(&self, place: impl TryInto<Place, Error: Into<Error>>) -> Result<Pending<ParamSet>, Error> {
+        let place = Place::named(place)?;
+        // Dropped in reverse order, as they nest.
+        let _from = self.called_here();
+        let _to = place.called_here();
+        let Moving { outgoing, which, .. } = self.begin(&place, &Relocate::new())?;
+        let set = self.clone();
+        let Some(all) = Pending::all(outgoing.into_pendings()) else {
+            return Ok(Pending::ready(&std::sync::Arc::default(), set));
+        };
+        Ok(all.map(move |moved| set.with_tensors(which.into_iter().map(|at| moved[at].clone()).collect())))
+    }
+
+    /// Moves the set to another place, and waits on the host until it is there. All or nothing:
+    /// where something fails, every tensor is where it was.
+    ///
+    /// # Errors
+    /// As [`Tensor::to`].
+    #[track_caller]
+    pub fn move_blocking(&mut self, place: impl TryInto<Place, Error: Into<Error>>) -> Result<(), Error> {
+        self.move_with_blocking(place, Relocate::new())
+    }
+
+    /// Moves the set as `how` says; see [`ParamSet::move_blocking`].
+    ///
+    /// # Errors
+    /// As [`Tensor::to_with`].
+    #[track_caller]
+    pub fn move_with_blocking(
+        &mut self,
+        place: impl TryInto<Place, Error: Into<Error>>,
+        mut how: Relocate<'_>,
+    ) -> Result<(), Error> {
+        let place = Place::named(place)?;
+        // Dropped in reverse order, as they nest.
+        let _from = self.called_here();
+        let _to = place.called_here();
+        let Moving { mut outgoing, which, .. } = self.begin(&place, &how)?;
+        let (mut moved, mut all) = (Vec::new(), Vec::with_capacity(which.len()));
+        let (mut bytes_done, bytes_total) = (0, self.bytes());
+        for (param, at) in self.iter().zip(which) {
+            if at == moved.len() {
+                match outgoing.wait_oldest() {
+                    Ok(tensor) => moved.extend(tensor),
+                    Err(error) => {
+                        outgoing.abandon();
+                        return Err(error);
+                    }
+                }
+            }
+            all.extend(moved.get(at).cloned());
+            bytes_done = param.tensor.bytes().saturating_add(bytes_done);
+            if let Some(report) = &mut how.progress {
+                report(&Progress { name: &param.name, bytes_done, bytes_total });
+            }
+        }
+        *self = self.with_tensors(all);
+        Ok(())
+    }
+
+    /// Begins to move every tensor. After a failure no transfer is in flight when this returns.
+    fn begin(&self, place: &Place, how: &Relocate<'_>) -> Result<Moving, Error> {
+        let mut moving = Moving::default();
+        let added = self.iter().try_for_each(|param| moving.add(&param.tensor, place, how));
+        if let Err(error) = added.and_then(|()| moving.outgoing.send_batch()) {
+            moving.outgoing.abandon();
+            return Err(error);
+        }
+        Ok(moving)
+    }
+}
+
+/// A set that is moving.
+#[derive(Default)]
+struct Moving {
+    outgoing: Outgoing,
+    /// The transfers of tied tensors, by identity. The set keeps the memory alive, so identities
+    /// stay unique.
+    tied: HashMap<Tie, usize>,
+    /// The index of each parameter's transfer.
+    which: Vec<usize>,
+}
+
+impl Moving {
+    fn add(&mut self, tensor: &Tensor, place: &Place, how: &Relocate<'_>) -> Result<(), Error> {
+        let at = *self.tied.entry(tensor.tie()).or_insert(self.outgoing.len());
+        self.which.push(at);
+        if at < self.outgoing.len() {
+            return Ok(());
+        }
+        let dtype = how.dtype.filter(|dtype| dtype.is_float() == tensor.dtype().is_float());
+        let dtype = dtype.unwrap_or(tensor.dtype());
+        if let Place::Device(transfer) = place
+            && is_small(tensor, dtype)
+        {
+            let (elements, layout) = tensor.elements_as(dtype)?;
+            return self.outgoing.push_small(transfer, how.stream.as_ref(), &elements, (dtype, layout));
+        }
+        let to = how.stream.iter().fold(To::new().dtype(dtype), |to, stream| to.stream(stream));
+        self.outgoing.push(tensor.to_with(place, to)?);
+        Ok(())
+    }
+}
+
+/// Whether a tensor is sent together with others: one on the host of few bytes, before and after
+/// conversion.
+fn is_small(tensor: &Tensor, dtype: DType) -> bool {
+    let largest = tensor.bytes().max((tensor.len() as u64).saturating_mul(dtype.bytes()));
+    tensor.place().is_host() && largest <= SMALL_TENSOR_BYTES
+}

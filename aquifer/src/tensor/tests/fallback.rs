@@ -1,0 +1,47 @@
+//! The host as a fallback for a device without memory, if the caller allows it.
+
+use super::*;
+use crate::tensor::Fallback;
+use crate::transfer::pending::Pending;
+use aquifer_device::RequestError;
+
+/// Out of memory is an error unless the caller allows the host, and the tensor's place reports it.
+#[test]
+fn the_host_is_the_fallback_only_if_the_caller_allows_it() {
+    let stand = stand_with(SimConfig::parse("64MiB").unwrap());
+    let host = Tensor::zeros_in(Place::Host, DType::F32, &[32 << 20]).unwrap();
+    let error = host.to(&stand.transfer).unwrap_err();
+    assert!(error.is_out_of_memory(), "{error}");
+    let to = To::new().dtype(DType::BF16).fallback(Fallback::Host);
+    let here = Tensor::zeros_in(Place::Host, DType::F32, &[64 << 20])
+        .unwrap()
+        .to_with(&stand.transfer, to)
+        .unwrap()
+        .wait()
+        .unwrap();
+    assert!(here.place().is_host() && here.dtype() == DType::BF16);
+    // Other errors are never hidden.
+    let to = To::new().fallback(Fallback::Host).stream(stand_with(SimConfig::default()).device.default_stream());
+    assert!(matches!(host.to_with(&stand.transfer, to), Err(Error::Request(RequestError::WrongDevice { .. }))));
+}
+
+/// The device runs out of memory when it converts the elements, after the copy.
+#[test]
+fn the_host_is_the_fallback_for_conversions_without_memory() {
+    let stand = stand_with(SimConfig::parse("8MiB").unwrap());
+    let host = Tensor::full(Place::Host, &[1 << 20], f16::ONE).unwrap();
+    let to = To::new().dtype(DType::F64);
+    assert!(host.to_with(&stand.transfer, to.clone()).and_then(Pending::wait).unwrap_err().is_out_of_memory());
+    let here = host.to_with(&stand.transfer, to.fallback(Fallback::Host)).unwrap().wait().unwrap();
+    assert!(here.place().is_host() && here.dtype() == DType::F64);
+}
+
+/// The device has enough memory.
+#[test]
+fn lack_of_page_locked_memory_is_an_error_despite_the_fallback() {
+    let stand = stand();
+    stand.transfer.pinned().set_limit(Some(4096));
+    let host = counting(&[1 << 20]);
+    let sent = host.to_with(&stand.transfer, To::new().fallback(Fallback::Host)).and_then(Pending::wait);
+    assert!(matches!(sent, Err(Error::OutOfPinned { .. })), "{sent:?}");
+}

@@ -1,0 +1,58 @@
+//! Options of moving a tensor.
+
+use aquifer_device::Stream;
+use aquifer_kernels::DType;
+
+/// The fallback if no device serves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Fallback {
+    /// An error.
+    #[default]
+    Error,
+    /// The host. The place of the result reports it.
+    Host,
+}
+
+/// Options of moving a tensor: the new dtype, the stream of the copy, and the fallback when memory
+/// runs out.
+///
+/// ```
+/// use aquifer::prelude::*;
+/// use aquifer::tensor::{Fallback, To};
+/// let to = To::new().dtype(DType::BF16).fallback(Fallback::Host);
+/// # let _ = to;
+/// ```
+#[derive(Clone, Debug, Default)]
+#[must_use = "nothing moves before it is given to `Tensor::to_with`"]
+pub struct To {
+    pub(super) dtype: Option<DType>,
+    pub(super) stream: Option<Stream>,
+    pub(super) fallback: Fallback,
+}
+
+impl To {
+    /// The same dtype, on streams of the runtime, and an error where memory runs out.
+    pub fn new() -> To {
+        To::default()
+    }
+
+    /// Another dtype, by the rules of [`aquifer_kernels::Kernels::cast`].
+    pub fn dtype(self, dtype: DType) -> To {
+        To { dtype: Some(dtype), ..self }
+    }
+
+    /// The stream that the copy runs on, in order with the rest of its work, and that device memory
+    /// is allocated for. Memory of a tensor that is in its place already is made ready for it. For
+    /// a thread's default stream, that thread must take the result: it may enqueue a conversion on
+    /// the device.
+    pub fn stream(self, stream: &Stream) -> To {
+        To { stream: Some(stream.clone()), ..self }
+    }
+
+    /// The fallback if the device has no memory for it. With [`Fallback::Host`] the result is on
+    /// the host, as [`crate::Tensor::place`] reports. A lack of page-locked memory is an error in
+    /// any case.
+    pub fn fallback(self, fallback: Fallback) -> To {
+        To { fallback, ..self }
+    }
+}

@@ -1,9 +1,0 @@
-//! A second owner, which could write while the first reads.
-
-use aquifer_transfer::PinnedBuffer;
-
-fn wrong(host: &PinnedBuffer<u8>) -> PinnedBuffer<u8> {
-    host.clone()
-}
-
-fn main() {}

@@ -1,9 +1,0 @@
-//! Values that a device could turn into something invalid.
-
-use aquifer_transfer::{PinnedBuffer, PinnedPool, TransferError};
-
-fn wrong(pool: &PinnedPool) -> Result<PinnedBuffer<char>, TransferError> {
-    pool.alloc(10)
-}
-
-fn main() {}
