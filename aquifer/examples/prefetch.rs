@@ -42,7 +42,7 @@ fn show(name: &str, transfer: &Transfer, compute: Duration, assert: bool) -> Res
     let stream = device.stream()?;
     // A loader with threads of its own has batches ready in page-locked memory.
     let batches: Vec<Tensor> = (0..STEPS)
-        .map(|_| Tensor::zeros_in(transfer.pinned(), DType::U8, &[BATCH_BYTES]))
+        .map(|_| Tensor::zeros(&[BATCH_BYTES], DType::U8, transfer.pinned()))
         .collect::<std::result::Result<_, _>>()?;
     let copy = time_of_a_copy(transfer, &stream, &batches[0])?;
     let mut timer = None;

@@ -213,7 +213,7 @@ pub mod device {
     #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
     pub use aquifer_cuda as cuda;
     pub use aquifer_device::{
-        Access, AccessKind, Capture, DeviceError, DeviceInfo, DevicePtr, ErrorKind, Event, Graph, HostKernel,
+        AccessKind, AccessRange, Capture, DeviceError, DeviceInfo, DevicePtr, ErrorKind, Event, Graph, HostKernel,
         KernelArg, KernelMemory, Launch, MemoryUsers, ProcessMemory, RawStream, RequestError, StreamFlags, Tick,
     };
 

@@ -63,12 +63,12 @@ use crate::transfer::runtime::Transfer;
 /// let stream = device.stream()?;
 ///
 /// let pool = transfer.pinned().clone();
-/// let loader = (0..10).map(move |n| Tensor::full(&pool, &[1000], n as f32));
+/// let loader = (0..10).map(move |n| Tensor::full(&[1000], n as f32, &pool));
 /// let mut sums = Vec::new();
 /// for batch in Prefetcher::try_new(loader, &transfer, &stream, 2)? {
 ///     sums.push(batch?.sum(&stream)?);
 /// }
-/// assert_eq!((sums.len(), sums[9].item_blocking::<f32>()?), (10, 9000.0));
+/// assert_eq!((sums.len(), sums[9].item::<f32>()?), (10, 9000.0));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Prefetcher<B: Batch> {

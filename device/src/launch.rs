@@ -18,7 +18,7 @@ pub enum AccessKind {
 
 /// A range of device memory that a kernel touches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Access {
+pub struct AccessRange {
     /// First byte.
     pub ptr: DevicePtr,
     /// Length in bytes.
@@ -86,7 +86,7 @@ pub struct Launch {
     pub args: Vec<KernelArg>,
     /// Every range of device memory that the kernel reads or writes. The race detector checks the
     /// launch by these.
-    pub accesses: Vec<Access>,
+    pub accesses: Vec<AccessRange>,
     /// Run by a virtual device; `None` for a kernel that only takes time and touches its
     /// ranges.
     pub host: Option<HostKernel>,

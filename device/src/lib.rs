@@ -91,7 +91,7 @@ pub use error::{Attempt, Code, DeviceError, ErrorKind, Operation, RequestError, 
 pub use event::Event;
 pub use external::ExternalStream;
 pub use label::{DeviceLabel, DeviceMismatch};
-pub use launch::{Access, AccessKind, HostKernel, KernelArg, KernelMemory, Launch};
+pub use launch::{AccessKind, AccessRange, HostKernel, KernelArg, KernelMemory, Launch};
 pub use physical::{HandleKind, PhysicalOptions};
 pub use release::Reservation;
 pub use stream::Stream;

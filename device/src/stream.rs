@@ -11,7 +11,7 @@ use crate::driver::{DevicePtr, Driver, HostPtr, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::event::Event;
 use crate::fork;
-use crate::launch::{Access, Launch};
+use crate::launch::{AccessRange, Launch};
 use crate::launches::Launches;
 use crate::timeline::{CapturesHeldOff, ReusableTimelines, Tick, Timeline};
 use crate::unfinished;
@@ -393,7 +393,7 @@ impl Stream {
     /// # Errors
     /// Errors of the driver; not supported on real hardware.
     #[track_caller]
-    pub fn touch(&self, name: &'static str, accesses: &[Access]) -> Result<()> {
+    pub fn touch(&self, name: &'static str, accesses: &[AccessRange]) -> Result<()> {
         let _place = self.called_here();
         if !self.0.context.driver.info().is_virtual {
             return Err(DeviceError::refused(Operation::Launch, Code::NOT_SUPPORTED)

@@ -5,7 +5,7 @@
 
 use std::marker::PhantomData;
 
-use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
+use aquifer_device::{AccessRange, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 use half::{bf16, f16};
 
 use crate::args::{Args, KernelParam, Ranges};
@@ -50,7 +50,7 @@ impl<T: Arithmetic> Work for Add<T> {
         Ok(Add { to: args.ptr()?, a: args.ptr()?, b: args.ptr()?, len: args.u64()?, element: PhantomData })
     }
 
-    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<Access>> {
+    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<AccessRange>> {
         let size = T::DTYPE.bytes();
         Ok(ranges.write(self.to, self.len, size)?.read(self.a, self.len, size)?.read(self.b, self.len, size)?.done())
     }

@@ -1,6 +1,6 @@
 //! The arguments of a launch, checked against the kernel's declaration.
 
-use aquifer_device::{Access, AccessKind, Code, DeviceError, DevicePtr, KernelArg, Operation, Result};
+use aquifer_device::{AccessKind, AccessRange, Code, DeviceError, DevicePtr, KernelArg, Operation, Result};
 
 /// The type of a kernel's parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -104,7 +104,7 @@ impl<'a> Args<'a> {
 #[derive(Debug)]
 pub(crate) struct Ranges<'a> {
     kernel: &'a str,
-    accesses: Vec<Access>,
+    accesses: Vec<AccessRange>,
 }
 
 impl<'a> Ranges<'a> {
@@ -122,7 +122,7 @@ impl<'a> Ranges<'a> {
             ));
         };
         if bytes > 0 {
-            self.accesses.push(Access { ptr, bytes, kind });
+            self.accesses.push(AccessRange { ptr, bytes, kind });
         }
         Ok(self)
     }
@@ -135,7 +135,7 @@ impl<'a> Ranges<'a> {
         self.add(AccessKind::Write, ptr, count, size)
     }
 
-    pub(crate) fn done(self) -> Vec<Access> {
+    pub(crate) fn done(self) -> Vec<AccessRange> {
         self.accesses
     }
 }

@@ -5,7 +5,7 @@
 
 use std::marker::PhantomData;
 
-use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
+use aquifer_device::{AccessRange, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 use half::{bf16, f16};
 
 use crate::args::{Args, KernelParam, Ranges};
@@ -48,7 +48,7 @@ impl<T: Float> Work for Axpy<T> {
         Ok(Axpy { y, x, a, len: args.u64()?, element: PhantomData })
     }
 
-    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<Access>> {
+    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<AccessRange>> {
         let size = T::DTYPE.bytes();
         Ok(ranges.write(self.y, self.len, size)?.read(self.x, self.len, size)?.done())
     }

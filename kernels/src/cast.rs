@@ -12,7 +12,7 @@
 
 use std::marker::PhantomData;
 
-use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
+use aquifer_device::{AccessRange, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 use half::{bf16, f16};
 
 use crate::args::{Args, KernelParam, Ranges};
@@ -65,7 +65,7 @@ impl<S: Element, D: Element> Work for Cast<S, D> {
         Ok(Cast { to: args.ptr()?, from: args.ptr()?, len: args.u64()?, elements: PhantomData })
     }
 
-    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<Access>> {
+    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<AccessRange>> {
         Ok(ranges.write(self.to, self.len, D::DTYPE.bytes())?.read(self.from, self.len, S::DTYPE.bytes())?.done())
     }
 

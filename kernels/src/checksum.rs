@@ -13,7 +13,7 @@
 //! contents which differ in one word never have the same checksum; others have it once in 2^64
 //! times, as far as `mix` is random. It does not protect against attacks.
 
-use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
+use aquifer_device::{AccessRange, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 
 use crate::args::{Args, KernelParam, Ranges};
 use crate::dtype::DType;
@@ -42,7 +42,7 @@ impl Work for Checksum {
         Ok(Checksum { from: args.ptr()?, bytes: args.u64()?, result: args.ptr()? })
     }
 
-    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<Access>> {
+    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<AccessRange>> {
         Ok(ranges.read(self.from, self.bytes, 1)?.write(self.result, 1, 8)?.done())
     }
 

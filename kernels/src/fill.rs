@@ -4,7 +4,7 @@
 //! A value whose size divides 8, repeated, is such a pattern wherever a multiple of its size
 //! begins; so one kernel serves all dtypes.
 
-use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
+use aquifer_device::{AccessRange, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 
 use crate::args::{Args, KernelParam, Ranges};
 use crate::dtype::Element;
@@ -32,7 +32,7 @@ impl Work for Fill {
         Ok(Fill { to: args.ptr()?, bytes: args.u64()?, pattern: args.u64()? })
     }
 
-    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<Access>> {
+    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<AccessRange>> {
         Ok(ranges.write(self.to, self.bytes, 1)?.done())
     }
 

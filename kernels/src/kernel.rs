@@ -8,7 +8,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use aquifer_device::{Access, HostKernel, KernelArg, KernelMemory, Launch, RawModule, Result};
+use aquifer_device::{AccessRange, HostKernel, KernelArg, KernelMemory, Launch, RawModule, Result};
 
 use crate::args::{Args, KernelParam, Ranges};
 use crate::dtype::DType;
@@ -51,7 +51,7 @@ pub(crate) trait Work: Sized {
     fn parse(args: &mut Args<'_>) -> Result<Self>;
 
     /// The ranges that it accesses, computed with checked arithmetic.
-    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<Access>>;
+    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<AccessRange>>;
 
     fn shape(&self, processors: u32) -> Shape;
 
@@ -72,7 +72,7 @@ pub(crate) trait Work: Sized {
 /// The properties of a launch, from its arguments.
 #[derive(Debug)]
 struct Plan {
-    accesses: Vec<Access>,
+    accesses: Vec<AccessRange>,
     shape: Shape,
     operations: u64,
     busy_ns: u64,
@@ -117,7 +117,7 @@ impl Kernel {
     ///
     /// # Errors
     /// When the arguments are not those that the kernel declares, or contradict each other.
-    pub fn accesses(&self, args: &[KernelArg]) -> Result<Vec<Access>> {
+    pub fn accesses(&self, args: &[KernelArg]) -> Result<Vec<AccessRange>> {
         Ok((self.plan)(self.name, args, 1)?.accesses)
     }
 

@@ -21,7 +21,7 @@
 //!
 //! use aquifer::prelude::*;
 //! use aquifer_allocator::AccessGuard;
-//! use aquifer_device::{Access, AccessKind, HostKernel, KernelArg, Launch};
+//! use aquifer_device::{AccessRange, AccessKind, HostKernel, KernelArg, Launch};
 //! use aquifer_kernels::Kernels;
 //!
 //! const TWICE: &str = "
@@ -75,7 +75,7 @@
 //!     grid: [len.div_ceil(256), 1, 1],
 //!     block: [256, 1, 1],
 //!     args: vec![KernelArg::Ptr(x.ptr()), KernelArg::U32(len)],
-//!     accesses: vec![Access { ptr: x.ptr(), bytes: x.bytes(), kind: AccessKind::Write }],
+//!     accesses: vec![AccessRange { ptr: x.ptr(), bytes: x.bytes(), kind: AccessKind::Write }],
 //!     host: Some(on_host),
 //!     ..Launch::default()
 //! };

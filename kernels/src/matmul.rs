@@ -7,7 +7,7 @@
 
 use std::marker::PhantomData;
 
-use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
+use aquifer_device::{AccessRange, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 use half::{bf16, f16};
 
 use crate::args::{Args, KernelParam, Ranges, refuse};
@@ -50,7 +50,7 @@ impl<T: Element> Work for Matmul<T> {
         Ok(Matmul { c, a, b, m: args.u64()?, k: args.u64()?, n: args.u64()?, element: PhantomData })
     }
 
-    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<Access>> {
+    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<AccessRange>> {
         let size = T::DTYPE.bytes();
         let len = |rows: u64, columns: u64| {
             rows.checked_mul(columns).ok_or_else(|| refuse("matmul", "rows times columns overflow"))

@@ -18,7 +18,7 @@
 //! end anywhere; of a word that is partly in the range only these bytes count, so a single wrong
 //! byte is missed once in 256 times.
 
-use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
+use aquifer_device::{AccessRange, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 
 use crate::args::{Args, KernelParam, Ranges};
 use crate::dtype::DType;
@@ -77,7 +77,7 @@ impl Work for Write {
         Ok(Write { to: args.ptr()?, bytes: args.u64()?, seed: args.u64()? })
     }
 
-    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<Access>> {
+    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<AccessRange>> {
         Ok(ranges.write(self.to, self.bytes, 1)?.done())
     }
 
@@ -112,7 +112,7 @@ impl Work for Verify {
         Ok(Verify { from: args.ptr()?, bytes: args.u64()?, seed: args.u64()?, result: args.ptr()? })
     }
 
-    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<Access>> {
+    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<AccessRange>> {
         Ok(ranges.read(self.from, self.bytes, 1)?.write(self.result, 2, 8)?.done())
     }
 

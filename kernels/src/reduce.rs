@@ -24,7 +24,7 @@
 
 use std::marker::PhantomData;
 
-use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
+use aquifer_device::{AccessRange, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 use half::{bf16, f16};
 
 use crate::args::{Args, KernelParam, Ranges};
@@ -103,7 +103,7 @@ impl<T: Element, A: Arithmetic> Work for Sum<T, A> {
         Ok(Sum { from: args.ptr()?, len: args.u64()?, partial: args.ptr()?, elements: PhantomData })
     }
 
-    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<Access>> {
+    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<AccessRange>> {
         let partial = ranges.write(self.partial, blocks(self.len), A::DTYPE.bytes())?;
         Ok(partial.read(self.from, self.len, T::DTYPE.bytes())?.done())
     }
@@ -158,7 +158,7 @@ impl<A: Arithmetic, D: Element> Work for Finish<A, D> {
         Ok(Finish { partial: args.ptr()?, blocks: args.u64()?, to: args.ptr()?, elements: PhantomData })
     }
 
-    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<Access>> {
+    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<AccessRange>> {
         Ok(ranges.write(self.to, 1, D::DTYPE.bytes())?.read(self.partial, self.blocks, A::DTYPE.bytes())?.done())
     }
 

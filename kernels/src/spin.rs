@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use aquifer_device::{Access, KernelArg, KernelMemory, Result, Stream};
+use aquifer_device::{AccessRange, KernelArg, KernelMemory, Result, Stream};
 
 use crate::args::{Args, KernelParam, Ranges};
 use crate::error::KernelError;
@@ -25,7 +25,7 @@ impl Work for Spin {
         Ok(Spin { ns: args.u64()? })
     }
 
-    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<Access>> {
+    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<AccessRange>> {
         Ok(ranges.done())
     }
 

@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
+use aquifer_device::{AccessRange, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 
 use crate::args::{Args, KernelParam, Ranges, refuse};
 use crate::dtype::Bytes;
@@ -174,7 +174,7 @@ impl<T: Bytes, const GATHER: bool> Work for Move<T, GATHER> {
         Ok(Move { to, from, layout, element: PhantomData })
     }
 
-    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<Access>> {
+    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<AccessRange>> {
         let (len, reach, size) = (self.layout.len(), self.layout.reach(), size_of::<T>() as u64);
         let (to, from) = if GATHER { (len, reach) } else { (reach, len) };
         Ok(ranges.write(self.to, to, size)?.read(self.from, from, size)?.done())

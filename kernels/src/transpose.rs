@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-use aquifer_device::{Access, DevicePtr, KernelArg, KernelMemory, Result, Stream};
+use aquifer_device::{AccessRange, DevicePtr, KernelArg, KernelMemory, Result, Stream};
 
 use crate::args::{Args, KernelParam, Ranges, refuse};
 use crate::dtype::Bytes;
@@ -41,7 +41,7 @@ impl<T: Bytes> Work for Transpose<T> {
         Ok(Transpose { to, from, rows: args.u64()?, columns: args.u64()?, element: PhantomData })
     }
 
-    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<Access>> {
+    fn accesses(&self, ranges: Ranges<'_>) -> Result<Vec<AccessRange>> {
         let (len, size) = (self.rows.checked_mul(self.columns), size_of::<T>() as u64);
         let len = len.ok_or_else(|| refuse("transpose", "rows times columns overflow"))?;
         Ok(ranges.write(self.to, len, size)?.read(self.from, len, size)?.done())

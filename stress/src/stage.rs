@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use aquifer::device::{Access, AccessKind};
+use aquifer::device::{AccessKind, AccessRange};
 use aquifer::memory::OomReport;
 use aquifer::{Allocator, Buffer, Device, Stream};
 
@@ -112,7 +112,7 @@ impl Stage {
             }
             // Takes time on the device, but the host does not store the bytes.
             Writes::Touch | Writes::Feed(_) if simulated => {
-                stream.touch("work", &[Access { ptr, bytes, kind: AccessKind::Write }])?;
+                stream.touch("work", &[AccessRange { ptr, bytes, kind: AccessKind::Write }])?;
             }
             Writes::Touch | Writes::Feed(_) => stream.fill(ptr, 0, bytes)?,
         }

@@ -1,7 +1,7 @@
 //! The model of live blocks: their addresses, their contents, and the work that uses them.
 
 use aquifer_allocator::{AllocError, Allocation, Exportable, Growable};
-use aquifer_device::{Access, AccessKind, DevicePtr, Stream, Tick};
+use aquifer_device::{AccessKind, AccessRange, DevicePtr, Stream, Tick};
 
 /// Bytes compared at either end of a block.
 const ENDS: u64 = 64;
@@ -73,7 +73,7 @@ impl Live {
             return Ok(());
         }
         if stream.driver().info().is_virtual {
-            return stream.touch("read", &[Access { ptr, bytes, kind: AccessKind::Read }]);
+            return stream.touch("read", &[AccessRange { ptr, bytes, kind: AccessKind::Read }]);
         }
         self.ends().into_iter().try_for_each(|(ptr, bytes)| {
             stream.download_blocking(&mut vec![0; usize::try_from(bytes).unwrap_or(0)], ptr)

@@ -11,8 +11,8 @@ pub use aquifer_allocator::{
     SleepOptions, TagScope,
 };
 pub use aquifer_device::{
-    Access, AccessKind, Code, Device, DeviceError, DevicePtr, ErrorKind, HandleKind, Operation, RequestError, Stream,
-    StreamFlags, Tick,
+    AccessKind, AccessRange, Code, Device, DeviceError, DevicePtr, ErrorKind, HandleKind, Operation, RequestError,
+    Stream, StreamFlags, Tick,
 };
 pub use aquifer_sim::{Fault, SimConfig};
 

@@ -43,7 +43,7 @@ const INDEX: &str = "model.safetensors.index.json";
 /// let checkpoint = Checkpoint::open(&path)?;
 /// assert_eq!(checkpoint.bytes(), 8);
 /// let loaded = checkpoint.load_blocking(&transfer, Load::new())?;
-/// assert_eq!(loaded.get("embed.weight").unwrap().to_vec_blocking::<f32>()?, [1.0, 2.0]);
+/// assert_eq!(loaded.get("embed.weight").unwrap().to_vec::<f32>()?, [1.0, 2.0]);
 /// # std::fs::remove_file(&path)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```

@@ -32,21 +32,20 @@ impl Checkpoint {
     /// ```
     /// use aquifer::prelude::*;
     /// use aquifer::tensor::{Checkpoint, Load, ParamSet};
-    /// use aquifer::transfer::Transfer;
     /// let device = aquifer::open("sim:24GiB")?;
-    /// let transfer = Transfer::new(&Allocator::of(&device)?)?;
+    /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
     /// let path = std::env::temp_dir().join(format!("aquifer-into-{}.safetensors", std::process::id()));
     /// let mut saved = ParamSet::new();
     /// saved.insert("head.weight", Tensor::from_vec(vec![1.0f32, 2.0], &[2])?)?;
     /// saved.save_blocking(&path)?;
     ///
     /// let mut model = ParamSet::new();
-    /// let weight = Tensor::zeros_in(&transfer, DType::BF16, &[2])?;
+    /// let weight = Tensor::zeros(&[2], DType::BF16, &memory)?;
     /// model.insert("head.weight", weight.clone())?;
     /// Checkpoint::open(&path)?.load_into_blocking(&mut model, Load::new())?;
-    /// assert_eq!(weight.to_dtype(DType::F32)?.wait()?.to_vec_blocking::<f32>()?, [1.0, 2.0]);
+    /// assert_eq!(weight.cast(DType::F32, &stream)?.to_vec::<f32>()?, [1.0, 2.0]);
     ///
-    /// model.insert("head.bias", Tensor::zeros_in(&transfer, DType::BF16, &[2])?)?;
+    /// model.insert("head.bias", Tensor::zeros(&[2], DType::BF16, &memory)?)?;
     /// let error = Checkpoint::open(&path)?.load_into_blocking(&mut model, Load::new()).unwrap_err().to_string();
     /// assert!(error.contains("missing from the files: head.bias"), "{error}");
     /// # std::fs::remove_file(&path)?;
@@ -71,7 +70,7 @@ impl Checkpoint {
             let here: Vec<_> = wanted.extract_if(.., |wanted| is_here(&wanted.entry.name)).collect();
             let part = self.load_wanted(&here, &place, &mut how, (bytes_done, bytes_total))?;
             bytes_done += here.iter().map(|wanted| wanted.entry.bytes).sum::<u64>();
-            loaded.extend(part.iter().map(|param| (param.name.clone(), param.tensor.clone())));
+            loaded.extend(part.iter().map(|(name, tensor)| (name.to_owned(), tensor.clone())));
         }
         set.arrange(&mut loaded)?;
         set.take_over(&loaded)
@@ -100,10 +99,10 @@ impl Checkpoint {
             }
         }
         let names: HashSet<&str> = self.entries().iter().map(|entry| entry.name.as_str()).collect();
-        let in_files = set.iter().filter(|param| names.contains(param.name.as_str()));
-        let ties: HashSet<Tie> = in_files.map(|param| param.tensor.tie()).collect();
-        let missing = set.iter().filter(|param| !ties.contains(&param.tensor.tie()));
-        mismatch.missing.extend(missing.map(|param| param.name.clone()));
+        let in_files = set.iter().filter(|(name, _)| names.contains(name));
+        let ties: HashSet<Tie> = in_files.map(|(_, tensor)| tensor.tie()).collect();
+        let missing = set.iter().filter(|(_, tensor)| !ties.contains(&tensor.tie()));
+        mismatch.missing.extend(missing.map(|(name, _)| name.to_owned()));
         if mismatch.is_empty() { Ok(wanted) } else { Err(Error::Mismatch(Box::new(mismatch))) }
     }
 }
@@ -117,9 +116,9 @@ fn check_writable(set: &ParamSet, wanted: &[Wanted<'_>]) -> Result<(), Error> {
 impl ParamSet {
     /// Arranges loaded tensors so that writing them to the set's needs no memory.
     fn arrange(&self, loaded: &mut HashMap<String, Tensor>) -> Result<(), Error> {
-        for param in self.iter() {
-            if let (Some(new), Place::Device(transfer)) = (loaded.get_mut(&param.name), param.tensor.place()) {
-                *new = new.arranged_for(&param.tensor, transfer.next_stream(Direction::OnDevice))?;
+        for (name, tensor) in self.iter() {
+            if let (Some(new), Place::Device(transfer)) = (loaded.get_mut(name), tensor.place()) {
+                *new = new.arranged_for(tensor, transfer.next_stream(Direction::OnDevice))?;
             }
         }
         Ok(())
@@ -128,20 +127,20 @@ impl ParamSet {
     /// Writes loaded tensors to the set's on devices, and replaces those on the host.
     fn take_over(&mut self, loaded: &HashMap<String, Tensor>) -> Result<(), Error> {
         let (mut copies, mut replaced) = (Vec::new(), HashMap::new());
-        for param in self.iter() {
-            let Some(new) = loaded.get(&param.name) else { continue };
-            match param.tensor.place() {
+        for (name, tensor) in self.iter() {
+            let Some(new) = loaded.get(name) else { continue };
+            match tensor.place() {
                 Place::Device(transfer) => {
                     let stream = transfer.next_stream(Direction::OnDevice);
-                    copies.push(param.tensor.clone().assign_shared(new, stream)?);
+                    copies.push(tensor.clone().copy_from(new, stream)?);
                 }
                 Place::Host | Place::Pinned(_) => {
-                    replaced.insert(param.tensor.tie(), new.clone());
+                    replaced.insert(tensor.tie(), new.clone());
                 }
             }
         }
         Pending::all(copies).map_or(Ok(()), |all| all.wait().map(drop))?;
-        let tensors = self.iter().map(|param| replaced.get(&param.tensor.tie()).unwrap_or(&param.tensor).clone());
+        let tensors = self.iter().map(|(_, tensor)| replaced.get(&tensor.tie()).unwrap_or(tensor).clone());
         *self = self.with_tensors(tensors.collect());
         Ok(())
     }

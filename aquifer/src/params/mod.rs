@@ -17,7 +17,7 @@ pub use checkpoint::{Checkpoint, TensorEntry};
 pub(crate) use errors::Listed;
 pub use errors::{CheckpointError, CheckpointFault, DifferentTensor, SetMismatch, Stray};
 pub use load::{Load, OtherDTypes};
-pub use param_set::{Param, ParamKind, ParamSet};
+pub use param_set::ParamSet;
 pub use relocate::{Progress, Relocate};
 
 #[cfg(test)]

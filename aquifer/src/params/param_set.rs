@@ -10,30 +10,16 @@ use super::errors::Stray;
 use crate::error::Error;
 use crate::tensor::{Place, Tensor};
 
-/// The role of a named tensor in a model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum ParamKind {
-    /// It is learned.
-    Parameter,
-    /// It belongs to the model's state and is not learned, such as a running mean.
-    Buffer,
-}
-
 /// A named tensor.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct Param {
+#[derive(Clone)]
+pub(super) struct Param {
     /// Its name, with dots between the parts: `"encoder.0.weight"`.
-    pub name: String,
-    /// Its role.
-    pub kind: ParamKind,
-    /// Its elements.
-    pub tensor: Tensor,
+    pub(super) name: String,
+    pub(super) tensor: Tensor,
 }
 
-/// The named tensors of a model, in insertion order: parameters, which are learned, and buffers,
-/// which are not. Names are unique.
+/// The named tensors of a model, in insertion order. Names are unique, with dots between their
+/// parts: `"encoder.0.weight"`.
 ///
 /// A set moves as a whole ([`ParamSet::move_blocking`]), and can be checked for tensors that were
 /// in other places ([`ParamSet::check_all_on`]). Cloning shares the tensors' memory.
@@ -72,24 +58,12 @@ impl ParamSet {
         ParamSet::default()
     }
 
-    /// Puts a parameter in.
+    /// Puts a tensor in.
     ///
     /// # Errors
     /// A name that is already in the set, is empty, has an empty part between its dots, or is
     /// `__metadata__`. The set is then unchanged.
     pub fn insert(&mut self, name: impl Into<String>, tensor: Tensor) -> Result<(), Error> {
-        self.insert_as(name, tensor, ParamKind::Parameter)
-    }
-
-    /// Puts a buffer in.
-    ///
-    /// # Errors
-    /// As [`ParamSet::insert`].
-    pub fn insert_buffer(&mut self, name: impl Into<String>, tensor: Tensor) -> Result<(), Error> {
-        self.insert_as(name, tensor, ParamKind::Buffer)
-    }
-
-    fn insert_as(&mut self, name: impl Into<String>, tensor: Tensor, kind: ParamKind) -> Result<(), Error> {
         let name = name.into();
         if name.split('.').any(str::is_empty) {
             return Err(Error::ParamName { name, problem: "has an empty part" });
@@ -101,7 +75,7 @@ impl ParamSet {
             return Err(Error::ParamName { name, problem: "is there already" });
         }
         self.by_name.insert(name.clone(), self.params.len());
-        self.params.push(Param { name, kind, tensor });
+        self.params.push(Param { name, tensor });
         Ok(())
     }
 
@@ -121,17 +95,17 @@ impl ParamSet {
         Ok(std::mem::replace(&mut param.tensor, tensor))
     }
 
-    /// Takes a parameter or buffer out; the others stay in their order. `None` if there is none of
-    /// the name. Parameters that are tied to it are not affected.
-    pub fn remove(&mut self, name: &str) -> Option<Param> {
+    /// Takes a tensor out; the others stay in their order. `None` if there is none of the name.
+    /// Parameters that are tied to it are not affected.
+    pub fn remove(&mut self, name: &str) -> Option<Tensor> {
         let at = self.by_name.remove(name)?;
         self.by_name.values_mut().filter(|place| **place > at).for_each(|place| *place -= 1);
-        Some(self.params.remove(at))
+        Some(self.params.remove(at).tensor)
     }
 
-    /// Parameters and buffers, in their order.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = &Param> {
-        self.params.iter()
+    /// Names and tensors, in their order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&str, &Tensor)> {
+        self.params.iter().map(|param| (param.name.as_str(), &param.tensor))
     }
 
     /// The number of them.
@@ -210,10 +184,10 @@ impl ParamSet {
         Err(Error::LeftBehind { place: place.to_string(), strays })
     }
 
-    /// A set of the same names and kinds with other tensors, one for each.
+    /// A set of the same names with other tensors, one for each.
     pub(crate) fn with_tensors(&self, tensors: Vec<Tensor>) -> ParamSet {
         debug_assert_eq!(tensors.len(), self.params.len());
-        let with = |(param, tensor): (&Param, Tensor)| Param { name: param.name.clone(), kind: param.kind, tensor };
+        let with = |(param, tensor): (&Param, Tensor)| Param { name: param.name.clone(), tensor };
         ParamSet {
             params: self.params.iter().zip(tensors).map(with).collect(),
             by_name: self.by_name.clone(),
@@ -224,6 +198,6 @@ impl ParamSet {
 
 impl fmt::Debug for ParamSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_map().entries(self.params.iter().map(|param| (&param.name, &param.tensor))).finish()
+        f.debug_map().entries(self.iter()).finish()
     }
 }

@@ -71,7 +71,7 @@ impl fmt::Debug for Relocate<'_> {
 
 impl OnStreams for ParamSet {
     fn ready_on(&self, stream: &Stream) -> Result<(), Error> {
-        self.iter().try_for_each(|param| param.tensor.ready_on(stream))
+        self.iter().try_for_each(|(_, tensor)| tensor.ready_on(stream))
     }
 }
 
@@ -123,7 +123,7 @@ impl ParamSet {
         let Moving { mut outgoing, which, .. } = self.begin(&place, &how)?;
         let (mut moved, mut all) = (Vec::new(), Vec::with_capacity(which.len()));
         let (mut bytes_done, bytes_total) = (0, self.bytes());
-        for (param, at) in self.iter().zip(which) {
+        for ((name, tensor), at) in self.iter().zip(which) {
             if at == moved.len() {
                 match outgoing.wait_oldest() {
                     Ok(tensor) => moved.extend(tensor),
@@ -134,9 +134,9 @@ impl ParamSet {
                 }
             }
             all.extend(moved.get(at).cloned());
-            bytes_done = param.tensor.bytes().saturating_add(bytes_done);
+            bytes_done = tensor.bytes().saturating_add(bytes_done);
             if let Some(report) = &mut how.progress {
-                report(&Progress { name: &param.name, bytes_done, bytes_total });
+                report(&Progress { name, bytes_done, bytes_total });
             }
         }
         *self = self.with_tensors(all);
@@ -146,7 +146,7 @@ impl ParamSet {
     /// Begins to move every tensor. After a failure no transfer is in flight when this returns.
     fn begin(&self, place: &Place, how: &Relocate<'_>) -> Result<Moving, Error> {
         let mut moving = Moving::default();
-        let added = self.iter().try_for_each(|param| moving.add(&param.tensor, place, how));
+        let added = self.iter().try_for_each(|(_, tensor)| moving.add(tensor, place, how));
         if let Err(error) = added.and_then(|()| moving.outgoing.send_batch()) {
             moving.outgoing.abandon();
             return Err(error);

@@ -1,5 +1,6 @@
 //! Writing a set to a safetensors file.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -10,7 +11,7 @@ use aquifer_device::RequestError;
 use serde_json::{Map, Value, json};
 
 use super::checkpoint::file_error;
-use super::param_set::{METADATA, Param, ParamSet};
+use super::param_set::{METADATA, ParamSet};
 use crate::error::Error;
 use crate::tensor::{Place, Tensor};
 
@@ -41,15 +42,14 @@ impl ParamSet {
         let failed = |error| file_error(path, error);
         // Larger elements first, so that all are aligned, then by name: as the reference
         // implementation has it.
-        let mut params: Vec<&Param> = self.iter().collect();
-        params
-            .sort_by(|a, b| b.tensor.dtype().bytes().cmp(&a.tensor.dtype().bytes()).then_with(|| a.name.cmp(&b.name)));
+        let mut params: Vec<(&str, &Tensor)> = self.iter().collect();
+        params.sort_by_key(|(name, tensor)| (Reverse(tensor.dtype().bytes()), *name));
         let header = header(&params, self.metadata())?;
         let mut file = BufWriter::new(file);
         file.write_all(&(header.len() as u64).to_le_bytes()).map_err(failed)?;
         file.write_all(&header).map_err(failed)?;
-        for param in params {
-            let host = param.tensor.to(Place::Host)?.wait()?.contiguous()?;
+        for (_, tensor) in params {
+            let host = tensor.to(Place::Host)?.wait()?.contiguous()?;
             file.write_all(host.host_bytes()?).map_err(failed)?;
         }
         file.flush().map_err(failed)
@@ -57,21 +57,20 @@ impl ParamSet {
 }
 
 /// The header in JSON, filled with spaces to a multiple of 8 bytes.
-fn header(params: &[&Param], metadata: &BTreeMap<String, String>) -> Result<Vec<u8>, Error> {
+fn header(params: &[(&str, &Tensor)], metadata: &BTreeMap<String, String>) -> Result<Vec<u8>, Error> {
     let mut tensors = Map::new();
     if !metadata.is_empty() {
         tensors.insert(METADATA.to_owned(), json!(metadata));
     }
     let mut start = 0u64;
-    for param in params {
-        let tensor: &Tensor = &param.tensor;
+    for (name, tensor) in params {
         let (len, size) = (tensor.len() as u64, tensor.dtype().bytes());
         let end = len.checked_mul(size).and_then(|bytes| bytes.checked_add(start));
         let end = end.ok_or(RequestError::LengthOverflow { len, size })?;
         // The format has the dtypes' names in capitals.
         let dtype = tensor.dtype().name().to_ascii_uppercase();
         let entry = json!({ "dtype": dtype, "shape": tensor.shape(), "data_offsets": [start, end] });
-        tensors.insert(param.name.clone(), entry);
+        tensors.insert((*name).to_owned(), entry);
         start = end;
     }
     let mut header = Value::Object(tensors).to_string().into_bytes();
@@ -97,7 +96,7 @@ mod tests {
 
     fn is_saved(path: &Path, value: f32) {
         let loaded = Checkpoint::open(path).unwrap().load_blocking(Place::Host, crate::params::Load::new()).unwrap();
-        assert_eq!(loaded.get("a").unwrap().to_vec_blocking::<f32>().unwrap(), [value; 3]);
+        assert_eq!(loaded.get("a").unwrap().to_vec::<f32>().unwrap(), [value; 3]);
     }
 
     fn is_link(path: &Path) -> bool {

@@ -1,6 +1,5 @@
 //! Making tensors of elements, and reading elements back on the host.
 
-use crate::allocator::Allocator;
 use crate::buffer::Buffer;
 use aquifer_allocator::AccessGuard;
 use aquifer_device::{AccessKind, RequestError, Stream};
@@ -63,16 +62,14 @@ impl Tensor {
     /// those that it was made ready for.
     ///
     /// # Errors
-    /// An access guard of this thread with the memory, a shape of another number of elements, and
-    /// memory of another device than the runtime's.
-    pub fn from_buffer<T: Scalar>(buffer: &Buffer<T>, shape: &[usize], transfer: &Transfer) -> Result<Tensor, Error> {
-        transfer.check_device("buffer", buffer.storage().device_id())?;
+    /// An access guard of this thread with the memory, and a shape of another number of elements.
+    pub fn from_buffer<T: Scalar>(buffer: &Buffer<T>, shape: &[usize]) -> Result<Tensor, Error> {
         let layout = Layout::row_major(shape)?;
         check_len(&layout, buffer.len())?;
         let bytes = buffer.reinterpret::<u8>();
         let bytes = bytes.ok_or(RequestError::Unsupported { what: "device memory of whole bytes" })?.share();
         buffer.storage().take_over()?;
-        Tensor::on_device(bytes, transfer, T::DTYPE, layout)
+        Tensor::on_device(bytes, &buffer.allocator().transfer()?, T::DTYPE, layout)
     }
 
     /// A tensor whose elements are undefined until they are written.
@@ -81,9 +78,9 @@ impl Tensor {
     /// When memory runs out, a shape that is too large, and errors of the driver.
     #[track_caller]
     pub fn empty(
-        place: impl TryInto<Place, Error: Into<Error>>,
-        dtype: DType,
         shape: &[usize],
+        dtype: DType,
+        place: impl TryInto<Place, Error: Into<Error>>,
     ) -> Result<Tensor, Error> {
         Tensor::written(Place::named(place)?, dtype, shape, |_| {}, |_, _, _| Ok(()))
     }
@@ -115,35 +112,24 @@ impl Tensor {
         Tensor::new(memory, dtype, layout)
     }
 
-    /// A tensor of zeros in an allocator's memory, written on `stream`.
+    /// A tensor of zeros. On a device they are enqueued to be written.
     ///
     /// ```
     /// use aquifer::prelude::*;
-    /// let device = aquifer_sim::open("24GiB")?;
+    /// let device = aquifer::open("sim:24GiB")?;
     /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
-    /// let zeros = Tensor::zeros::<f32>(&[2, 3], &memory, &stream)?;
-    /// assert_eq!((zeros.shape(), zeros.to_vec_blocking::<f32>()?), (&[2, 3][..], vec![0.0; 6]));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// let zeros = Tensor::zeros(&[2, 3], DType::F32, (&memory, &stream))?;
+    /// assert_eq!((zeros.shape(), zeros.to_vec::<f32>()?), (&[2, 3][..], vec![0.0; 6]));
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
-    ///
-    /// # Errors
-    /// As [`Tensor::empty`], and a stream of another device.
-    #[track_caller]
-    pub fn zeros<T: Scalar>(shape: &[usize], memory: &Allocator, stream: &Stream) -> Result<Tensor, Error> {
-        let transfer = memory.transfer()?;
-        let layout = Layout::row_major(shape)?;
-        Tensor::from_buffer(&memory.alloc_zeros::<T>(layout.len(), stream)?, shape, &transfer)
-    }
-
-    /// A tensor of zeros. On a device they are enqueued to be written.
     ///
     /// # Errors
     /// As [`Tensor::empty`].
     #[track_caller]
-    pub fn zeros_in(
-        place: impl TryInto<Place, Error: Into<Error>>,
-        dtype: DType,
+    pub fn zeros(
         shape: &[usize],
+        dtype: DType,
+        place: impl TryInto<Place, Error: Into<Error>>,
     ) -> Result<Tensor, Error> {
         let place = Place::named(place)?;
         let is_zero = !place.is_pinned();
@@ -167,9 +153,9 @@ impl Tensor {
     /// As [`Tensor::empty`], and those of [`aquifer_kernels::Kernels::fill`].
     #[track_caller]
     pub fn full<T: Scalar>(
-        place: impl TryInto<Place, Error: Into<Error>>,
         shape: &[usize],
         value: T,
+        place: impl TryInto<Place, Error: Into<Error>>,
     ) -> Result<Tensor, Error> {
         let element = bytemuck::bytes_of(&value);
         let write =
@@ -185,16 +171,16 @@ impl Tensor {
     /// As [`Tensor::empty`].
     #[track_caller]
     pub fn empty_like(&self) -> Result<Tensor, Error> {
-        Tensor::empty(self.place(), self.dtype, self.shape())
+        Tensor::empty(self.shape(), self.dtype, self.place())
     }
 
-    /// [`Tensor::zeros_in`] in the place, with the dtype and shape of this one.
+    /// [`Tensor::zeros`] in the place, with the dtype and shape of this one.
     ///
     /// # Errors
-    /// As [`Tensor::zeros_in`].
+    /// As [`Tensor::zeros`].
     #[track_caller]
     pub fn zeros_like(&self) -> Result<Tensor, Error> {
-        Tensor::zeros_in(self.place(), self.dtype, self.shape())
+        Tensor::zeros(self.shape(), self.dtype, self.place())
     }
 
     /// A tensor of ones in the place, with the dtype and shape of this one.
@@ -213,7 +199,7 @@ impl Tensor {
     #[track_caller]
     pub fn full_like<T: Scalar>(&self, value: T) -> Result<Tensor, Error> {
         self.check_dtype(T::DTYPE)?;
-        Tensor::full(self.place(), self.shape(), value)
+        Tensor::full(self.shape(), value, self.place())
     }
 
     /// The elements in row-major order. Waits on the host for the copy from a device, which is
@@ -222,7 +208,7 @@ impl Tensor {
     /// # Errors
     /// A tensor of another dtype, and as [`Tensor::to`].
     #[track_caller]
-    pub fn to_vec_blocking<T: Scalar>(&self) -> Result<Vec<T>, Error> {
+    pub fn to_vec<T: Scalar>(&self) -> Result<Vec<T>, Error> {
         let _place = self.called_here();
         self.check_dtype(T::DTYPE)?;
         let host = self.to(Place::Host)?.wait_counted()?;
@@ -231,13 +217,13 @@ impl Tensor {
         Ok(elements)
     }
 
-    /// The element of a tensor that has one. Waits on the host, as [`Tensor::to_vec_blocking`]
+    /// The element of a tensor that has one. Waits on the host, as [`Tensor::to_vec`]
     /// does: in a loop this keeps the device from working ahead.
     ///
     /// # Errors
     /// A tensor of another number of elements or another dtype, and as [`Tensor::to`].
     #[track_caller]
-    pub fn item_blocking<T: Scalar>(&self) -> Result<T, Error> {
+    pub fn item<T: Scalar>(&self) -> Result<T, Error> {
         let _place = self.called_here();
         self.check_dtype(T::DTYPE)?;
         // Before they are brought to the host, which may be many.
@@ -245,7 +231,7 @@ impl Tensor {
         if self.len() != 1 {
             return Err(not_one());
         }
-        self.to_vec_blocking::<T>()?.pop().ok_or_else(not_one)
+        self.to_vec::<T>()?.pop().ok_or_else(not_one)
     }
 
     /// The bytes of a contiguous tensor in host memory.
@@ -286,7 +272,7 @@ macro_rules! scalars {
         #[track_caller]
         fn full_of_ones(place: Place, dtype: DType, shape: &[usize]) -> Result<Tensor, Error> {
             match dtype {
-                $(DType::$variant => Tensor::full(place, shape, one::<$type>()?),)*
+                $(DType::$variant => Tensor::full(shape, one::<$type>()?, place),)*
                 other => Err(Error::NoDType { name: other.name().to_owned() }),
             }
         }

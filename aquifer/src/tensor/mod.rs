@@ -34,8 +34,8 @@ pub use to::{Fallback, To};
 
 pub use crate::layout::{Layout, LayoutError, MAX_DIMENSIONS};
 pub use crate::params::{
-    Checkpoint, CheckpointError, CheckpointFault, DifferentTensor, Load, OtherDTypes, Param, ParamKind, ParamSet,
-    Progress, Relocate, SetMismatch, Stray, TensorEntry,
+    Checkpoint, CheckpointError, CheckpointFault, DifferentTensor, Load, OtherDTypes, ParamSet, Progress, Relocate,
+    SetMismatch, Stray, TensorEntry,
 };
 pub(crate) use transport::smaller;
 
@@ -48,7 +48,7 @@ use crate::transfer::runtime::Transfer;
 ///
 /// Clones and views share the memory; [`Tensor::deep_copy`] does not. No method changes elements
 /// that another tensor shares, except where its name and documentation say so
-/// ([`Tensor::assign_shared`], [`Tensor::fill_shared`]), and those are for memory of devices.
+/// ([`Tensor::copy_from`], [`Tensor::fill`]), and those are for memory of devices.
 ///
 /// *Placement.* The place of a tensor never changes: [`Tensor::to`] makes another tensor.
 /// Operations on tensors in different places, of different dtypes, or of shapes that do not fit are
@@ -71,7 +71,7 @@ use crate::transfer::runtime::Transfer;
 /// let host = Tensor::from_vec(vec![1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0], &[2, 3])?;
 /// let x = host.to(&transfer)?.wait()?;
 /// let sums = x.add(&x, &stream)?;
-/// assert_eq!(sums.transpose(0, 1)?.to_vec_blocking::<f32>()?, [2.0, 8.0, 4.0, 10.0, 6.0, 12.0]);
+/// assert_eq!(sums.transpose(0, 1)?.to_vec::<f32>()?, [2.0, 8.0, 4.0, 10.0, 6.0, 12.0]);
 ///
 /// let error = x.add(&host, &stream).unwrap_err().to_string();
 /// assert!(error.contains("a: f32 [2, 3] on sim:0") && error.contains("b: f32 [2, 3] on cpu"), "{error}");

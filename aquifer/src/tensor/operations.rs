@@ -2,7 +2,7 @@
 //!
 //! *Kernels.* Operands must be on one device and of one dtype, and their shapes must fit as they
 //! are: nothing is moved, converted or repeated unless the caller does it ([`Tensor::to`],
-//! [`Tensor::to_dtype`], [`Tensor::broadcast`]). Errors name every operand. Results are new memory
+//! [`Tensor::cast`], [`Tensor::broadcast`]). Errors name every operand. Results are new memory
 //! on the operands' device, allocated for the stream that computes them. Operands that are not
 //! contiguous are made so first, on the device.
 //!
@@ -61,15 +61,15 @@ impl Tensor {
     /// Operands in different places, not on a device, of different dtypes or shapes; and those of
     /// [`Kernels::axpy`].
     #[track_caller]
-    pub fn add_scaled(&self, a: f64, x: &Tensor, stream: &Stream) -> Result<Tensor, Error> {
+    pub fn axpy(&self, alpha: impl Into<f64>, x: &Tensor, stream: &Stream) -> Result<Tensor, Error> {
         let _place = self.called_here();
-        let operands = Operands { operation: "add_scaled", tensors: &[("y", self), ("x", x)], stream };
+        let operands = Operands { operation: "axpy", tensors: &[("y", self), ("x", x)], stream };
         let transfer = operands.check()?;
         operands.same_shape()?;
         let x = x.dense(transfer, stream)?;
         let mut to = pack_on_device(self.device_memory()?, transfer, self.dtype, &self.layout, stream)?;
         let (x, target) = (operand_of(&x, self.dtype), target_of(&mut to, self.dtype));
-        transfer.allocator().kernels()?.axpy(stream, a, x, target)?;
+        transfer.allocator().kernels()?.axpy(stream, alpha.into(), x, target)?;
         Tensor::on_device(to, transfer, self.dtype, Layout::row_major(self.shape())?)
     }
 
@@ -128,9 +128,9 @@ impl Tensor {
     /// A tensor that is not on a device, of another dtype, or that repeats elements; those of
     /// [`aquifer_kernels::Kernels::fill`], and when memory runs out.
     #[track_caller]
-    pub fn fill_shared<T: Scalar>(&mut self, value: T, stream: &Stream) -> Result<(), Error> {
+    pub fn fill<T: Scalar>(&mut self, value: T, stream: &Stream) -> Result<(), Error> {
         let _place = self.called_here();
-        let operands = Operands { operation: "fill_shared", tensors: &[("a", self)], stream };
+        let operands = Operands { operation: "fill", tensors: &[("a", self)], stream };
         let own = operands.written()?;
         self.check_dtype(T::DTYPE)?;
         let dense = self.permute(&self.layout.by_falling_stride())?;
@@ -158,21 +158,21 @@ impl Tensor {
     /// let transfer = Transfer::new(&Allocator::of(&device)?)?;
     /// let stream = device.stream()?;
     ///
-    /// let matrix = Tensor::zeros_in(&transfer, DType::F32, &[2, 3])?;
+    /// let matrix = Tensor::zeros(&[2, 3], DType::F32, &transfer)?;
     /// let column = Tensor::from_vec(vec![1.0f32, 2.0], &[2])?; // on the host
-    /// matrix.select(1, 1)?.assign_shared(&column, &stream)?.wait()?;
-    /// assert_eq!(matrix.to_vec_blocking::<f32>()?, [0.0, 1.0, 0.0, 0.0, 2.0, 0.0]);
+    /// matrix.select(1, 1)?.copy_from(&column, &stream)?.wait()?;
+    /// assert_eq!(matrix.to_vec::<f32>()?, [0.0, 1.0, 0.0, 0.0, 2.0, 0.0]);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
     /// # Errors
-    /// Tensors of different dtypes or shapes ([`Tensor::to_dtype`] and [`Tensor::broadcast`] make
+    /// Tensors of different dtypes or shapes ([`Tensor::cast`] and [`Tensor::broadcast`] make
     /// them fit), one to be written that is not on a device or repeats elements, a stream of
     /// another device or one that captures; and as [`Tensor::to`].
     #[track_caller]
-    pub fn assign_shared(&mut self, from: &Tensor, stream: &Stream) -> Result<Pending<()>, Error> {
+    pub fn copy_from(&mut self, from: &Tensor, stream: &Stream) -> Result<Pending<()>, Error> {
         let _place = self.called_here();
-        let operands = Operands { operation: "assign_shared", tensors: &[("to", self), ("from", from)], stream };
+        let operands = Operands { operation: "copy_from", tensors: &[("to", self), ("from", from)], stream };
         let own = operands.written()?;
         operands.same_dtype()?;
         operands.same_shape()?;
@@ -192,7 +192,7 @@ impl Tensor {
         to.assign_on_device(own, &here, here.device_memory()?, &transfer, stream)
     }
 
-    /// The same elements in memory of the same device, arranged so that [`Tensor::assign_shared`]
+    /// The same elements in memory of the same device, arranged so that [`Tensor::copy_from`]
     /// brings them to `to` without taking memory: this tensor, or one with the order of `to` where
     /// neither is dense in that order. Loads the kernels if they are needed then.
     pub(crate) fn arranged_for(&self, to: &Tensor, stream: &Stream) -> Result<Tensor, Error> {
@@ -218,7 +218,7 @@ impl Tensor {
         let own = self.device_memory()?;
         let stream = own.transfer.next_stream(Direction::OnDevice);
         own.transfer.refuse_capture(stream)?;
-        Operands { operation: "assign_shared", tensors: &[("to", self)], stream }.written().map(drop)
+        Operands { operation: "copy_from", tensors: &[("to", self)], stream }.written().map(drop)
     }
 
     /// Begins bringing elements of another place to this tensor's memory, if they go there as one
@@ -302,7 +302,7 @@ impl<'a> Operands<'a> {
         if dtypes.all(|dtype| Some(dtype) == first) {
             return Ok(());
         }
-        Err(self.refuse("operands must be of one dtype; convert them with `Tensor::to_dtype`").into())
+        Err(self.refuse("operands must be of one dtype; convert them with `Tensor::cast`").into())
     }
 
     pub(super) fn same_shape(&self) -> Result<(), Error> {

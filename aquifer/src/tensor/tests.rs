@@ -64,7 +64,7 @@ fn counting(shape: &[usize]) -> Tensor {
 /// The elements of a tensor of any dtype, as bytes in row-major order.
 fn bytes(tensor: &Tensor) -> Vec<u8> {
     fn of<T: Scalar>(tensor: &Tensor) -> Vec<u8> {
-        bytemuck::cast_slice(&tensor.to_vec_blocking::<T>().unwrap()).to_vec()
+        bytemuck::cast_slice(&tensor.to_vec::<T>().unwrap()).to_vec()
     }
     match tensor.dtype() {
         DType::U8 => of::<u8>(tensor),
@@ -94,7 +94,7 @@ fn a_copy_exists_only_if_something_changes() {
     let on_host = host.to(Place::Host).unwrap().wait().unwrap();
     assert!(on_host.shares_memory_with(&host));
     assert_eq!(on_host.as_slice::<f32>().unwrap().as_ptr(), host.as_slice::<f32>().unwrap().as_ptr());
-    assert!(host.to_dtype(DType::F32).unwrap().wait().unwrap().shares_memory_with(&host));
+    assert!(host.cast(DType::F32, &stand.stream).unwrap().shares_memory_with(&host));
     let pinned = host.pin(stand.transfer.pinned()).unwrap().wait().unwrap();
     assert!(pinned.place().is_pinned() && !pinned.shares_memory_with(&host));
     for again in [pinned.pin(stand.transfer.pinned()), pinned.to(Place::Host)] {
@@ -103,14 +103,18 @@ fn a_copy_exists_only_if_something_changes() {
     let there = pinned.to(&stand.transfer).unwrap().wait().unwrap();
     let copies = (stand.copies(), stand.transfer.counters());
     let other_runtime = Transfer::new(stand.transfer.allocator()).unwrap();
-    for again in [there.to(&stand.transfer), there.to(&other_runtime), there.to_dtype(DType::F32)] {
+    for again in [
+        there.to(&stand.transfer),
+        there.to(&other_runtime),
+        there.to_with(&stand.transfer, To::new().dtype(DType::F32)),
+    ] {
         assert!(again.unwrap().wait().unwrap().shares_memory_with(&there));
     }
     for view in [there.transpose(0, 1), there.reshape(&[6]), there.select(0, 1), there.contiguous()] {
         assert!(view.unwrap().shares_memory_with(&there));
     }
     assert_eq!(stand.copies(), copies.0);
-    assert_eq!(there.to_vec_blocking::<f32>().unwrap(), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+    assert_eq!(there.to_vec::<f32>().unwrap(), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
 }
 
 #[test]
@@ -159,9 +163,9 @@ fn to_host_without_blocking_never_reads_garbage_86264() {
     let stand = stand();
     let kernels = stand.transfer.allocator().kernels().unwrap();
     for seed in 0..20u32 {
-        let mut x = Tensor::full(&stand.transfer, &[1000], 0u32).unwrap();
+        let mut x = Tensor::full(&[1000], 0u32, &stand.transfer).unwrap();
         kernels.spin(&stand.stream, std::time::Duration::from_millis(2)).unwrap();
-        x.fill_shared(seed + 1, &stand.stream).unwrap();
+        x.fill(seed + 1, &stand.stream).unwrap();
         let pending = x.to(stand.transfer.pinned()).unwrap();
         let to_host = x.to_host().unwrap();
         // Chained without waiting: the tensor's own memory waits when it is read.
@@ -178,14 +182,14 @@ fn sources_dropped_in_flight_arrive_intact_130785_sglang_16493() {
     let pool = stand.transfer.pinned();
     let mut there = Vec::new();
     for seed in 0..20u32 {
-        let pinned = Tensor::full(pool, &[5000], seed).unwrap();
+        let pinned = Tensor::full(&[5000], seed, pool).unwrap();
         there.push(pinned.to(&stand.transfer).unwrap());
         drop(pinned);
         // The pool must not hand the memory out again before the copy is done.
-        drop(Tensor::full(pool, &[5000], u32::MAX).unwrap());
+        drop(Tensor::full(&[5000], u32::MAX, pool).unwrap());
     }
     for (seed, tensor) in (0..).zip(there) {
-        assert!(tensor.wait().unwrap().to_vec_blocking::<u32>().unwrap().iter().all(|&n| n == seed));
+        assert!(tensor.wait().unwrap().to_vec::<u32>().unwrap().iter().all(|&n| n == seed));
     }
 }
 
@@ -195,7 +199,7 @@ fn mixed_devices_dtypes_and_shapes_are_errors_that_name_every_operand() {
     let on = |index: usize, tensor: &Tensor| tensor.to(&stands[index].transfer).unwrap().wait().unwrap();
     let (host, stream) = (counting(&[2, 3]), &stands[0].stream);
     let (here, there, again) = (on(0, &host), on(1, &host), on(2, &host));
-    let half = here.to_dtype(DType::F16).unwrap().wait().unwrap();
+    let half = here.cast(DType::F16, stream).unwrap();
     let turned = here.transpose(0, 1).unwrap();
     let cases = [
         (here.add(&there, stream), ["one device", "a: f32 [2, 3] on sim:0", "b: f32 [2, 3] on sim:1"]),
@@ -205,7 +209,7 @@ fn mixed_devices_dtypes_and_shapes_are_errors_that_name_every_operand() {
         (here.add(&half, stream), ["one dtype", "a: f32 [2, 3] on sim:0", "b: f16 [2, 3] on sim:0"]),
         (here.add(&turned, stream), ["one shape", "a: f32 [2, 3] on sim:0", "b: f32 [3, 2] on sim:0"]),
         (here.matmul(&here, stream), ["3 columns and b 2 rows", "a: f32 [2, 3]", "b: f32 [2, 3]"]),
-        (here.add_scaled(2.0, &half, stream), ["one dtype", "y: f32 [2, 3]", "x: f16 [2, 3]"]),
+        (here.axpy(2.0, &half, stream), ["one dtype", "y: f32 [2, 3]", "x: f16 [2, 3]"]),
         (host.sum(stream), ["computes on devices", "a: f32 [2, 3] on cpu", "Tensor::to"]),
     ];
     for (result, parts) in cases {
@@ -217,7 +221,7 @@ fn mixed_devices_dtypes_and_shapes_are_errors_that_name_every_operand() {
     }
     assert!(matches!(there.sum(stream), Err(Error::Request(RequestError::WrongDevice { what: "stream", .. }))));
     // The tensors still work.
-    assert_eq!(here.sum(stream).unwrap().item_blocking::<f32>().unwrap(), 15.0);
+    assert_eq!(here.sum(stream).unwrap().item::<f32>().unwrap(), 15.0);
 }
 
 #[test]
@@ -226,27 +230,27 @@ fn operations_compute_the_documented_results() {
     let (stream, transfer) = (&stand.stream, &stand.transfer);
     let a = counting(&[2, 3]).to(transfer).unwrap().wait().unwrap();
     let b = a.transpose(0, 1).unwrap();
-    assert_eq!(a.matmul(&b, stream).unwrap().to_vec_blocking::<f32>().unwrap(), [5.0, 14.0, 14.0, 50.0]);
-    assert_eq!(b.add(&b, stream).unwrap().to_vec_blocking::<f32>().unwrap(), [0.0, 6.0, 2.0, 8.0, 4.0, 10.0]);
-    let scaled = a.add_scaled(10.0, &a, stream).unwrap();
-    assert_eq!(scaled.to_vec_blocking::<f32>().unwrap(), [0.0, 11.0, 22.0, 33.0, 44.0, 55.0]);
+    assert_eq!(a.matmul(&b, stream).unwrap().to_vec::<f32>().unwrap(), [5.0, 14.0, 14.0, 50.0]);
+    assert_eq!(b.add(&b, stream).unwrap().to_vec::<f32>().unwrap(), [0.0, 6.0, 2.0, 8.0, 4.0, 10.0]);
+    let scaled = a.axpy(10.0, &a, stream).unwrap();
+    assert_eq!(scaled.to_vec::<f32>().unwrap(), [0.0, 11.0, 22.0, 33.0, 44.0, 55.0]);
     let row = a.select(0, 1).unwrap();
     assert!(a.add(&row, stream).is_err(), "repeated only where it is asked for");
     let sum = a.add(&row.broadcast(&[2, 3]).unwrap(), stream).unwrap();
-    assert_eq!(sum.to_vec_blocking::<f32>().unwrap(), [3.0, 5.0, 7.0, 6.0, 8.0, 10.0]);
-    assert_eq!(a.ones_like().unwrap().sum(stream).unwrap().item_blocking::<f32>().unwrap(), 6.0);
-    assert!(matches!(a.item_blocking::<f32>(), Err(Error::NotOneElement { .. })));
+    assert_eq!(sum.to_vec::<f32>().unwrap(), [3.0, 5.0, 7.0, 6.0, 8.0, 10.0]);
+    assert_eq!(a.ones_like().unwrap().sum(stream).unwrap().item::<f32>().unwrap(), 6.0);
+    assert!(matches!(a.item::<f32>(), Err(Error::NotOneElement { .. })));
     let mut shared = a.clone();
-    shared.fill_shared(7.0f32, stream).unwrap();
-    assert_eq!(a.to_vec_blocking::<f32>().unwrap(), [7.0; 6]);
-    assert!(matches!(shared.fill_shared(7i32, stream), Err(Error::WrongDType { .. })));
+    shared.fill(7.0f32, stream).unwrap();
+    assert_eq!(a.to_vec::<f32>().unwrap(), [7.0; 6]);
+    assert!(matches!(shared.fill(7i32, stream), Err(Error::WrongDType { .. })));
 }
 
 #[test]
 fn like_constructors_inherit_place_and_dtype() {
     let stand = stand();
     for place in [Place::Host, Place::from(stand.transfer.pinned()), Place::from(&stand.transfer)] {
-        let tensor = Tensor::full(&place, &[3, 2], bf16::from_f32(2.0)).unwrap();
+        let tensor = Tensor::full(&[3, 2], bf16::from_f32(2.0), &place).unwrap();
         assert!(bytes(&tensor).chunks(2).all(|two| two == bf16::from_f32(2.0).to_le_bytes()));
         for like in [tensor.zeros_like(), tensor.ones_like(), tensor.empty_like(), tensor.full_like(bf16::ONE)] {
             let like = like.unwrap();
@@ -270,7 +274,7 @@ fn tensors_go_between_devices_and_neither_side_races() {
         let to = To::new().dtype(dtype).stream(&stands[1].stream);
         let there = part.to_with(&stands[1].transfer, to).unwrap().then(&stands[1].stream, |_, tensor| tensor).unwrap();
         // A stream that is not ordered after the copy overwrites the source at once.
-        here.fill_shared(-1.0f32, &stands[0].stream).unwrap();
+        here.fill(-1.0f32, &stands[0].stream).unwrap();
         drop((here, part));
         assert_eq!(there.place().device().unwrap().id(), stands[1].device.id());
         assert_eq!(bytes(&there), converted(&bytes(&host.narrow(1, 10..30).unwrap()), DType::F32, dtype), "{dtype}");
@@ -282,7 +286,7 @@ fn tensors_of_several_elements_are_not_items() {
     let stand = stand();
     let there = counting(&[1000]).to(&stand.transfer).unwrap().wait().unwrap();
     for tensor in [there.narrow(0, 0..0), there.narrow(0, 0..1).and_then(|one| one.broadcast(&[1 << 60])), Ok(there)] {
-        assert!(matches!(tensor.unwrap().item_blocking::<f32>(), Err(Error::NotOneElement { .. })));
+        assert!(matches!(tensor.unwrap().item::<f32>(), Err(Error::NotOneElement { .. })));
     }
     assert_eq!(stand.transfer.counters().downloads.bytes, 0);
 }
@@ -341,18 +345,18 @@ fn memory_and_shape_must_fit() {
     assert!(matches!(there.as_slice::<f32>(), Err(Error::NotOnHost { .. })));
     assert!(matches!(turned.device_buffer::<f32>(), Err(Error::NotOnDevice { .. })));
     let buffer = there.contiguous().unwrap().device_buffer::<f32>().unwrap();
-    let again = Tensor::from_buffer(&buffer, &[4], &stand.transfer).unwrap();
-    assert_eq!(again.to_vec_blocking::<f32>().unwrap(), [0.0, 2.0, 1.0, 3.0]);
-    assert!(Tensor::empty(Place::Host, DType::F64, &[usize::MAX / 4]).is_err());
-    assert!(Tensor::empty(&stand.transfer, DType::F64, &[usize::MAX / 4]).is_err());
+    let again = Tensor::from_buffer(&buffer, &[4]).unwrap();
+    assert_eq!(again.to_vec::<f32>().unwrap(), [0.0, 2.0, 1.0, 3.0]);
+    assert!(Tensor::empty(&[usize::MAX / 4], DType::F64, Place::Host).is_err());
+    assert!(Tensor::empty(&[usize::MAX / 4], DType::F64, &stand.transfer).is_err());
     for place in [Place::Host, Place::from(&stand.transfer), Place::from(stand.transfer.pinned())] {
-        let empty = Tensor::zeros_in(&place, DType::F32, &[3, 0]).unwrap();
+        let empty = Tensor::zeros(&[3, 0], DType::F32, &place).unwrap();
         for to in [Place::Host, Place::from(&stand.transfer), Place::from(stand.transfer.pinned())] {
             let moved = empty.to_with(&to, To::new().dtype(DType::F16)).unwrap().wait().unwrap();
-            assert_eq!(moved.to_vec_blocking::<f16>().unwrap(), []);
+            assert_eq!(moved.to_vec::<f16>().unwrap(), []);
         }
-        let scalar = Tensor::full(&place, &[], 3u8).unwrap();
-        assert_eq!(scalar.item_blocking::<u8>().unwrap(), 3);
+        let scalar = Tensor::full(&[], 3u8, &place).unwrap();
+        assert_eq!(scalar.item::<u8>().unwrap(), 3);
     }
 }
 

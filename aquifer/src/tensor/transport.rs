@@ -84,13 +84,13 @@ impl Tensor {
     }
 
     /// The tensor with elements of another dtype, where it is. Shares the memory if they are of it
-    /// already.
+    /// already. On a device this is enqueued on `stream`; on the host the calling thread converts.
     ///
     /// # Errors
-    /// As [`Tensor::to`].
+    /// As [`Tensor::to_with`].
     #[track_caller]
-    pub fn to_dtype(&self, dtype: DType) -> Result<Pending<Tensor>, Error> {
-        self.to_with(self.place(), To::new().dtype(dtype))
+    pub fn cast(&self, dtype: DType, stream: &Stream) -> Result<Tensor, Error> {
+        self.to_with(self.place(), To::new().dtype(dtype).stream(stream))?.enqueued_for(stream)
     }
 
     /// The tensor in a place, as `to` says; see [`Tensor::to`].

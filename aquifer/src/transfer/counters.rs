@@ -184,7 +184,7 @@ mod tests {
         let transfer = Transfer::new(&Allocator::new(&Device::new(sim.clone()), Config::default()).unwrap()).unwrap();
         let stream = transfer.device().stream().unwrap();
         let buffer = transfer.to_device(vec![1u8; 1000], &stream).unwrap().wait().unwrap();
-        let tensor = crate::Tensor::from_buffer(&buffer, &[1000], &transfer).unwrap().select(0, 7).unwrap();
+        let tensor = crate::Tensor::from_buffer(&buffer, &[1000]).unwrap().select(0, 7).unwrap();
         let before = transfer.counters().synchronisations;
         let over = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -195,12 +195,12 @@ mod tests {
             });
             for _ in 0..500 {
                 transfer.item(&buffer.slice(0..=0)).unwrap();
-                tensor.item_blocking::<u8>().unwrap();
+                tensor.item::<u8>().unwrap();
             }
             over.store(true, Ordering::Relaxed);
         });
         assert_eq!(transfer.counters().synchronisations - before, 1000);
-        crate::Tensor::scalar(1u8).unwrap().item_blocking::<u8>().unwrap();
+        crate::Tensor::scalar(1u8).unwrap().item::<u8>().unwrap();
         assert_eq!(transfer.counters().synchronisations - before, 1000, "there is nothing to wait for");
     }
 }

@@ -138,8 +138,8 @@ mod tests {
         let error = transfer.to_vec(&buffer).map(drop).unwrap_err();
         assert!(matches!(error, Error::OutOfHostMemory { bytes: asked, .. } if asked == bytes), "{error}");
         drop(buffer);
-        let tensor = Tensor::empty(&transfer, DType::F32, &[usize::try_from(bytes / 4).unwrap()]).unwrap();
-        for error in [tensor.to_host().map(drop).unwrap_err(), tensor.to_vec_blocking::<f32>().map(drop).unwrap_err()] {
+        let tensor = Tensor::empty(&[usize::try_from(bytes / 4).unwrap()], DType::F32, &transfer).unwrap();
+        for error in [tensor.to_host().map(drop).unwrap_err(), tensor.to_vec::<f32>().map(drop).unwrap_err()] {
             assert!(error.is_out_of_memory(), "{error}");
         }
     }

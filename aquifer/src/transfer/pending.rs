@@ -47,7 +47,6 @@ pub(crate) struct Shared {
 /// assert_eq!(back, [1.0, 2.0, 3.0]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[must_use = "the copy goes on without it: `.wait()?` waits for it, and `let _ =` does not"]
 pub struct Pending<T> {
     /// The steps that are not known to be complete, in the order of waits: one for each joined
     /// transfer.

@@ -46,7 +46,7 @@ fn tensors_go_to_what_names_memory() -> Result<(), aquifer::Error> {
     let host = Tensor::from_vec(vec![1.0_f32, 2.0], &[2])?;
     for there in [host.to(&memory)?, host.to((&memory, &stream))?, host.to(&device)?, host.to(&memory.transfer()?)?] {
         let there = there.wait()?;
-        assert_eq!((there.place().to_string().as_str(), there.to_vec_blocking::<f32>()?), ("sim:0", vec![1.0, 2.0]));
+        assert_eq!((there.place().to_string().as_str(), there.to_vec::<f32>()?), ("sim:0", vec![1.0, 2.0]));
     }
     let elsewhere = aquifer::open("sim:1GiB")?.stream()?;
     assert!(host.to((&memory, &elsewhere)).is_err());

@@ -77,7 +77,7 @@ fn import_typed<T: Scalar + DlpackElement>(
     if tensor.device().device_type != DLDeviceType::CPU {
         // SAFETY: the caller of `import_tensor` promises what is needed.
         let buffer = unsafe { import_buffer::<T>(dlpack, memory, stream) }?;
-        return Ok(Tensor::from_buffer(&buffer, &shape, &memory.transfer()?)?);
+        return Ok(Tensor::from_buffer(&buffer, &shape)?);
     }
     check_compact(&tensor)?;
     // SAFETY: the caller of `import_tensor` promises that the memory is there.

@@ -68,7 +68,7 @@ fn tensors_keep_their_shape_and_elements() {
         // SAFETY: it describes the tensor above.
         let again = unsafe { import_tensor(exported, &gpu.memory, &stream) }.unwrap();
         assert_eq!((again.shape(), again.dtype()), (tensor.shape(), tensor.dtype()));
-        assert_eq!(again.to_vec_blocking::<i64>().unwrap(), (0..24).collect::<Vec<i64>>());
+        assert_eq!(again.to_vec::<i64>().unwrap(), (0..24).collect::<Vec<i64>>());
     }
     let empty = Tensor::from_vec(Vec::<f32>::new(), &[0, 4]).unwrap();
     for tensor in [empty.clone(), empty.to(&gpu.memory).unwrap().wait().unwrap()] {
@@ -147,7 +147,7 @@ fn strides_of_dimensions_with_one_element_mean_nothing() {
             let tensor = foreign(&deleted, start, (shape, strides), device, DLDataType::F32);
             // SAFETY: the memory has four elements, which nothing writes.
             let tensor = unsafe { import_tensor(tensor, &gpu.memory, &stream) }.unwrap();
-            let elements = tensor.to_vec_blocking::<f32>().unwrap();
+            let elements = tensor.to_vec::<f32>().unwrap();
             assert_eq!(elements, host[..elements.len()]);
             assert_eq!(elements.len() as i64, shape.iter().product::<i64>());
         }

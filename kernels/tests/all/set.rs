@@ -1,6 +1,6 @@
 //! Declarations, with arbitrary arguments, as a driver gets them from a program.
 
-use aquifer_device::{Access, AccessKind, DevicePtr, KernelArg, KernelMemory, Result};
+use aquifer_device::{AccessKind, AccessRange, DevicePtr, KernelArg, KernelMemory, Result};
 use aquifer_kernels::{KERNELS, KernelParam, find};
 use proptest::prelude::*;
 
@@ -8,14 +8,14 @@ use crate::bench::Bench;
 
 /// Memory that accepts every access and records whether it was within the ranges.
 struct Watched<'a> {
-    accesses: &'a [Access],
+    accesses: &'a [AccessRange],
     outside: std::cell::Cell<bool>,
 }
 
 impl Watched<'_> {
     fn look(&self, at: DevicePtr, len: usize, kind: AccessKind) {
         let range = at.range(len as u64);
-        let within = |access: &&Access| {
+        let within = |access: &&AccessRange| {
             access.kind >= kind && access.ptr.0 <= range.start && range.end <= access.ptr.0 + access.bytes
         };
         if len > 0 && self.accesses.iter().find(within).is_none() {
@@ -108,7 +108,7 @@ fn a_declaration_is_all_that_a_launch_needs() {
     let args = vec![KernelArg::Ptr(memory.ptr()), KernelArg::U64(32), KernelArg::U64(0x0102_0304_0506_0708)];
     let launch = find("fill").unwrap().launch(None, args, 1).unwrap();
     let (accesses, host) = (launch.accesses.clone(), launch.host.clone().unwrap());
-    assert_eq!(accesses, [Access { ptr: memory.ptr(), bytes: 32, kind: AccessKind::Write }]);
+    assert_eq!(accesses, [AccessRange { ptr: memory.ptr(), bytes: 32, kind: AccessKind::Write }]);
     let mut watched = Watched { accesses: &accesses, outside: false.into() };
     host(&mut watched, &launch.args).unwrap();
     assert!(!watched.outside.get());

@@ -60,7 +60,7 @@ fn options_without_effect_are_named_in_one_warning() {
         warnings("sim:80GiB", &format!("{for_segments},pinned_free_catch_all:True")),
         [format!(
             "warning: --config '{for_segments},pinned_free_catch_all:True': options without effect: {named} (for \
-             `backing:segments` only, and this memory is mapped); pinned_free_catch_all:True (page-locked memory is \
+             `backing:segments` only, and this memory is mapped); pinned_free_catch_all:True (page-locked memory has \
              a pool of its own, which has options of its own)"
         )]
     );

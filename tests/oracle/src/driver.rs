@@ -310,7 +310,7 @@ impl Driver for Judged {
     }
 
     unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {
-        let touch = |access: &aquifer_device::Access| Touch {
+        let touch = |access: &aquifer_device::AccessRange| Touch {
             at: CopyEnd::Device(access.ptr),
             bytes: access.bytes,
             kind: access.kind,

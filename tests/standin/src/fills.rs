@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use aquifer_device::{Access, AccessKind, Code, DevicePtr, Driver as _, Launch, RawStream};
+use aquifer_device::{AccessKind, AccessRange, Code, DevicePtr, Driver as _, Launch, RawStream};
 
 use crate::abi::{Answer, Handle, abi, code};
 use crate::process::Life;
@@ -27,7 +27,7 @@ impl Life {
         let chunk: Vec<u8> = value.iter().copied().cycle().take(CHUNK).collect();
         let launch = Launch {
             name: pattern,
-            accesses: vec![Access { ptr: DevicePtr(ptr), bytes, kind: AccessKind::Write }],
+            accesses: vec![AccessRange { ptr: DevicePtr(ptr), bytes, kind: AccessKind::Write }],
             host: Some(Arc::new(move |memory, _| {
                 (0..bytes).step_by(CHUNK).try_for_each(|at| {
                     let length = usize::try_from(bytes - at).unwrap_or(CHUNK).min(CHUNK);

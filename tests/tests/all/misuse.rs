@@ -116,7 +116,7 @@ fn reading_unwritten_memory_is_found() {
         let copy = bench.allocator.alloc_bytes(4096, &bench.stream).unwrap();
         bench.stream.copy(copy.ptr(), second.ptr(), 4096).unwrap();
         bench.finds_nothing();
-        bench.stream.touch("sum", &[Access { ptr: copy.ptr(), bytes: 4096, kind: AccessKind::Read }]).unwrap();
+        bench.stream.touch("sum", &[AccessRange { ptr: copy.ptr(), bytes: 4096, kind: AccessKind::Read }]).unwrap();
         bench.finds(&["kernel sum", "never written", &allocated]);
         let zeroed = bench.allocator.alloc_bytes_zeroed(4096, &bench.stream).unwrap();
         bench.read(zeroed.ptr(), 4096);
@@ -181,7 +181,7 @@ fn graphs_use_their_pools_memory_after_it_was_dropped() {
     let route = bench.allocator.capture(&bench.stream, &pool).unwrap();
     let scratch = bench.allocator.alloc_bytes(4096, &bench.stream).unwrap();
     bench.stream.copy(scratch.ptr(), outside.ptr(), 4096).unwrap();
-    bench.stream.touch("sum", &[Access { ptr: scratch.ptr(), bytes: 4096, kind: AccessKind::Read }]).unwrap();
+    bench.stream.touch("sum", &[AccessRange { ptr: scratch.ptr(), bytes: 4096, kind: AccessKind::Read }]).unwrap();
     drop((scratch, route));
     let graph = capture.end().unwrap();
     graph.launch(&bench.stream).unwrap();
@@ -306,7 +306,7 @@ fn memory_that_the_transfer_runtime_allocates_names_the_place_that_asked_for_it(
         bench.stream.fill(buffer.ptr(), 1, buffer.bytes() + 1).unwrap();
         bench.device.synchronize().unwrap();
     };
-    let empty = Tensor::empty(&transfer, DType::F32, &[100]).unwrap();
+    let empty = Tensor::empty(&[100], DType::F32, &transfer).unwrap();
     let allocated = before();
     beyond(&empty);
     bench.finds(&["beyond the bounds", &allocated]);

@@ -18,7 +18,7 @@ fn runtime(device: &Device) -> Transfer {
 /// What a tensor of ones becomes on the simulated device, as elements of twice the size.
 fn sent_and_widened(from: &Gpu, sim: &Arc<SimDriver>, fails: bool) -> Result<Vec<f64>, String> {
     let (from, to) = (runtime(&from.device), runtime(&Device::new(sim.clone())));
-    let ones = Tensor::full(&from, &[LEN], 1.0_f32).unwrap();
+    let ones = Tensor::full(&[LEN], 1.0_f32, &from).unwrap();
     if fails {
         to.allocator().kernels().unwrap();
         sim.inject(Fault::Nth { operation: Some(Operation::CopyToDevice), nth: 1, code: Code(999) });
@@ -26,7 +26,7 @@ fn sent_and_widened(from: &Gpu, sim: &Arc<SimDriver>, fails: bool) -> Result<Vec
     let wide = Tensor::scalar(0.0_f64).unwrap().dtype();
     let sent = ones.to_with(&to, To::new().dtype(wide)).and_then(Pending::wait);
     let sent = sent.map_err(|error| error.to_string())?;
-    sent.to_vec_blocking::<f64>().map_err(|error| error.to_string())
+    sent.to_vec::<f64>().map_err(|error| error.to_string())
 }
 
 #[test]

@@ -55,7 +55,7 @@ fn tensors_are_in_the_order_of_their_places_and_names() {
         let lie: Vec<&str> = checkpoint.entries().iter().map(|entry| &*entry.name).collect();
         assert_eq!(lie, expected);
         let loaded = checkpoint.load_blocking(Place::Host, Load::new()).unwrap();
-        assert!(loaded.iter().map(|param| &param.name).eq(&expected));
+        assert!(loaded.iter().map(|(name, _)| name).eq(&expected));
     }
 }
 
@@ -135,9 +135,9 @@ fn shards_are_found_by_their_index() {
     let all = model();
     let mut shards = [ParamSet::new(), ParamSet::new()];
     let mut map = serde_json::Map::new();
-    for (number, param) in all.iter().enumerate() {
-        shards[number % 2].insert(param.name.clone(), param.tensor.clone()).unwrap();
-        map.insert(param.name.clone(), format!("part{}.safetensors", number % 2).into());
+    for (number, (name, tensor)) in all.iter().enumerate() {
+        shards[number % 2].insert(name, tensor.clone()).unwrap();
+        map.insert(name.to_owned(), format!("part{}.safetensors", number % 2).into());
     }
     for (number, shard) in shards.iter().enumerate() {
         shard.save_blocking(directory.0.join(format!("part{number}.safetensors"))).unwrap();
@@ -187,8 +187,7 @@ fn unknown_dtypes_are_refused_by_name_or_loaded_as_bytes() {
     assert!(error.contains("\"q\" is of dtype F8_E4M3"), "{error}");
     let how = whole().dtype(DType::I64).filter(|entry| entry.name != "f");
     let loaded = checkpoint.load_blocking(&transfer, how).unwrap();
-    let found: Vec<_> =
-        loaded.iter().map(|param| (param.name.as_str(), param.tensor.dtype(), param.tensor.shape())).collect();
+    let found: Vec<_> = loaded.iter().map(|(name, tensor)| (name, tensor.dtype(), tensor.shape())).collect();
     assert_eq!(
         found,
         [("mask", DType::U8, &[3][..]), ("q", DType::U8, &[5]), ("s", DType::U8, &[2, 2]), ("x", DType::F32, &[1])]
@@ -271,7 +270,7 @@ fn a_file_that_shrinks_while_it_is_loaded_is_an_error() {
     let path = directory.0.join("m.safetensors");
     let mut set = model();
     for number in 0..20 {
-        set.insert(format!("large{number}"), Tensor::zeros_in(Place::Host, DType::F32, &[100_000]).unwrap()).unwrap();
+        set.insert(format!("large{number}"), Tensor::zeros(&[100_000], DType::F32, Place::Host).unwrap()).unwrap();
     }
     for place in [Place::Host, Place::from(transfer.pinned()), Place::from(&transfer)] {
         set.save_blocking(&path).unwrap();

@@ -14,9 +14,8 @@ fn saved(set: &ParamSet, directory: &Directory) -> PathBuf {
 /// The same set with zeros, each tensor in its given place.
 fn zeros_of(set: &ParamSet, place: impl Fn(usize) -> Place) -> ParamSet {
     let mut zeros = ParamSet::new();
-    for (number, param) in set.iter().enumerate() {
-        let tensor = Tensor::zeros_in(place(number), param.tensor.dtype(), param.tensor.shape()).unwrap();
-        zeros.insert(param.name.clone(), tensor).unwrap();
+    for (number, (name, tensor)) in set.iter().enumerate() {
+        zeros.insert(name, Tensor::zeros(tensor.shape(), tensor.dtype(), place(number)).unwrap()).unwrap();
     }
     zeros
 }
@@ -39,12 +38,12 @@ fn elements_are_loaded_into_the_memory_of_a_set() {
     assert_same(&model(), &set);
     assert_eq!(set.metadata().len(), 1);
     assert!(seen.len() == set.len() && seen.is_sorted() && seen.last() == Some(&(set.bytes(), set.bytes())));
-    for ((param, old), number) in set.iter().zip(before.iter()).zip(0..) {
-        assert!(param.tensor.place().is_same(&places[number % 4]), "{}", param.name);
-        let on_device = !param.tensor.place().is_host();
+    for (((name, tensor), (_, old)), number) in set.iter().zip(before.iter()).zip(0..) {
+        assert!(tensor.place().is_same(&places[number % 4]), "{name}");
+        let on_device = !tensor.place().is_host();
         // On a device all handles of the tensor see it; memory of the host is unchanged.
-        assert_eq!(param.tensor.shares_memory_with(&old.tensor), on_device, "{}", param.name);
-        assert!(on_device || elements(&old.tensor).iter().all(|&n| n == 0.0), "{}", param.name);
+        assert_eq!(tensor.shares_memory_with(old), on_device, "{name}");
+        assert!(on_device || elements(old).iter().all(|&n| n == 0.0), "{name}");
     }
     [one, two].iter().for_each(quiet);
 }
@@ -55,9 +54,9 @@ fn every_tensor_that_does_not_fit_is_named_and_nothing_changes() {
     let path = saved(&model(), &directory);
     let mut set = zeros_of(&model(), |_| Place::from(&transfer));
     set.remove("head.scale").unwrap();
-    set.insert("tail.weight", Tensor::zeros_in(&transfer, DType::F32, &[2]).unwrap()).unwrap();
-    set.replace("steps", Tensor::zeros_in(&transfer, DType::F32, &[1]).unwrap()).unwrap();
-    set.replace("layers.3.bias", Tensor::zeros_in(&transfer, DType::F32, &[8, 8]).unwrap()).unwrap();
+    set.insert("tail.weight", Tensor::zeros(&[2], DType::F32, &transfer).unwrap()).unwrap();
+    set.replace("steps", Tensor::zeros(&[1], DType::F32, &transfer).unwrap()).unwrap();
+    set.replace("layers.3.bias", Tensor::zeros(&[8, 8], DType::F32, &transfer).unwrap()).unwrap();
     let error = load(&path, &mut set).unwrap_err();
     let Error::Mismatch(mismatch) = &error else { panic!("{error}") };
     assert_eq!(
@@ -74,7 +73,7 @@ fn every_tensor_that_does_not_fit_is_named_and_nothing_changes() {
         assert!(text.contains(part), "{part:?}: {text}");
     }
     assert_eq!(mismatch.different.len(), 2);
-    assert!(set.iter().all(|param| elements(&param.tensor).iter().all(|&n| n == 0.0)));
+    assert!(set.iter().all(|(_, tensor)| elements(tensor).iter().all(|&n| n == 0.0)));
     // Tensors that the filter excludes are not expected, and stay.
     let how = Load::new().filter(|entry| entry.name.starts_with("layers.1"));
     set.remove("tail.weight").unwrap();
@@ -95,8 +94,8 @@ fn views_and_tied_parameters_stay_so() {
     file.insert("column", Tensor::from_vec(floats(4, 2), &[4]).unwrap()).unwrap();
     let path = saved(&file, &directory);
     for place in [Place::Host, Place::from(&transfer)] {
-        let shared = Tensor::zeros_in(&place, DType::BF16, &[2, 3]).unwrap();
-        let block = Tensor::zeros_in(&place, DType::F32, &[4, 5]).unwrap();
+        let shared = Tensor::zeros(&[2, 3], DType::BF16, &place).unwrap();
+        let block = Tensor::zeros(&[4, 5], DType::F32, &place).unwrap();
         let mut set = ParamSet::new();
         set.insert("embed", shared.clone()).unwrap();
         set.insert("column", block.select(1, 2).unwrap()).unwrap();
@@ -106,14 +105,14 @@ fn views_and_tied_parameters_stay_so() {
         assert!(embed.shares_memory_with(head) && embed.dtype() == DType::BF16);
         let expected: Vec<f64> = floats(6, 1).into_iter().map(|n| bf16::from_f32(n).to_f64()).collect();
         assert_eq!((elements(embed), elements(head)), (expected.clone(), expected));
-        assert_eq!(set.get("column").unwrap().to_vec_blocking::<f32>().unwrap(), floats(4, 2));
+        assert_eq!(set.get("column").unwrap().to_vec::<f32>().unwrap(), floats(4, 2));
         let rest = [block.narrow(1, 0..2).unwrap(), block.narrow(1, 3..5).unwrap()];
         assert!(rest.iter().all(|part| elements(part).iter().all(|&n| n == 0.0)));
     }
     // Two elements of the file for one of the set.
-    let one = Tensor::zeros_in(&transfer, DType::F32, &[1]).unwrap();
+    let one = Tensor::zeros(&[1], DType::F32, &transfer).unwrap();
     let mut set = ParamSet::new();
-    set.insert("embed", Tensor::zeros_in(&transfer, DType::F32, &[2, 3]).unwrap()).unwrap();
+    set.insert("embed", Tensor::zeros(&[2, 3], DType::F32, &transfer).unwrap()).unwrap();
     set.insert("column", one.broadcast(&[4]).unwrap()).unwrap();
     assert!(matches!(load(&path, &mut set), Err(Error::Operands(_))));
     assert_eq!(elements(set.get("embed").unwrap()), [0.0; 6]);
@@ -122,7 +121,7 @@ fn views_and_tied_parameters_stay_so() {
 
 #[test]
 fn loading_into_a_set_is_all_or_nothing() {
-    let is_zero = |set: &ParamSet| set.iter().all(|param| elements(&param.tensor).iter().all(|&n| n == 0.0));
+    let is_zero = |set: &ParamSet| set.iter().all(|(_, tensor)| elements(tensor).iter().all(|&n| n == 0.0));
     let (directory, transfer) = (Directory::new(), transfer());
     // A file that ends while it is read.
     let mut file = ParamSet::new();
@@ -185,11 +184,11 @@ fn out_of_memory_leaves_a_set_of_any_layout_unchanged() {
     let mut outcomes = [0; 2];
     for limit in (20..34).map(|mib| mib << 20) {
         let transfer = transfer();
-        let gaps = Tensor::zeros_in(&transfer, DType::F32, &[n, n + 1]).unwrap();
+        let gaps = Tensor::zeros(&[n, n + 1], DType::F32, &transfer).unwrap();
         let mut set = ParamSet::new();
-        set.insert("a", Tensor::zeros_in(&transfer, DType::F32, &[n, n]).unwrap()).unwrap();
+        set.insert("a", Tensor::zeros(&[n, n], DType::F32, &transfer).unwrap()).unwrap();
         set.insert("b", gaps.narrow(1, 0..n).unwrap().transpose(0, 1).unwrap()).unwrap();
-        set.insert("c", Tensor::zeros_in(&transfer, DType::F32, &[n, n]).unwrap().transpose(0, 1).unwrap()).unwrap();
+        set.insert("c", Tensor::zeros(&[n, n], DType::F32, &transfer).unwrap().transpose(0, 1).unwrap()).unwrap();
         transfer.device().synchronize().unwrap();
         allocator_of(&transfer).empty_cache().unwrap();
         allocator_of(&transfer).set_limit(Some(limit));
@@ -199,12 +198,8 @@ fn out_of_memory_leaves_a_set_of_any_layout_unchanged() {
             Ok(()) => assert_same(&new, &set),
             Err(error) => {
                 assert!(error.is_out_of_memory(), "{error}");
-                for param in set.iter() {
-                    assert!(
-                        elements(&param.tensor).iter().all(|&element| element == 0.0),
-                        "{} was written, {limit}",
-                        param.name
-                    );
+                for (name, tensor) in set.iter() {
+                    assert!(elements(tensor).iter().all(|&n| n == 0.0), "{name} was written, {limit}");
                 }
             }
         }

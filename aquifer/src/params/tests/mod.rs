@@ -15,7 +15,7 @@ use half::bf16;
 
 use super::*;
 use crate::error::Error;
-use crate::tensor::{Place, Tensor};
+use crate::tensor::{Place, Tensor, To};
 use crate::transfer::counters::Direction;
 use crate::transfer::runtime::Transfer;
 
@@ -45,21 +45,21 @@ fn model() -> ParamSet {
     }
     set.insert("head.weight", Tensor::from_vec(floats(300_000, 7), &[300, 1000]).unwrap()).unwrap();
     set.insert("head.scale", Tensor::scalar(2.5f64).unwrap()).unwrap();
-    set.insert("none", Tensor::zeros_in(Place::Host, DType::F32, &[0, 4]).unwrap()).unwrap();
-    set.insert_buffer("steps", Tensor::from_vec(vec![123_456_789_012i64], &[1]).unwrap()).unwrap();
+    set.insert("none", Tensor::zeros(&[0, 4], DType::F32, Place::Host).unwrap()).unwrap();
+    set.insert("steps", Tensor::from_vec(vec![123_456_789_012i64], &[1]).unwrap()).unwrap();
     set
 }
 
 fn elements(tensor: &Tensor) -> Vec<f64> {
-    tensor.to_dtype(DType::F64).unwrap().wait().unwrap().to_vec_blocking().unwrap()
+    tensor.to_with(Place::Host, To::new().dtype(DType::F64)).unwrap().wait().unwrap().to_vec().unwrap()
 }
 
 fn assert_same(a: &ParamSet, b: &ParamSet) {
     assert_eq!(a.len(), b.len());
-    for param in a.iter() {
-        let other = b.get(&param.name).unwrap();
-        assert_eq!((other.dtype(), other.shape()), (param.tensor.dtype(), param.tensor.shape()), "{}", param.name);
-        assert_eq!(elements(other), elements(&param.tensor), "{}", param.name);
+    for (name, tensor) in a.iter() {
+        let other = b.get(name).unwrap();
+        assert_eq!((other.dtype(), other.shape()), (tensor.dtype(), tensor.shape()), "{name}");
+        assert_eq!(elements(other), elements(tensor), "{name}");
     }
 }
 
@@ -100,12 +100,11 @@ fn names_are_unique_and_have_no_empty_parts() {
     assert!(set.replace("x", one.clone()).is_err());
     assert!(set.replace("a.b", Tensor::scalar(2u8).unwrap()).unwrap().shares_memory_with(&one));
     for name in ["c", "d", "e"] {
-        set.insert_buffer(name, one.clone()).unwrap();
+        set.insert(name, one.clone()).unwrap();
     }
-    let removed = set.remove("c").unwrap();
-    assert_eq!((removed.name.as_str(), removed.kind), ("c", ParamKind::Buffer));
+    assert!(set.remove("c").unwrap().shares_memory_with(&one));
     assert!(set.remove("c").is_none() && set.get("c").is_none() && set.remove("").is_none());
-    let names = |set: &ParamSet| set.iter().map(|param| param.name.clone()).collect::<Vec<_>>();
+    let names = |set: &ParamSet| set.iter().map(|(name, _)| name.to_owned()).collect::<Vec<_>>();
     assert_eq!(names(&set), ["a.b", "d", "e"]);
     for name in ["a.b", "d", "e"] {
         let tensor = set.get(name).unwrap().clone();
@@ -132,7 +131,7 @@ fn a_set_moves_coalesced_and_in_order() {
         }),
     )
     .unwrap();
-    let names: Vec<String> = host.iter().map(|param| param.name.clone()).collect();
+    let names: Vec<String> = host.iter().map(|(name, _)| name.to_owned()).collect();
     assert_eq!(seen.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>(), names);
     assert!(seen.is_sorted_by_key(|(_, done)| *done) && seen.last().unwrap().1 == total);
     // 42 small tensors as one batch, the large one by itself in pieces.
@@ -150,16 +149,11 @@ fn dtypes_of_weights_change_and_counters_stay() {
     let transfer = transfer();
     let mut set = model();
     set.move_with_blocking(&transfer, Relocate::new().dtype(DType::BF16)).unwrap();
-    for param in set.iter() {
-        assert_eq!(
-            param.tensor.dtype(),
-            if param.name == "steps" { DType::I64 } else { DType::BF16 },
-            "{}",
-            param.name
-        );
+    for (name, tensor) in set.iter() {
+        assert_eq!(tensor.dtype(), if name == "steps" { DType::I64 } else { DType::BF16 }, "{name}");
     }
-    assert_eq!(set.get("steps").unwrap().item_blocking::<i64>().unwrap(), 123_456_789_012);
-    let weight: Vec<bf16> = set.get("head.weight").unwrap().to_vec_blocking().unwrap();
+    assert_eq!(set.get("steps").unwrap().item::<i64>().unwrap(), 123_456_789_012);
+    let weight: Vec<bf16> = set.get("head.weight").unwrap().to_vec().unwrap();
     let expected: Vec<bf16> = floats(300_000, 7).into_iter().map(bf16::from_f32).collect();
     assert!(weight == expected);
     quiet(&transfer);
@@ -182,8 +176,8 @@ fn tied_parameters_stay_tied() {
 fn parts_of_one_buffer_are_tied_only_where_they_are_the_same_part() {
     let transfer = transfer();
     let all = transfer.to_device(floats(3000, 1), transfer.device().default_stream()).unwrap().wait().unwrap();
-    let part = |start: usize| Tensor::from_buffer(&all.slice(start..start + 1000), &[1000], &transfer).unwrap();
-    let whole = Tensor::from_buffer(&all, &[3000], &transfer).unwrap();
+    let part = |start: usize| Tensor::from_buffer(&all.slice(start..start + 1000), &[1000]).unwrap();
+    let whole = Tensor::from_buffer(&all, &[3000]).unwrap();
     let mut set = ParamSet::new();
     for (name, tensor) in [("query", part(0)), ("key", part(1000)), ("value", part(2000))] {
         set.insert(name, tensor).unwrap();

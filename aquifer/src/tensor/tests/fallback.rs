@@ -9,11 +9,11 @@ use aquifer_device::RequestError;
 #[test]
 fn the_host_is_the_fallback_only_if_the_caller_allows_it() {
     let stand = stand_with(SimConfig::parse("64MiB").unwrap());
-    let host = Tensor::zeros_in(Place::Host, DType::F32, &[32 << 20]).unwrap();
+    let host = Tensor::zeros(&[32 << 20], DType::F32, Place::Host).unwrap();
     let error = host.to(&stand.transfer).unwrap_err();
     assert!(error.is_out_of_memory(), "{error}");
     let to = To::new().dtype(DType::BF16).fallback(Fallback::Host);
-    let here = Tensor::zeros_in(Place::Host, DType::F32, &[64 << 20])
+    let here = Tensor::zeros(&[64 << 20], DType::F32, Place::Host)
         .unwrap()
         .to_with(&stand.transfer, to)
         .unwrap()
@@ -29,7 +29,7 @@ fn the_host_is_the_fallback_only_if_the_caller_allows_it() {
 #[test]
 fn the_host_is_the_fallback_for_conversions_without_memory() {
     let stand = stand_with(SimConfig::parse("8MiB").unwrap());
-    let host = Tensor::full(Place::Host, &[1 << 20], f16::ONE).unwrap();
+    let host = Tensor::full(&[1 << 20], f16::ONE, Place::Host).unwrap();
     let to = To::new().dtype(DType::F64);
     assert!(host.to_with(&stand.transfer, to.clone()).and_then(Pending::wait).unwrap_err().is_out_of_memory());
     let here = host.to_with(&stand.transfer, to.fallback(Fallback::Host)).unwrap().wait().unwrap();

@@ -9,7 +9,7 @@ fn numbered(stand: &Stand, shape: &[usize]) -> Tensor {
 }
 
 fn floats(tensor: &Tensor) -> Vec<f32> {
-    tensor.to_vec_blocking().unwrap()
+    tensor.to_vec().unwrap()
 }
 
 #[test]
@@ -21,12 +21,12 @@ fn views_are_written_from_every_place_and_other_elements_stay() {
         let host = counting(&[rows, 2]);
         for place in [Place::Host, transfer.pinned().into(), transfer.into(), Place::from(&stands[1].transfer)] {
             let from = host.to(&place).unwrap().wait().unwrap();
-            let base = Tensor::full(transfer, &[rows, 4], -1.0f32).unwrap();
+            let base = Tensor::full(&[rows, 4], -1.0f32, transfer).unwrap();
             let mut columns = base.narrow(1, 1..3).unwrap();
             // The copy goes on after the drop.
-            drop(columns.assign_shared(&from, stream).unwrap());
+            drop(columns.copy_from(&from, stream).unwrap());
             let mut column = base.select(1, 3).unwrap();
-            drop(column.assign_shared(&from.select(1, 1).unwrap(), stream).unwrap());
+            drop(column.copy_from(&from.select(1, 1).unwrap(), stream).unwrap());
             let expected: Vec<f32> = (0..rows)
                 .flat_map(|row| [-1.0, (2 * row) as f32, (2 * row + 1) as f32, (2 * row + 1) as f32])
                 .collect();
@@ -45,10 +45,10 @@ fn tensors_dense_at_both_ends_cross_without_further_memory() {
         for turned in [false, true] {
             let way = |tensor: Tensor| if turned { tensor.transpose(0, 1).unwrap() } else { tensor };
             let from = way(host.to(&place).unwrap().wait().unwrap());
-            let mut to = way(Tensor::zeros_in(transfer, DType::F32, &[512, 1024]).unwrap());
+            let mut to = way(Tensor::zeros(&[512, 1024], DType::F32, transfer).unwrap());
             let peak = transfer.allocator().memory_allocated();
             let launches = stands[0].device.driver_calls().of(Operation::Launch);
-            to.assign_shared(&from, stream).unwrap().wait().unwrap();
+            to.copy_from(&from, stream).unwrap().wait().unwrap();
             assert_eq!(transfer.allocator().memory_allocated(), peak);
             assert_eq!(stands[0].device.driver_calls().of(Operation::Launch), launches, "from {place}");
             assert_eq!(floats(&to), floats(&from), "from {place}");
@@ -63,7 +63,7 @@ fn overlapping_tensors_are_read_before_they_are_written() {
     for (from, to) in [(0..8usize, 2..10usize), (2..10, 0..8), (0..10, 0..10), (0..5, 5..10)] {
         let base = numbered(&stand, &[10, 3]);
         let mut target = base.narrow(0, to.clone()).unwrap();
-        drop(target.assign_shared(&base.narrow(0, from.clone()).unwrap(), stream).unwrap());
+        drop(target.copy_from(&base.narrow(0, from.clone()).unwrap(), stream).unwrap());
         let mut expected: Vec<f32> = (0..30).map(|n| n as f32).collect();
         let at = |row: usize| row * 3;
         expected.copy_within(at(from.start)..at(from.end), at(to.start));
@@ -71,39 +71,39 @@ fn overlapping_tensors_are_read_before_they_are_written() {
     }
     // To itself, transposed; columns between others; and everything from one element of it.
     let base = numbered(&stand, &[3, 3]);
-    drop(base.clone().assign_shared(&base.transpose(0, 1).unwrap(), stream).unwrap());
+    drop(base.clone().copy_from(&base.transpose(0, 1).unwrap(), stream).unwrap());
     assert_eq!(floats(&base), [0.0, 3.0, 6.0, 1.0, 4.0, 7.0, 2.0, 5.0, 8.0]);
     let base = numbered(&stand, &[2, 4]);
     let pairs = base.reshape(&[2, 2, 2]).unwrap();
-    drop(pairs.select(2, 1).unwrap().assign_shared(&pairs.select(2, 0).unwrap(), stream).unwrap());
+    drop(pairs.select(2, 1).unwrap().copy_from(&pairs.select(2, 0).unwrap(), stream).unwrap());
     assert_eq!(floats(&base), [0.0, 0.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0]);
     let one = base.select(0, 1).unwrap().narrow(0, 3..4).unwrap().broadcast(&[2, 4]).unwrap();
-    drop(base.clone().assign_shared(&one, stream).unwrap());
+    drop(base.clone().copy_from(&one, stream).unwrap());
     assert_eq!(floats(&base), [6.0; 8]);
 }
 
 #[test]
 fn views_are_filled_and_other_elements_stay() {
     let stand = stand();
-    let base = Tensor::zeros_in(&stand.transfer, DType::BF16, &[4, 5]).unwrap();
+    let base = Tensor::zeros(&[4, 5], DType::BF16, &stand.transfer).unwrap();
     let mut inner = base.narrow(0, 1..3).unwrap().narrow(1, 1..4).unwrap().transpose(0, 1).unwrap();
-    inner.fill_shared(bf16::ONE, &stand.stream).unwrap();
+    inner.fill(bf16::ONE, &stand.stream).unwrap();
     let ones: Vec<u64> = (0..20).filter(|n| (1..3).contains(&(n / 5)) && (1..4).contains(&(n % 5))).collect();
     let expected: Vec<bf16> = (0..20u64).map(|n| if ones.contains(&n) { bf16::ONE } else { bf16::ZERO }).collect();
-    assert_eq!(base.to_vec_blocking::<bf16>().unwrap(), expected);
+    assert_eq!(base.to_vec::<bf16>().unwrap(), expected);
     // More dimensions than one launch takes, which cannot be merged.
     let base = numbered(&stand, &[4, 4, 4, 4, 4, 4]);
     let mut inner = (0..6).fold(base.clone(), |view, dimension| view.narrow(dimension, 1..3).unwrap());
-    inner.fill_shared(-1.0f32, &stand.stream).unwrap();
+    inner.fill(-1.0f32, &stand.stream).unwrap();
     assert_eq!(floats(&inner), [-1.0; 64]);
     assert_eq!(floats(&base).iter().filter(|&&n| n == -1.0).count(), 64);
     let mut turned = base.transpose(0, 5).unwrap();
-    turned.fill_shared(3.0f32, &stand.stream).unwrap();
+    turned.fill(3.0f32, &stand.stream).unwrap();
     assert_eq!(floats(&base), vec![3.0; 4096]);
     let mut none = base.narrow(3, 2..2).unwrap();
-    none.fill_shared(9.0f32, &stand.stream).unwrap();
+    none.fill(9.0f32, &stand.stream).unwrap();
     let empty = counting(&[4, 4, 4, 0, 4, 4]);
-    none.assign_shared(&empty, &stand.stream).unwrap().wait().unwrap();
+    none.copy_from(&empty, &stand.stream).unwrap().wait().unwrap();
     assert_eq!(floats(&base), vec![3.0; 4096]);
 }
 
@@ -113,7 +113,7 @@ fn unwritable_tensors_are_refused_with_every_operand_named() {
     let stream = &stands[0].stream;
     let (host, there) = (counting(&[2, 3]), numbered(&stands[0], &[2, 3]));
     let pinned = host.pin(stands[0].transfer.pinned()).unwrap().wait().unwrap();
-    let half = there.to_dtype(DType::F16).unwrap().wait().unwrap();
+    let half = there.cast(DType::F16, stream).unwrap();
     let repeated = there.select(0, 0).unwrap().broadcast(&[2, 3]).unwrap();
     let cases = [
         (&host, &there, ["host memory never changes", "to: f32 [2, 3] on cpu", "from: f32 [2, 3] on sim:0"]),
@@ -122,23 +122,23 @@ fn unwritable_tensors_are_refused_with_every_operand_named() {
         (&repeated, &host, ["at one place", "to: f32 [2, 3] on sim:0", "from: f32 [2, 3] on cpu"]),
     ];
     for (to, from, parts) in cases {
-        let error = to.clone().assign_shared(from, stream).unwrap_err();
+        let error = to.clone().copy_from(from, stream).unwrap_err();
         assert!(matches!(error, Error::Operands(_)), "{error:?}");
         for part in parts {
             assert!(error.to_string().contains(part), "{part:?}: {error}");
         }
     }
     let row = counting(&[3]);
-    let error = there.clone().assign_shared(&row, stream).unwrap_err().to_string();
+    let error = there.clone().copy_from(&row, stream).unwrap_err().to_string();
     assert!(error.contains("from: f32 [3] on cpu") && error.contains("Tensor::broadcast"), "{error}");
     assert!(matches!(
-        there.clone().assign_shared(&host, &stands[1].stream),
+        there.clone().copy_from(&host, &stands[1].stream),
         Err(Error::Request(RequestError::WrongDevice { what: "stream", .. }))
     ));
-    assert!(matches!(repeated.clone().fill_shared(0.0f32, stream), Err(Error::Operands(_))));
-    assert!(matches!(host.clone().fill_shared(0.0f32, stream), Err(Error::Operands(_))));
+    assert!(matches!(repeated.clone().fill(0.0f32, stream), Err(Error::Operands(_))));
+    assert!(matches!(host.clone().fill(0.0f32, stream), Err(Error::Operands(_))));
     assert_eq!(floats(&there), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
-    drop(there.clone().assign_shared(&row.broadcast(&[2, 3]).unwrap(), stream).unwrap());
+    drop(there.clone().copy_from(&row.broadcast(&[2, 3]).unwrap(), stream).unwrap());
     assert_eq!(floats(&there), [0.0, 1.0, 2.0, 0.0, 1.0, 2.0]);
 }
 
@@ -156,7 +156,7 @@ fn deep_copies_share_nothing() {
     }
     let there = numbered(&stand, &[6]);
     let before = there.deep_copy().unwrap();
-    there.clone().fill_shared(9.0f32, &stand.stream).unwrap();
+    there.clone().fill(9.0f32, &stand.stream).unwrap();
     assert_eq!((floats(&before), floats(&there)), ((0..6u8).map(f32::from).collect(), vec![9.0; 6]));
 }
 
@@ -169,12 +169,12 @@ fn a_failed_write_leaves_everything_usable() {
         let transfer = Transfer::new(&allocator).unwrap();
         let stream = device.stream().unwrap();
         transfer.allocator().kernels().unwrap();
-        let base = Tensor::zeros_in(&transfer, DType::F32, &[64, 64]).unwrap();
+        let base = Tensor::zeros(&[64, 64], DType::F32, &transfer).unwrap();
         let from = counting(&[64, 32]);
         driver.inject(Fault::Nth { operation: None, nth: call, code: Code::OUT_OF_MEMORY });
-        let written = base.narrow(1, 0..32).unwrap().assign_shared(&from, &stream).and_then(|pending| pending.wait());
+        let written = base.narrow(1, 0..32).unwrap().copy_from(&from, &stream).and_then(|pending| pending.wait());
         driver.clear_faults();
-        let again = base.narrow(1, 0..32).unwrap().assign_shared(&from, &stream).unwrap();
+        let again = base.narrow(1, 0..32).unwrap().copy_from(&from, &stream).unwrap();
         again.wait().unwrap();
         assert_eq!(bytes(&base.narrow(1, 0..32).unwrap()), bytes(&from), "call {call}: {written:?}");
         assert_eq!(floats(&base.narrow(1, 32..64).unwrap()), vec![0.0; 64 * 32], "call {call}");
@@ -285,7 +285,7 @@ proptest! {
             let places = places_of(&to);
             let from = match what {
                 What::Fill(value) => {
-                    to.fill_shared(value, stream).unwrap();
+                    to.fill(value, stream).unwrap();
                     places.into_iter().for_each(|place| model[place] = value);
                     continue;
                 }
@@ -309,7 +309,7 @@ proptest! {
             } else {
                 floats(&from)
             };
-            let begun = to.assign_shared(&from, stream).unwrap();
+            let begun = to.copy_from(&from, stream).unwrap();
             if seed % 2 == 0 {
                 begun.wait().unwrap();
             }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use aquifer_cuda::CudaDriver;
 use aquifer_device::{
-    Access, AccessKind, Attempt, Code, DeviceError, DevicePtr, Driver, ErrorKind, KernelArg, Launch, RawModule,
+    AccessKind, AccessRange, Attempt, Code, DeviceError, DevicePtr, Driver, ErrorKind, KernelArg, Launch, RawModule,
     RawStream, Result, StreamFlags,
 };
 use aquifer_standin::{Standin, StandinDevice};
@@ -83,7 +83,7 @@ pub(crate) fn fill(module: Option<RawModule>, ptr: DevicePtr, bytes: u64, patter
         module,
         block: [128, 1, 1],
         args: vec![KernelArg::Ptr(ptr), KernelArg::U64(bytes), KernelArg::U64(pattern)],
-        accesses: vec![Access { ptr, bytes, kind: AccessKind::Write }],
+        accesses: vec![AccessRange { ptr, bytes, kind: AccessKind::Write }],
         ..Launch::default()
     }
 }

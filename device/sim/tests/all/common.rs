@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use aquifer_device::{
-    Access, AccessKind, Code, Device, DeviceError, DevicePtr, Driver, ErrorKind, HostKernel, HostPtr, KernelArg,
+    AccessKind, AccessRange, Code, Device, DeviceError, DevicePtr, Driver, ErrorKind, HostKernel, HostPtr, KernelArg,
     Launch, Operation, PhysicalOptions, RawEvent, RawPhysical, RawStream, Result, Stream, StreamFlags,
 };
 use aquifer_sim::{SimConfig, SimDriver};
@@ -126,7 +126,7 @@ pub(crate) trait Short: Driver {
         host: Option<HostKernel>,
         stream: RawStream,
     ) -> Result<()> {
-        let accesses = accesses.iter().map(|&(ptr, bytes, kind)| Access { ptr, bytes, kind }).collect();
+        let accesses = accesses.iter().map(|&(ptr, bytes, kind)| AccessRange { ptr, bytes, kind }).collect();
         let launch =
             Launch { name, block: [32, 1, 1], args: vec![KernelArg::U32(1)], accesses, host, ..Launch::default() };
         // SAFETY: the kernels of the tests keep to their declarations, or test the case that

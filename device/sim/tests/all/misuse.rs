@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use aquifer_device::AccessKind::{Read, Write};
 use aquifer_device::internal::{MovesContents, defer_panics_here};
-use aquifer_device::{Access, Device, DevicePtr, Driver, NewBlock, Witness};
+use aquifer_device::{AccessRange, Device, DevicePtr, Driver, NewBlock, Witness};
 use aquifer_sim::{SimConfig, SimDriver, ViolationKind};
 use proptest::prelude::*;
 
@@ -257,7 +257,7 @@ fn texts_name_both_places_and_the_remedy() {
     let (one, two, memory) = (device.stream().unwrap(), device.stream().unwrap(), device.alloc(MIB).unwrap());
     one.fill(memory, 1, MIB).unwrap();
     let first = format!("misuse.rs:{}", line!() - 1);
-    two.touch("sum", &[Access { ptr: memory, bytes: MIB, kind: Read }]).unwrap();
+    two.touch("sum", &[AccessRange { ptr: memory, bytes: MIB, kind: Read }]).unwrap();
     let second = format!("misuse.rs:{}", line!() - 1);
     let text = device.driver().take_violation().unwrap();
     assert!(text.contains(&first) && text.contains(&second), "{text}");

@@ -19,7 +19,7 @@ const BYTES: u64 = 64;
 
 /// An access of an operation: number, device, first byte, end, whether it writes.
 #[derive(Clone, Copy)]
-struct Access {
+struct AccessRange {
     op: u64,
     device: usize,
     from: u64,
@@ -35,7 +35,7 @@ struct Model {
     /// What destroyed streams left.
     destroyed: [Before; 2],
     host: Before,
-    accesses: Vec<Access>,
+    accesses: Vec<AccessRange>,
     count: u64,
     bytes: [Vec<u8>; 2],
 }
@@ -47,15 +47,21 @@ impl Model {
         self.count += 1;
         let op = self.count;
         let before = &self.streams[device][stream];
-        let ordered = |access: &Access| before.contains(&access.op) || self.host.contains(&access.op);
+        let ordered = |access: &AccessRange| before.contains(&access.op) || self.host.contains(&access.op);
         let mut races = [false; 2];
         for &(on, from, to, writes) in touched {
-            let meets = |access: &Access| {
+            let meets = |access: &AccessRange| {
                 access.device == on && access.from < to && from < access.to && (access.writes || writes)
             };
             races[on] |= self.accesses.iter().any(|access| meets(access) && !ordered(access));
         }
-        self.accesses.extend(touched.iter().map(|&(device, from, to, writes)| Access { op, device, from, to, writes }));
+        self.accesses.extend(touched.iter().map(|&(device, from, to, writes)| AccessRange {
+            op,
+            device,
+            from,
+            to,
+            writes,
+        }));
         self.streams[device][stream].insert(op);
         races
     }

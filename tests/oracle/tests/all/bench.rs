@@ -1,7 +1,7 @@
 //! The streams and the memory of programs with a known answer.
 
 use aquifer_device::{
-    Access, AccessKind, DevicePtr, HostPtr, Launch, PhysicalOptions, RawPhysical, RawStream, StreamFlags,
+    AccessKind, AccessRange, DevicePtr, HostPtr, Launch, PhysicalOptions, RawPhysical, RawStream, StreamFlags,
 };
 use aquifer_oracle::RaceKind;
 
@@ -49,7 +49,7 @@ impl Bench {
     }
 
     pub(crate) fn kernel(&self, touched: &[(DevicePtr, AccessKind)], stream: RawStream) {
-        let accesses = touched.iter().map(|&(ptr, kind)| Access { ptr, bytes: BYTES, kind }).collect();
+        let accesses = touched.iter().map(|&(ptr, kind)| AccessRange { ptr, bytes: BYTES, kind }).collect();
         // SAFETY: the kernel has no code.
         unsafe { self.both.launch(&Launch { name: "k", accesses, ..Launch::default() }, stream) }.unwrap();
     }

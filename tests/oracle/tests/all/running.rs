@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_device::{
-    Access, AccessKind, Code, Copy2d, CopyEnd, CopyPart, DevicePtr, HostPtr, Launch, PhysicalOptions, RawEvent,
+    AccessKind, AccessRange, Code, Copy2d, CopyEnd, CopyPart, DevicePtr, HostPtr, Launch, PhysicalOptions, RawEvent,
     RawGraph, RawPhysical, RawStream, StreamFlags,
 };
 use aquifer_oracle::{Call, Touch};
@@ -366,10 +366,10 @@ impl Running {
         match action {
             Action::Kernel(..) => {
                 let access = |touch: &Touch| match touch.at {
-                    CopyEnd::Device(ptr) => Access { ptr, bytes: touch.bytes, kind: touch.kind },
+                    CopyEnd::Device(ptr) => AccessRange { ptr, bytes: touch.bytes, kind: touch.kind },
                     CopyEnd::Host(_) => unreachable!("kernels are given device memory"),
                 };
-                let accesses: Vec<Access> = touches.iter().map(access).collect();
+                let accesses: Vec<AccessRange> = touches.iter().map(access).collect();
                 let busy_ns = 5_000 * accesses.len() as u64;
                 let launch = Launch { name: "k", accesses, busy_ns, ..Launch::default() };
                 // SAFETY: the kernel has no code.

@@ -156,7 +156,7 @@ impl Program {
                 of_tensor(again.wait().unwrap(), &other)
             }
             21 => {
-                let there = Tensor::full(&transfer, &[len / 4], 1.0f32).unwrap();
+                let there = Tensor::full(&[len / 4], 1.0f32, &transfer).unwrap();
                 match (long, keep) {
                     (true, true) => of_tensor(there.add(&there, &one).unwrap(), &one),
                     (true, false) => of_tensor(there.sum(&one).unwrap(), &one),
@@ -169,8 +169,8 @@ impl Program {
             22 => {
                 let buffer: Buffer<u8> = allocator.alloc(len, &one).unwrap();
                 one.fill(buffer.ptr(), self.byte, bytes).unwrap();
-                let tensor = Tensor::from_buffer(&buffer, &[len], &transfer).unwrap();
-                let read = tensor.to_vec_blocking::<u8>().unwrap();
+                let tensor = Tensor::from_buffer(&buffer, &[len]).unwrap();
+                let read = tensor.to_vec::<u8>().unwrap();
                 assert!(
                     read.iter().all(|&byte| byte == self.byte),
                     "a tensor of memory filled without an access guard differs"

@@ -129,7 +129,7 @@ fn a_batch_that_arrived_before_its_memory_went_is_had_later() {
         }
         match batches.next() {
             None => break,
-            Some(Ok(batch)) => sums.push(batch.sum(&bench.stream).unwrap().item_blocking::<f64>().unwrap()),
+            Some(Ok(batch)) => sums.push(batch.sum(&bench.stream).unwrap().item::<f64>().unwrap()),
             Some(Err(Error::Alloc(AllocError::Asleep))) => allocator.wake().unwrap(),
             Some(Err(error)) => panic!("{error}"),
         }
