@@ -10,7 +10,7 @@
 //! | keep a GPU busy with batches | [`Allocator::prefetch`], `examples/loader.rs` |
 //! | load a model | [load a model](#load-a-model): [`Tensor`], [`tensor::ParamSet`] |
 //! | recover when memory runs out | [out of memory](#out-of-memory): [`Error::is_out_of_memory`] |
-//! | know where memory went | [statistics](#statistics): [`Allocator::stats`], [`Allocator::snapshot`] |
+//! | know where memory went | [statistics](#statistics): [`Allocator::stats`](aquifer_allocator::Allocator::stats), [`Allocator::snapshot`](aquifer_allocator::Allocator::snapshot) |
 //! | test without a GPU | [test without a GPU](#test-without-a-gpu): [`device::sim`] |
 //! | share a context or a stream with cudarc | `device::cuda` |
 //! | find what I know from PyTorch or cudarc | the guide, `docs/guide.md` |
@@ -127,8 +127,9 @@
 //!
 //! # Statistics
 //!
-//! Names and meanings are PyTorch's. [`Allocator::snapshot`] has every block; saved to a file,
-//! PyTorch's memory viewer opens it.
+//! Names and meanings are PyTorch's.
+//! [`Allocator::snapshot`](aquifer_allocator::Allocator::snapshot) has every block; saved to a
+//! file, PyTorch's memory viewer opens it.
 //!
 //! ```
 //! use aquifer::prelude::*;
@@ -167,7 +168,7 @@
 //! | feature | default | what it does |
 //! | --- | --- | --- |
 //! | `cuda` | yes | NVIDIA GPUs through the CUDA driver, which is loaded at run time. Building needs no toolkit |
-//! | `nvml` | yes | enables `cuda`, and attributes a GPU's memory to processes ([`Allocator::attribution`]) |
+//! | `nvml` | yes | enables `cuda`, and attributes a GPU's memory to processes ([`Allocator::attribution`](aquifer_allocator::Allocator::attribution)) |
 //! | `sim` | yes | the simulated GPU |
 //! | `metrics` | no | `aquifer::metrics` records statistics through the crate `metrics` |
 //!

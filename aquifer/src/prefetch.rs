@@ -33,7 +33,7 @@ use crate::transfer::runtime::Transfer;
 /// consumer's stream is ordered after each copy without waiting on the host.
 ///
 /// **Using a batch.** It is ready on the stream that the prefetcher was made for
-/// ([`crate::OnStreams::ready_on`]): any work of that stream may use it, with or without access
+/// ([`crate::transfer::OnStreams::ready_on`]): any work of that stream may use it, with or without access
 /// guards, and it may be dropped at any time. Other streams use access guards
 /// ([`aquifer_allocator::AccessGuard`]). The bound below counts the batch's memory as free once
 /// that stream is done with the work enqueued before the next batch was asked for, so enqueue the

@@ -55,7 +55,7 @@ pub enum CheckpointFault {
         has: u64,
     },
     /// A tensor is of a dtype that tensors here do not have. Leave it out by a filter, or load it
-    /// as bytes ([`crate::OtherDTypes::AsBytes`]) unless its elements are less than a byte.
+    /// as bytes ([`crate::tensor::OtherDTypes::AsBytes`]) unless its elements are less than a byte.
     #[error(
         "tensor {tensor:?} is of dtype {dtype}, which tensors here do not have; leave it out{}",
         if *element_bytes > 0 { " or load it as bytes" } else { ": its elements are less than a byte" }

@@ -136,7 +136,7 @@ impl ParamSet {
         self.params.iter().fold(0, |bytes, param| bytes.saturating_add(param.tensor.bytes()))
     }
 
-    /// As [`Transfer::called_here`](crate::Transfer::called_here), where one of the tensors is on a
+    /// As [`Transfer::called_here`](crate::transfer::Transfer::called_here), where one of the tensors is on a
     /// device.
     #[track_caller]
     pub(super) fn called_here(&self) -> Option<CalledFrom> {

@@ -59,7 +59,7 @@ use crate::transfer::runtime::Transfer;
 ///
 /// *Waiting.* Methods that wait on the host say so in their names. Beyond that, where the host
 /// itself changes, copies or converts elements in page-locked memory, it waits for copies that
-/// still fill that memory ([`crate::HostMemoryStats::num_waits`] counts these waits).
+/// still fill that memory ([`crate::transfer::HostMemoryStats::num_waits`] counts these waits).
 ///
 /// ```
 /// use aquifer::prelude::*;

@@ -19,13 +19,13 @@ pub enum Direction {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Traffic {
-    /// Transfers; of a [`crate::TransferBatch`], each copy that was added.
+    /// Transfers; of a [`crate::transfer::TransferBatch`], each copy that was added.
     pub copies: u64,
     /// Their bytes.
     pub bytes: u64,
 }
 
-/// The counters of a [`crate::Transfer`].
+/// The counters of a [`crate::transfer::Transfer`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Counters {
@@ -36,12 +36,12 @@ pub struct Counters {
     /// Within the device, or from other devices; but a copy by way of the host counts as a download
     /// there and an upload here.
     pub on_device: Traffic,
-    /// Between host memory ([`crate::Transfer::copy_on_host`]).
+    /// Between host memory ([`crate::transfer::Transfer::copy_on_host`]).
     pub on_host: Traffic,
     /// The number of waits of threads for the device, in calls that document it.
     pub synchronisations: u64,
     /// The time of these waits for transfers, without measurements
-    /// ([`crate::Transfer::batch_calls_pay_below`]).
+    /// ([`crate::transfer::Transfer::batch_calls_pay_below`]).
     pub time_waited: Duration,
     /// The time from the call that began a transfer to the end of its wait or await, summed over
     /// the transfers that were waited for or awaited.

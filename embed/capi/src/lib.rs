@@ -1,7 +1,7 @@
 //! The C interface to Aquifer: `include/aquifer.h`, which `ci/header` writes from this file.
 //!
-//! Memory is that of the process's allocator of each device ([`DeviceAllocator::allocator`](aquifer::memory::DeviceAllocator)), so a program
-//! that also uses Aquifer from Rust shares it. The README says how PyTorch, ONNX Runtime and C programs use it.
+//! Memory is that of the process's allocator of each device ([`Allocator::of`](aquifer::Allocator::of)), so a program that also uses
+//! Aquifer from Rust shares it. The README says how PyTorch, ONNX Runtime and C programs use it.
 //!
 //! No panic leaves a function: it becomes [`AQUIFER_PANIC`].
 

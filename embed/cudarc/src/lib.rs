@@ -42,7 +42,7 @@
 //!
 //! cudarc allocates from the driver's default memory pool, which keeps what was freed until a
 //! synchronisation. What Aquifer caches is not there for cudarc, and the reverse. Where both run
-//! short, call [`Allocator::empty_cache`] before cudarc allocates much, or allocate from Aquifer
+//! short, call `Allocator::empty_cache` before cudarc allocates much, or allocate from Aquifer
 //! alone.
 //!
 //! [cudarc]: https://docs.rs/cudarc

@@ -39,7 +39,7 @@ pub trait AllocatorExt {
     /// The elements hold anything, so they must be written before they are read.
     ///
     /// # Errors
-    /// As [`Allocator::alloc_raw`]; a stream of another context; [`Error::Untracked`].
+    /// As `Allocator::alloc_raw`; a stream of another context; [`Error::Untracked`].
     unsafe fn alloc_slice<T: DeviceRepr>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<PoolSlice<T>, Error>;
 
     /// Allocates a slice of `len` zeros for code that takes cudarc's own.
@@ -131,7 +131,7 @@ pub struct PoolSlice<T> {
 }
 
 impl<T> PoolSlice<T> {
-    /// Gives up the slice and returns its address, to be freed with [`Allocator::free_raw`]. The
+    /// Gives up the slice and returns its address, to be freed with `Allocator::free_raw`. The
     /// slice's own stream waits for what uses it.
     pub fn leak(self) -> CUdeviceptr {
         let mut this = ManuallyDrop::new(self);

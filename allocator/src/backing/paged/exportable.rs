@@ -46,7 +46,7 @@ use crate::tags::Tag;
 /// once the streams that used it are done. Where memory is mapped, it keeps the allocator open.
 ///
 /// As with [`crate::Allocation`], the memory is for work on the stream that it was allocated for.
-/// Other streams take access guards on a [`Exportable::buffer`], or are noted with
+/// Other streams take access guards on a [`Exportable::storage`], or are noted with
 /// [`Exportable::record_stream`]. The work of other processes is not ordered here; that is up to
 /// them.
 #[must_use = "dropping the handle gives the memory back"]

@@ -1,6 +1,6 @@
 //! Copies.
 //!
-//! * `api`: the methods of [`crate::Transfer`];
+//! * `api`: the methods of [`crate::transfer::Transfer`];
 //! * `endpoints`: sources and targets;
 //! * `host`: between the host and the device;
 //! * `on_device`, `peer`: within the device, and between devices;

@@ -24,7 +24,7 @@ use crate::transfer::host_memory;
 /// * [`PinnedBuffer::write`] waits for all copies.
 ///
 /// Both *wait visibly*: they document it, they return a `Result`, and
-/// [`crate::HostMemoryStats::num_waits`] counts the waits. To avoid a wait, query
+/// [`crate::transfer::HostMemoryStats::num_waits`] counts the waits. To avoid a wait, query
 /// [`PinnedBuffer::is_idle`] first. The alternative, a borrow that lasts as long as the copy, would
 /// rely on the destructor of a guard, which does not run if the guard is leaked.
 ///
