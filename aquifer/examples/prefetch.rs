@@ -7,9 +7,8 @@
 use std::error::Error;
 use std::time::Duration;
 
-use aquifer::Allocator;
-use aquifer::Tensor;
 use aquifer::transfer::{Prefetcher, Timer, Transfer};
+use aquifer::{Allocator, Tensor};
 use aquifer_allocator::Config;
 use aquifer_device::{Device, Stream};
 use aquifer_kernels::{DType, Kernels};

@@ -14,7 +14,7 @@ use aquifer_kernels::{ConvertError, DType, KernelError};
 use crate::buffer::WithError;
 use crate::layout::LayoutError;
 use crate::open::OpenError;
-use crate::params::{CheckpointError, Listed, SetMismatch, Stray};
+use crate::params::{CheckpointError, Listed, SetMismatch};
 use crate::tensor::OperandsError;
 
 /// Any error of Aquifer. `?` converts the errors of its parts, too. What several parts can fail
@@ -223,8 +223,8 @@ pub enum Error {
     LeftBehind {
         /// The place where they should be.
         place: String,
-        /// Parameters in other places.
-        strays: Vec<Stray>,
+        /// Parameters in other places: name, bytes and place of each.
+        strays: Vec<String>,
     },
     /// A file of tensors is invalid.
     #[error(transparent)]

@@ -24,9 +24,10 @@
 //! | `aquifer_pinned_active_bytes`, `aquifer_pinned_held_bytes` | bytes | page-locked memory in use, and held |
 //! | `aquifer_pinned_ooms_total` | requests | how often a request failed for lack of page-locked memory |
 
-use crate::transfer::PinnedPool;
 use aquifer_allocator::Allocator;
 use metrics::{counter, gauge};
+
+use crate::transfer::PinnedPool;
 
 /// Records the statistics of a device's memory. Totals start again at zero if
 /// [`Allocator::reset_accumulated_stats`] is called.

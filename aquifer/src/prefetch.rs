@@ -12,12 +12,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crate::allocator::Allocator;
 use aquifer_allocator::{AllocError, Awake};
 use aquifer_device::fork::{Condvar, Mutex};
 use aquifer_device::internal::defer_panics_here;
 use aquifer_device::{Stream, Tick};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, unbounded};
+
+use crate::allocator::Allocator;
 
 pub use batch::Batch;
 

@@ -20,13 +20,13 @@ use std::ops::Deref;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
-use crate::buffer::Buffer;
 use aquifer_allocator::Registration;
 use aquifer_device::fork::Mutex;
 use aquifer_device::internal::MovesContents;
 use aquifer_device::{RequestError, Stream};
 use bytemuck::Pod;
 
+use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::transfer::pinned::PinnedBuffer;
 use crate::transfer::runtime::Transfer;

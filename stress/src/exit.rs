@@ -162,9 +162,10 @@ impl From<io::Error> for Failure {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use aquifer::Device;
     use aquifer::device::sim::{SimConfig, SimDriver};
+
+    use super::*;
 
     #[test]
     fn a_lack_of_memory_where_none_is_requested_is_a_failure() {

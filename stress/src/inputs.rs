@@ -6,9 +6,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use aquifer::Error;
 use aquifer::transfer::Transfer;
-use aquifer::{Allocator, Buffer, Pending, PinnedBuffer, Stream};
+use aquifer::{Allocator, Buffer, Error, Pending, PinnedBuffer, Stream};
 
 /// One of this many blocks is an input.
 const EVERY: u64 = 8;
@@ -101,10 +100,11 @@ fn head(block: &Buffer<u8>) -> Buffer<u8> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use aquifer::Device;
     use aquifer::device::sim::{SimConfig, SimDriver};
     use aquifer::memory::Config;
+
+    use super::*;
 
     #[test]
     fn damaged_inputs_are_counted() {

@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use aquifer_kernels::DType;
-
 use crate::layout::MAX_DIMENSIONS;
 
 /// The longest header of a file in bytes: that of the reference implementation.
@@ -55,7 +53,7 @@ pub enum CheckpointFault {
         has: u64,
     },
     /// A tensor is of a dtype that tensors here do not have. Leave it out by a filter, or load it
-    /// as bytes ([`crate::tensor::OtherDTypes::AsBytes`]) unless its elements are less than a byte.
+    /// as bytes ([`Load::others_as_bytes`]) unless its elements are less than a byte.
     #[error(
         "tensor {tensor:?} is of dtype {dtype}, which tensors here do not have; leave it out{}",
         if *element_bytes > 0 { " or load it as bytes" } else { ": its elements are less than a byte" }
@@ -127,29 +125,12 @@ pub struct SetMismatch {
     /// Names in the files that are not in the set, in the files' order. Those that a filter leaves
     /// out are not expected.
     pub unexpected: Vec<String>,
-    /// Tensors that are in both, and are not of one shape, or one kind of dtype.
-    pub different: Vec<DifferentTensor>,
+    /// Tensors that are in both, and are not of one shape, or one kind of dtype: name, and dtype and
+    /// shape of each.
+    pub different: Vec<String>,
 }
 
 aquifer_device::debug_as_display!(SetMismatch);
-
-/// A tensor that is not the same in files and set.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct DifferentTensor {
-    /// Its name.
-    pub name: String,
-    /// The dtype's name in the file, such as `"BF16"`.
-    pub file_dtype: String,
-    /// Its extents in the file, outermost first.
-    pub file_shape: Vec<usize>,
-    /// Its dtype in the set.
-    pub dtype: DType,
-    /// Its extents in the set.
-    pub shape: Vec<usize>,
-    /// Its place.
-    pub place: String,
-}
 
 impl SetMismatch {
     pub(super) fn is_empty(&self) -> bool {
@@ -172,32 +153,6 @@ impl fmt::Display for SetMismatch {
             write!(f, "{before}not of one shape and kind: {}", Listed(&self.different))?;
         }
         Ok(())
-    }
-}
-
-impl fmt::Display for DifferentTensor {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let DifferentTensor { name, file_dtype, file_shape, dtype, shape, place } = self;
-        write!(f, "{name} ({file_dtype} {file_shape:?} in the files, {dtype} {shape:?} on {place} in the set)")
-    }
-}
-
-/// A tensor that is not where the others are.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Stray {
-    /// Its name.
-    pub name: String,
-    /// Its place.
-    pub place: String,
-    /// Its bytes.
-    pub bytes: u64,
-}
-
-/// One parameter in a list of a message.
-impl fmt::Display for Stray {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({} bytes on {})", self.name, self.bytes, self.place)
     }
 }
 

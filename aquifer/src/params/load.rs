@@ -32,19 +32,6 @@ use crate::transfer::staging::{HostSource, PAGE};
 /// sent yet.
 const IN_FLIGHT: usize = 8;
 
-/// The treatment of tensors of unknown dtypes, such as `BOOL`, `I8` or `F8_E4M3`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum OtherDTypes {
-    /// An error that names the tensor and its dtype.
-    #[default]
-    Refuse,
-    /// They are loaded as [`DType::U8`], bit by bit: with the same shape where an element is a
-    /// byte, else with another dimension for the bytes of an element. Those of less than a byte are
-    /// still refused.
-    AsBytes,
-}
-
 /// Selects the tensors to load.
 type Filter<'a> = Box<dyn Fn(&TensorEntry) -> bool + 'a>;
 
@@ -54,7 +41,7 @@ type Filter<'a> = Box<dyn Fn(&TensorEntry) -> bool + 'a>;
 pub struct Load<'a> {
     filter: Option<Filter<'a>>,
     dtype: Option<DType>,
-    others: OtherDTypes,
+    others_as_bytes: bool,
     progress: Option<ProgressCallback<'a>>,
 }
 
@@ -76,9 +63,11 @@ impl<'a> Load<'a> {
         Load { dtype: Some(dtype), ..self }
     }
 
-    /// The treatment of tensors of unknown dtypes.
-    pub fn others(self, others: OtherDTypes) -> Load<'a> {
-        Load { others, ..self }
+    /// Loads tensors of unknown dtypes, such as `BOOL`, `I8` or `F8_E4M3`, as [`DType::U8`], bit by
+    /// bit: with the same shape where an element is a byte, else with another dimension for the
+    /// bytes of an element. Without this, and for elements of less than a byte, they are an error.
+    pub fn others_as_bytes(self) -> Load<'a> {
+        Load { others_as_bytes: true, ..self }
     }
 
     /// Calls back for every complete tensor.
@@ -89,7 +78,10 @@ impl<'a> Load<'a> {
 
 impl fmt::Debug for Load<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Load").field("dtype", &self.dtype).field("others", &self.others).finish_non_exhaustive()
+        f.debug_struct("Load")
+            .field("dtype", &self.dtype)
+            .field("others_as_bytes", &self.others_as_bytes)
+            .finish_non_exhaustive()
     }
 }
 
@@ -181,12 +173,12 @@ impl Checkpoint {
 
     /// The plan of loading one tensor, checked before any is loaded.
     pub(super) fn want<'a>(&'a self, entry: &'a TensorEntry, how: &Load<'_>) -> Result<Wanted<'a>, Error> {
-        let (stored, dtype, shape) = match (entry.dtype, how.others) {
+        let (stored, dtype, shape) = match (entry.dtype, how.others_as_bytes) {
             (Some(stored), _) => {
                 let dtype = how.dtype.filter(|dtype| dtype.is_float() == stored.is_float()).unwrap_or(stored);
                 (stored, dtype, entry.shape.clone())
             }
-            (None, OtherDTypes::AsBytes) if entry.element_bytes > 0 => {
+            (None, true) if entry.element_bytes > 0 => {
                 let bytes = usize::try_from(entry.element_bytes).ok().filter(|&bytes| bytes > 1);
                 (DType::U8, DType::U8, entry.shape.iter().copied().chain(bytes).collect())
             }

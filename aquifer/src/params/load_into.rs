@@ -8,7 +8,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::checkpoint::Checkpoint;
-use super::errors::{DifferentTensor, SetMismatch};
+use super::errors::SetMismatch;
 use super::load::{Load, Wanted};
 use super::param_set::ParamSet;
 use crate::error::Error;
@@ -88,14 +88,15 @@ impl Checkpoint {
             if found.layout.shape() == tensor.shape() && found.stored.is_float() == tensor.dtype().is_float() {
                 wanted.push(Wanted { dtype: tensor.dtype(), ..found });
             } else {
-                mismatch.different.push(DifferentTensor {
-                    name: entry.name.clone(),
-                    file_dtype: entry.file_dtype.clone(),
-                    file_shape: entry.shape.clone(),
-                    dtype: tensor.dtype(),
-                    shape: tensor.shape().to_vec(),
-                    place: tensor.place().to_string(),
-                });
+                mismatch.different.push(format!(
+                    "{} ({} {:?} in the files, {} {:?} on {} in the set)",
+                    entry.name,
+                    entry.file_dtype,
+                    entry.shape,
+                    tensor.dtype(),
+                    tensor.shape(),
+                    tensor.place()
+                ));
             }
         }
         let names: HashSet<&str> = self.entries().iter().map(|entry| entry.name.as_str()).collect();

@@ -15,8 +15,8 @@ mod save;
 
 pub use checkpoint::{Checkpoint, TensorEntry};
 pub(crate) use errors::Listed;
-pub use errors::{CheckpointError, CheckpointFault, DifferentTensor, SetMismatch, Stray};
-pub use load::{Load, OtherDTypes};
+pub use errors::{CheckpointError, CheckpointFault, SetMismatch};
+pub use load::Load;
 pub use param_set::ParamSet;
 pub use relocate::{Progress, Relocate};
 

@@ -6,7 +6,6 @@ use std::panic::Location;
 
 use aquifer_device::internal::CalledFrom;
 
-use super::errors::Stray;
 use crate::error::Error;
 use crate::tensor::{Place, Tensor};
 
@@ -159,16 +158,11 @@ impl ParamSet {
         places
     }
 
-    /// The tensors that are not in the given place.
-    pub fn strays(&self, place: impl Into<Place>) -> Vec<Stray> {
+    /// The tensors that are not in the given place: name, bytes and place of each.
+    pub fn strays(&self, place: impl Into<Place>) -> Vec<String> {
         let place = place.into();
-        let elsewhere = self.params.iter().filter(|param| !param.tensor.place().serves_as(&place));
-        let stray = |param: &Param| Stray {
-            name: param.name.clone(),
-            place: param.tensor.place().to_string(),
-            bytes: param.tensor.bytes(),
-        };
-        elsewhere.map(stray).collect()
+        let elsewhere = self.iter().filter(|(_, tensor)| !tensor.place().serves_as(&place));
+        elsewhere.map(|(name, tensor)| format!("{name} ({} bytes on {})", tensor.bytes(), tensor.place())).collect()
     }
 
     /// Checks that all tensors are in the given place.

@@ -1,8 +1,8 @@
 //! Values that a prefetcher sends to a device.
 
-use crate::buffer::Buffer;
 use bytemuck::Pod;
 
+use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::tensor::{Tensor, To};
 use crate::transfer::counters::Direction;

@@ -3,8 +3,6 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::allocator::Allocator;
-use crate::buffer::Buffer;
 use aquifer_allocator::Config;
 use aquifer_device::{Code, Device, RequestError};
 use aquifer_kernels::Kernels;
@@ -12,6 +10,8 @@ use aquifer_sim::{Fault, SimConfig, SimDriver};
 use proptest::prelude::*;
 
 use super::*;
+use crate::allocator::Allocator;
+use crate::buffer::Buffer;
 use crate::tensor::Place;
 use crate::transfer::counters::Direction;
 use crate::transfer::pinned::tests::unused::assert_unused;

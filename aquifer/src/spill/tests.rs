@@ -1,6 +1,5 @@
 //! Buffers that are spilled and come back with their contents.
 
-use crate::allocator::Allocator;
 use aquifer_allocator::Config;
 use aquifer_device::{Code, Device, Operation};
 use aquifer_kernels::Kernels;
@@ -8,6 +7,7 @@ use aquifer_sim::{Fault, SimConfig, SimDriver};
 use proptest::prelude::*;
 
 use super::*;
+use crate::allocator::Allocator;
 use crate::transfer::pinned::tests::unused::assert_unused;
 
 const MIB: u64 = 1 << 20;

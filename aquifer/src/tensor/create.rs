@@ -1,6 +1,5 @@
 //! Making tensors of elements, and reading elements back on the host.
 
-use crate::buffer::Buffer;
 use aquifer_allocator::AccessGuard;
 use aquifer_device::{AccessKind, RequestError, Stream};
 use aquifer_kernels::{DType, convert_host};
@@ -10,6 +9,7 @@ use super::Tensor;
 use super::memory::{DeviceMemory, Memory, Scalar, target_of};
 use super::pack::pack_on_host;
 use super::place::Place;
+use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::layout::{Layout, LayoutError};
 use crate::transfer::copy::Owned;

@@ -4,12 +4,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::buffer::Buffer;
 use aquifer_device::{Device, RequestError};
 use aquifer_kernels::{DType, Element, Operand, Target};
 use bytemuck::Pod;
 
 use super::place::Place;
+use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::transfer::copy::Owned;
 use crate::transfer::host_memory;

@@ -20,22 +20,22 @@ mod transport;
 use std::fmt;
 use std::ops::Range;
 
-use crate::buffer::Buffer;
 use aquifer_device::internal::CalledFrom;
 use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::DType;
 
+use crate::buffer::Buffer;
+
 pub(crate) use converted::Converted;
-pub use error::{OperandInfo, OperandsError};
+pub use error::OperandsError;
 pub use memory::Scalar;
 pub(crate) use memory::{DeviceMemory, Memory};
 pub use place::Place;
-pub use to::{Fallback, To};
+pub use to::To;
 
 pub use crate::layout::{Layout, LayoutError, MAX_DIMENSIONS};
 pub use crate::params::{
-    Checkpoint, CheckpointError, CheckpointFault, DifferentTensor, Load, OtherDTypes, ParamSet, Progress, Relocate,
-    SetMismatch, Stray, TensorEntry,
+    Checkpoint, CheckpointError, CheckpointFault, Load, ParamSet, Progress, Relocate, SetMismatch, TensorEntry,
 };
 pub(crate) use transport::smaller;
 

@@ -14,15 +14,15 @@
 
 use std::sync::Arc;
 
-use crate::buffer::Buffer;
 use aquifer_device::{DeviceMismatch, Stream};
 use aquifer_kernels::{DType, KernelError, Kernels, Operand, Target};
 
 use super::Tensor;
-use super::error::{OperandInfo, OperandsError};
+use super::error::OperandsError;
 use super::memory::{DeviceMemory, Memory, Scalar, operand_of, target_of};
 use super::pack::{fill_on_device, pack_on_device, pack_to, spread_on_device};
 use super::place::device_name;
+use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::layout::Layout;
 use crate::transfer::copy::copy_from_peer;
@@ -318,8 +318,7 @@ impl<'a> Operands<'a> {
 
     pub(super) fn refuse(&self, reason: impl Into<String>) -> Box<OperandsError> {
         let info = |&(name, tensor): &(&'static str, &Tensor)| {
-            let (place, shape) = (tensor.place().to_string(), tensor.shape().to_vec());
-            OperandInfo { name, place, dtype: tensor.dtype(), shape }
+            format!("{name}: {} {:?} on {}", tensor.dtype(), tensor.shape(), tensor.place())
         };
         let operands = self.tensors.iter().map(info).collect();
         Box::new(OperandsError { operation: self.operation, reason: reason.into(), operands })

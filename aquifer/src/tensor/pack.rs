@@ -1,11 +1,11 @@
 //! Packing of elements with gaps between them, in row-major order, on the host and on devices; on
 //! devices also unpacking.
 
-use crate::buffer::Buffer;
 use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::{DType, Strided};
 
 use super::memory::{DeviceMemory, Scalar, operand_of, part_of, target_of};
+use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::layout::{Dimension, Layout, place_of};
 use crate::transfer::host_memory;

@@ -3,10 +3,10 @@
 use std::fmt;
 use std::panic::Location;
 
-use crate::allocator::Allocator;
 use aquifer_device::internal::CalledFrom;
 use aquifer_device::{Device, Stream};
 
+use crate::allocator::Allocator;
 use crate::error::Error;
 use crate::transfer::pinned::PinnedPool;
 use crate::transfer::runtime::Transfer;

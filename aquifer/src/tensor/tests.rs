@@ -3,7 +3,6 @@
 mod fallback;
 mod write;
 
-use crate::allocator::Allocator;
 use aquifer_allocator::Config;
 use aquifer_device::{Code, Device, Operation, RequestError, Stream};
 use aquifer_kernels::convert_host;
@@ -12,6 +11,7 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 
 use super::*;
+use crate::allocator::Allocator;
 use crate::transfer::copy::Route;
 use crate::transfer::counters::Direction;
 use crate::transfer::runtime::Transfer;

@@ -3,23 +3,13 @@
 use aquifer_device::Stream;
 use aquifer_kernels::DType;
 
-/// The fallback if no device serves.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Fallback {
-    /// An error.
-    #[default]
-    Error,
-    /// The host. The place of the result reports it.
-    Host,
-}
-
 /// Options of moving a tensor: the new dtype, the stream of the copy, and the fallback when memory
 /// runs out.
 ///
 /// ```
 /// use aquifer::prelude::*;
-/// use aquifer::tensor::{Fallback, To};
-/// let to = To::new().dtype(DType::BF16).fallback(Fallback::Host);
+/// use aquifer::tensor::To;
+/// let to = To::new().dtype(DType::BF16).or_host();
 /// # let _ = to;
 /// ```
 #[derive(Clone, Debug, Default)]
@@ -27,7 +17,7 @@ pub enum Fallback {
 pub struct To {
     pub(super) dtype: Option<DType>,
     pub(super) stream: Option<Stream>,
-    pub(super) fallback: Fallback,
+    pub(super) or_host: bool,
 }
 
 impl To {
@@ -49,10 +39,9 @@ impl To {
         To { stream: Some(stream.clone()), ..self }
     }
 
-    /// The fallback if the device has no memory for it. With [`Fallback::Host`] the result is on
-    /// the host, as [`crate::Tensor::place`] reports. A lack of page-locked memory is an error in
-    /// any case.
-    pub fn fallback(self, fallback: Fallback) -> To {
-        To { fallback, ..self }
+    /// Leaves the result on the host if the device has no memory for it, as
+    /// [`crate::Tensor::place`] reports. A lack of page-locked memory is an error in any case.
+    pub fn or_host(self) -> To {
+        To { or_host: true, ..self }
     }
 }

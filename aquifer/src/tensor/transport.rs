@@ -11,7 +11,6 @@
 
 use std::sync::Arc;
 
-use crate::buffer::Buffer;
 use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::{DType, convert_host};
 
@@ -20,7 +19,8 @@ use super::converted::Converted;
 use super::memory::{DeviceMemory, Memory, PinnedHost, by_size, filled, operand_of, target_of};
 use super::pack::{pack_on_device, pack_on_host};
 use super::place::Place;
-use super::to::{Fallback, To};
+use super::to::To;
+use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::layout::Layout;
 use crate::transfer::copy::{Owned, Region, copy_from_peer, stage_upload, upload_owned};
@@ -111,7 +111,7 @@ impl Tensor {
             self.ready_on(stream)?;
         }
         let conveyed = self.convey(&place, dtype, to.stream.as_ref());
-        if to.fallback == Fallback::Error || place.is_host() {
+        if !to.or_host || place.is_host() {
             return conveyed;
         }
         let (source, wanted) = (self.clone(), place);

@@ -129,12 +129,12 @@ pub(crate) fn nanoseconds(time: Duration) -> u64 {
 mod tests {
     use std::sync::atomic::AtomicBool;
 
-    use crate::allocator::Allocator;
     use aquifer_allocator::Config;
     use aquifer_device::Device;
     use aquifer_sim::{SimConfig, SimDriver};
 
     use super::*;
+    use crate::allocator::Allocator;
     use crate::transfer::Transfer;
 
     #[test]
@@ -181,8 +181,8 @@ mod tests {
     #[test]
     fn reading_one_element_always_counts_as_waiting() {
         let sim = SimDriver::new(SimConfig::default());
-        let transfer = Transfer::new(&Allocator::new(&Device::new(sim.clone()), Config::default()).unwrap()).unwrap();
-        let stream = transfer.device().stream().unwrap();
+        let memory = Allocator::new(&Device::new(sim.clone()), Config::default()).unwrap();
+        let (transfer, stream) = (memory.transfer().unwrap(), memory.device().stream().unwrap());
         let buffer = transfer.to_device(vec![1u8; 1000], &stream).unwrap().wait().unwrap();
         let tensor = crate::Tensor::from_buffer(&buffer, &[1000]).unwrap().select(0, 7).unwrap();
         let before = transfer.counters().synchronisations;

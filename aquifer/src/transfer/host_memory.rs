@@ -114,7 +114,6 @@ impl HostRange {
 
 #[cfg(test)]
 mod tests {
-    use crate::allocator::Allocator;
     use aquifer_allocator::Config;
     use aquifer_device::Device;
     use aquifer_kernels::DType;
@@ -122,6 +121,7 @@ mod tests {
 
     use super::*;
     use crate::Tensor;
+    use crate::allocator::Allocator;
     use crate::transfer::Transfer;
 
     #[test]

@@ -1,7 +1,6 @@
 //! A download into memory that the host is reading.
 
-use aquifer::Buffer;
-use aquifer::{Error, PinnedBuffer};
+use aquifer::{Buffer, Error, PinnedBuffer};
 use aquifer::transfer::Transfer;
 
 fn wrong(

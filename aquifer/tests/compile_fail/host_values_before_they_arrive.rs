@@ -1,8 +1,7 @@
 //! Use of values on the host without waiting for them.
 
-use aquifer::Buffer;
+use aquifer::{Buffer, Error};
 use aquifer_device::Stream;
-use aquifer::Error;
 use aquifer::transfer::Transfer;
 
 fn wrong(transfer: &Transfer, stream: &Stream, device: &Buffer<f32>) -> Result<f32, Error> {

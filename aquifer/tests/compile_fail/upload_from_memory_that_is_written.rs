@@ -1,7 +1,6 @@
 //! An upload from memory that the host is writing.
 
-use aquifer::Buffer;
-use aquifer::{Error, PinnedBuffer};
+use aquifer::{Buffer, Error, PinnedBuffer};
 use aquifer::transfer::Transfer;
 
 fn wrong(

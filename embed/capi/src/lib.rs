@@ -15,7 +15,6 @@ use std::ptr::null_mut;
 
 use aquifer::device::DevicePtr;
 use aquifer::memory::{Contents, PoolOptions};
-
 use failure::{Failure, guarded, printed, status};
 use gpu::Gpu;
 

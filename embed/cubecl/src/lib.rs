@@ -47,8 +47,8 @@
 use std::collections::HashMap;
 use std::fmt;
 
-use aquifer::memory::{AllocError, Allocation};
 use aquifer::{Allocator, Stream};
+use aquifer::memory::{AllocError, Allocation};
 use cubecl_environment::backtrace::BackTrace;
 use cubecl_server::server::IoError;
 use cubecl_server::storage::{ComputeStorage, StorageHandle, StorageId, StorageUtilization};

@@ -17,7 +17,6 @@ use aquifer::Allocator;
 use aquifer_allocator::{ALIGNMENT, AllocError, Allocation, PoolOptions, PoolRoute, PrivatePool};
 use aquifer_device::{Code, Device, DevicePtr, Driver as _, RawStream, Stream};
 use aquifer_sim::{Fault, Lagging, SimConfig};
-
 use dedicated::Pins;
 
 use crate::model::{Blocks, Handle, Live};

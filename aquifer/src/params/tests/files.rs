@@ -2,10 +2,10 @@
 
 use std::path::Path;
 
+use aquifer_device::RequestError;
 use proptest::prelude::*;
 
 use super::*;
-use aquifer_device::RequestError;
 
 /// A file with the given header.
 fn raw_file(header: &str, data: &[u8]) -> Vec<u8> {
@@ -179,7 +179,7 @@ fn unknown_dtypes_are_refused_by_name_or_loaded_as_bytes() {
     let checkpoint = Checkpoint::open(&path).unwrap();
     let error = checkpoint.load_blocking(&transfer, Load::new()).unwrap_err().to_string();
     assert!(error.contains("\"mask\" is of dtype BOOL") && error.contains("load it as bytes"), "{error}");
-    let whole = || Load::new().others(OtherDTypes::AsBytes);
+    let whole = || Load::new().others_as_bytes();
     let error = checkpoint.load_blocking(&transfer, whole()).unwrap_err().to_string();
     assert!(error.contains("\"f\" is of dtype F4") && error.contains("less than a byte"), "{error}");
     let error =
@@ -321,7 +321,7 @@ proptest! {
         let path = directory.file("m.safetensors", &bytes);
         let loaded = Checkpoint::open(&path).and_then(|checkpoint| {
             let entries = checkpoint.entries().len();
-            Ok((entries, checkpoint.load_blocking(Place::Host, Load::new().others(OtherDTypes::AsBytes))?))
+            Ok((entries, checkpoint.load_blocking(Place::Host, Load::new().others_as_bytes())?))
         });
         match loaded {
             Ok((entries, set)) => prop_assert_eq!(entries, set.len()),

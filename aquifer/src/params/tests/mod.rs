@@ -6,7 +6,6 @@ mod into;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::allocator::Allocator;
 use aquifer_allocator::Config;
 use aquifer_device::{Code, Device, Operation};
 use aquifer_kernels::DType;
@@ -14,6 +13,7 @@ use aquifer_sim::{Fault, SimConfig, SimDriver};
 use half::bf16;
 
 use super::*;
+use crate::allocator::Allocator;
 use crate::error::Error;
 use crate::tensor::{Place, Tensor, To};
 use crate::transfer::counters::Direction;

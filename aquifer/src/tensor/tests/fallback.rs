@@ -1,9 +1,9 @@
 //! The host as a fallback for a device without memory, if the caller allows it.
 
-use super::*;
-use crate::tensor::Fallback;
-use crate::transfer::pending::Pending;
 use aquifer_device::RequestError;
+
+use super::*;
+use crate::transfer::pending::Pending;
 
 /// Out of memory is an error unless the caller allows the host, and the tensor's place reports it.
 #[test]
@@ -12,7 +12,7 @@ fn the_host_is_the_fallback_only_if_the_caller_allows_it() {
     let host = Tensor::zeros(&[32 << 20], DType::F32, Place::Host).unwrap();
     let error = host.to(&stand.transfer).unwrap_err();
     assert!(error.is_out_of_memory(), "{error}");
-    let to = To::new().dtype(DType::BF16).fallback(Fallback::Host);
+    let to = To::new().dtype(DType::BF16).or_host();
     let here = Tensor::zeros(&[64 << 20], DType::F32, Place::Host)
         .unwrap()
         .to_with(&stand.transfer, to)
@@ -21,7 +21,7 @@ fn the_host_is_the_fallback_only_if_the_caller_allows_it() {
         .unwrap();
     assert!(here.place().is_host() && here.dtype() == DType::BF16);
     // Other errors are never hidden.
-    let to = To::new().fallback(Fallback::Host).stream(stand_with(SimConfig::default()).device.default_stream());
+    let to = To::new().or_host().stream(stand_with(SimConfig::default()).device.default_stream());
     assert!(matches!(host.to_with(&stand.transfer, to), Err(Error::Request(RequestError::WrongDevice { .. }))));
 }
 
@@ -32,7 +32,7 @@ fn the_host_is_the_fallback_for_conversions_without_memory() {
     let host = Tensor::full(&[1 << 20], f16::ONE, Place::Host).unwrap();
     let to = To::new().dtype(DType::F64);
     assert!(host.to_with(&stand.transfer, to.clone()).and_then(Pending::wait).unwrap_err().is_out_of_memory());
-    let here = host.to_with(&stand.transfer, to.fallback(Fallback::Host)).unwrap().wait().unwrap();
+    let here = host.to_with(&stand.transfer, to.or_host()).unwrap().wait().unwrap();
     assert!(here.place().is_host() && here.dtype() == DType::F64);
 }
 
@@ -42,6 +42,6 @@ fn lack_of_page_locked_memory_is_an_error_despite_the_fallback() {
     let stand = stand();
     stand.transfer.pinned().set_limit(Some(4096));
     let host = counting(&[1 << 20]);
-    let sent = host.to_with(&stand.transfer, To::new().fallback(Fallback::Host)).and_then(Pending::wait);
+    let sent = host.to_with(&stand.transfer, To::new().or_host()).and_then(Pending::wait);
     assert!(matches!(sent, Err(Error::OutOfPinned { .. })), "{sent:?}");
 }

@@ -1,7 +1,8 @@
 //! Writing views in place, against lists of numbers on the host.
 
-use super::*;
 use aquifer_device::RequestError;
+
+use super::*;
 
 /// A tensor on a device with its elements' numbers.
 fn numbered(stand: &Stand, shape: &[usize]) -> Tensor {

@@ -1,7 +1,6 @@
 //! The copies of a [`Transfer`].
 #![allow(single_use_lifetimes, reason = "a lifetime in an argument's `impl Trait` must have a name")]
 
-use crate::buffer::Buffer;
 use aquifer_device::Stream;
 use bytemuck::Pod;
 
@@ -10,6 +9,7 @@ use super::endpoints::{DeviceSource, HostCopySource, Source, Target};
 use super::peer::Route;
 use super::region::Plan;
 use super::{batch, crossover, host, on_device, peer};
+use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::transfer::counters::{Direction, ON_HOST};
 use crate::transfer::pending::Pending;

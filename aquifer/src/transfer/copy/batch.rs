@@ -5,13 +5,13 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::buffer::Buffer;
 use aquifer_allocator::Storage;
 use aquifer_device::{AccessKind, CopyEnd, CopyPart, DevicePtr, HostPtr, RequestError, Tick};
 use bytemuck::Pod;
 
 use super::crossover;
 use super::on_device::{check_apart, check_lengths};
+use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::transfer::counters::Direction;
 use crate::transfer::enqueue::enqueue_parts;

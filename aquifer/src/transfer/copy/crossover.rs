@@ -6,11 +6,11 @@
 
 use std::time::Duration;
 
-use crate::buffer::Buffer;
 use aquifer_allocator::{AccessGuard, Storage};
 use aquifer_device::internal::MovesContents;
 use aquifer_device::{AccessKind, Attribute, CopyEnd, CopyPart, ErrorKind, Stream};
 
+use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::transfer::counters::Direction;
 use crate::transfer::enqueue::{enqueue_parts, offset};

@@ -5,12 +5,12 @@ use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::buffer::{Buffer, View, ViewMut};
 use bytemuck::Pod;
 
 use super::host;
 use super::memory::Owned;
 use super::region::Region;
+use crate::buffer::{Buffer, View, ViewMut};
 use crate::error::Error;
 use crate::transfer::host_memory;
 use crate::transfer::pending::Pending;

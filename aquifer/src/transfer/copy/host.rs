@@ -7,13 +7,13 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::buffer::Buffer;
 use aquifer_device::{AccessKind, CopyEnd};
 use bytemuck::Pod;
 
 use super::memory::{Destination, GuardedRange, Lent, Owned};
 use super::packed::{OnDevice, Packed};
 use super::region::{Plan, Region};
+use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::layout::Rows;
 use crate::transfer::counters::Direction;

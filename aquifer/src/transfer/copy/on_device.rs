@@ -1,9 +1,9 @@
 //! Copies within a device.
 
-use crate::buffer::Buffer;
 use aquifer_device::{AccessKind, CopyEnd, CopyPart, Stream};
 
 use super::region::{Plan, Region};
+use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::layout::Rows;
 use crate::transfer::counters::Direction;

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use crate::allocator::Allocator;
-use crate::buffer::Buffer;
 use aquifer_allocator::Config;
 use aquifer_device::{Device, RequestError};
 use aquifer_sim::{Fault, SimConfig, SimDriver};
 
+use crate::allocator::Allocator;
+use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::transfer::{PinnedConfig, PinnedPool, Region, Transfer};
 

@@ -3,7 +3,6 @@
 
 use std::fmt;
 
-use crate::buffer::Buffer;
 use aquifer_allocator::AccessGuard;
 use aquifer_device::{AccessKind, DeviceError, Stream, Tick};
 use bytemuck::Pod;
@@ -12,6 +11,7 @@ use super::memory::Owned;
 use super::packed::{OnDevice, Packed};
 use super::region::{Plan, Region};
 use super::{host, on_device};
+use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::transfer::counters::Direction;
 use crate::transfer::enqueue::{covered_tick, hold_off_captures};
@@ -215,12 +215,12 @@ fn order_after(transfer: &Transfer, stream: &Stream, copied: &Tick) -> Result<()
 mod tests {
     use std::sync::Arc;
 
-    use crate::allocator::Allocator;
     use aquifer_allocator::{Config, Reservation};
     use aquifer_device::{Code, Device, Operation, RequestError};
     use aquifer_sim::{Fault, SimConfig, SimDriver};
 
     use super::*;
+    use crate::allocator::Allocator;
 
     const LEN: usize = 1 << 20;
 

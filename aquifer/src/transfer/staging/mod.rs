@@ -40,10 +40,11 @@ pub(crate) use endpoints::{HostSource, HostTarget, InRows};
 pub use file::FileReport;
 pub(crate) use file::FileSource;
 
+use staged_transfer::StagedTransfer;
+
 use crate::error::Error;
 use crate::transfer::job::Job;
 use crate::transfer::pinned::PinnedPool;
-use staged_transfer::StagedTransfer;
 pub(crate) use staged_transfer::{DeviceEndpoint, HostEndpoint};
 use workers::Workers;
 

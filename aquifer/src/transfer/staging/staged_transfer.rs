@@ -3,7 +3,6 @@
 use std::panic::Location;
 use std::sync::Arc;
 
-use crate::buffer::Buffer;
 use aquifer_allocator::Reservation;
 use aquifer_device::fork::Mutex;
 use aquifer_device::internal::caller;
@@ -12,6 +11,7 @@ use aquifer_device::{AccessKind, CopyEnd, DeviceError, DevicePtr, HostPtr, RawSt
 use super::config::PAGE;
 use super::endpoints::{HostSource, HostTarget};
 use super::task::{self, Submission, Way};
+use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::layout::{RowBlock, Rows};
 use crate::transfer::enqueue::{covered_tick, enqueue_block, hold_off_captures, refuse_capture};

@@ -1,8 +1,7 @@
 //! Many small copies: one call each, or together.
 
-use aquifer::Error;
 use aquifer::transfer::Direction;
-use aquifer::{Buffer, Pending};
+use aquifer::{Buffer, Error, Pending};
 use serde::Serialize;
 
 use super::meter::Meter;

@@ -2,9 +2,9 @@
 //! have a handle of. Streams take access guards on all of them in the same way.
 
 use aquifer_tests::prelude::*;
+use proptest::prelude::*;
 
 use super::access_guards::write;
-use proptest::prelude::*;
 
 const CAPACITY: u64 = 128 * MIB;
 

@@ -2,10 +2,9 @@
 
 use std::collections::VecDeque;
 
-use aquifer::Error;
 use aquifer::transfer::Direction;
 use aquifer::transfer::{Spillable, Spiller};
-use aquifer::{Pending, PinnedBuffer};
+use aquifer::{Error, Pending, PinnedBuffer};
 use aquifer_tests::prelude::*;
 use aquifer_tests::random::pattern;
 

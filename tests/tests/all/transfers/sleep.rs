@@ -2,10 +2,9 @@
 
 use std::thread;
 
-use aquifer::Error;
 use aquifer::tensor::To;
 use aquifer::transfer::{Batch, Prefetcher, Spiller, Transfer};
-use aquifer::{Pending, Tensor};
+use aquifer::{Error, Pending, Tensor};
 use aquifer_tests::prelude::*;
 
 use super::Bench;

@@ -2,8 +2,9 @@
 
 use std::thread;
 
-use super::*;
 use aquifer_device::RequestError;
+
+use super::*;
 
 #[test]
 fn uploaded_bytes_are_downloaded_again() {

@@ -2,12 +2,12 @@
 
 use std::num::NonZeroUsize;
 
-use crate::allocator::Allocator;
 use aquifer_allocator::Config;
 use aquifer_device::{Code, Operation, RequestError};
 use aquifer_sim::Fault;
 
 use super::*;
+use crate::allocator::Allocator;
 use crate::transfer::{SlabSource, Transfer};
 
 fn failing(operation: Operation, code: Code) -> Fault {

@@ -7,8 +7,6 @@ mod regions;
 
 use std::sync::mpsc;
 
-use crate::allocator::Allocator;
-use crate::buffer::Buffer;
 use aquifer_allocator::Config;
 use aquifer_device::{AccessKind, Code, Device, RequestError, Tick};
 use aquifer_sim::{Fault, SimConfig, SimDriver};
@@ -16,6 +14,8 @@ use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use super::*;
+use crate::allocator::Allocator;
+use crate::buffer::Buffer;
 use crate::layout::Rows;
 use crate::transfer::job::JobProgress;
 use crate::transfer::pending::Pending;

@@ -1,11 +1,11 @@
 //! Regions of ordinary memory: for any strides, each element is copied to the place of its index,
 //! and no other bytes change.
 
+use aquifer_device::RequestError;
 use bytemuck::Pod;
 
 use super::*;
 use crate::transfer::Region;
-use aquifer_device::RequestError;
 
 /// Extents and strides.
 #[derive(Clone, Debug)]

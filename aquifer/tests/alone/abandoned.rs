@@ -4,10 +4,10 @@
 use std::time::Duration;
 
 use aquifer::Allocator;
+use aquifer::transfer::Transfer;
 use aquifer_allocator::Config;
 use aquifer_device::Device;
 use aquifer_sim::{SimConfig, SimDriver};
-use aquifer::transfer::Transfer;
 
 const MIB: u64 = 1 << 20;
 

@@ -1,16 +1,15 @@
 //! The host's time for a copy beyond the driver's calls: at most a microsecond. A measurement, so
-//! it is ignored: `cargo test --release -p aquifer-transfer --test all overhead -- --ignored
+//! it is ignored: `cargo test --release -p aquifer --test alone overhead -- --ignored
 //! --nocapture`.
 #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 
 use std::time::{Duration, Instant};
 
-use aquifer::{Allocator, Buffer};
+use aquifer::transfer::{Direction, Transfer};
+use aquifer::{Allocator, Buffer, PinnedBuffer};
 use aquifer_allocator::Config;
 use aquifer_device::{Device, HostPtr};
 use aquifer_sim::{SimConfig, SimDriver};
-use aquifer::PinnedBuffer;
-use aquifer::transfer::{Direction, Transfer};
 
 const COPIES: u32 = 500;
 const ROUNDS: usize = 40;
