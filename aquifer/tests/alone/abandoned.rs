@@ -41,7 +41,7 @@ fn what_is_kept_for_buffers_goes_back_with_the_last_handle_of_the_device() {
     let device = Device::new(sim.clone());
     let stream = device.stream().unwrap();
     let memory = Allocator::new(&device, Config::default()).unwrap();
-    let buffer = memory.from_vec(vec![1_u8; 32 << 20], &stream).unwrap();
+    let buffer = memory.from_slice(&vec![1_u8; 32 << 20], &stream).unwrap();
     assert_eq!(buffer.to_vec(&stream).unwrap().len(), 32 << 20);
     drop((memory, stream));
     let calls = sim.calls_made();
