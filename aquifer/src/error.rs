@@ -24,7 +24,7 @@ use crate::tensor::OperandsError;
 pub enum Error {
     /// A device could not be named or opened.
     #[error(transparent)]
-    Open(#[from] OpenError),
+    Open(Box<OpenError>),
     /// A request cannot be served as the caller made it: a wrong device, a range out of bounds,
     /// something unsupported.
     #[error(transparent)]
@@ -300,7 +300,7 @@ impl Error {
     /// The error of the device's driver that is the cause, if it is one.
     pub fn device(&self) -> Option<&DeviceError> {
         match self {
-            Error::Open(OpenError::Device(error)) | Error::Device(error) => Some(error),
+            Error::Device(error) => Some(error),
             Error::Kernel(error) => error.device(),
             _ => self.alloc().and_then(AllocError::device),
         }
@@ -312,6 +312,15 @@ impl Error {
             Error::Alloc(error) => Some(error),
             Error::Kernel(error) => error.alloc(),
             _ => None,
+        }
+    }
+}
+
+impl From<OpenError> for Error {
+    fn from(error: OpenError) -> Error {
+        match error {
+            OpenError::Device(error) => Error::Device(error),
+            error => Error::Open(Box::new(error)),
         }
     }
 }
@@ -346,7 +355,7 @@ impl From<ConfigError> for Error {
 #[cfg(feature = "sim")]
 impl From<aquifer_sim::SimConfigError> for Error {
     fn from(cause: aquifer_sim::SimConfigError) -> Error {
-        Error::Open(OpenError::Sim { text: "the settings of a simulated device".to_owned(), cause })
+        OpenError::Sim { text: "the settings of a simulated device".to_owned(), cause }.into()
     }
 }
 

@@ -63,7 +63,7 @@ fn reservations_to_read_let_readers_pass_and_keep_writers_out() {
     thread::scope(|scope| {
         let (one, buffer) = (&one, &buffer);
         scope.spawn(move || {
-            let reservation = Reservation::acquire(&buffer, AccessKind::Write).unwrap();
+            let reservation = Reservation::acquire(buffer, AccessKind::Write).unwrap();
             tell.send(()).unwrap();
             fill(one, &reservation, buffer, 4);
         });

@@ -100,7 +100,7 @@ pub(crate) struct Tie {
 impl OnStreams for Tensor {
     fn ready_on(&self, stream: &Stream) -> Result<(), Error> {
         match &self.memory {
-            Memory::Device(memory) => memory.buffer.ready_on(stream).map_err(Into::into),
+            Memory::Device(memory) => memory.buffer.ready_on(stream),
             Memory::Host(_) | Memory::Pinned(_) => Ok(()),
         }
     }

@@ -288,7 +288,7 @@ impl Transfer {
     /// New device memory for `len` elements.
     #[track_caller]
     pub(crate) fn alloc_elements(&self, len: usize, dtype: DType, stream: &Stream) -> Result<Buffer<u8>, Error> {
-        Ok(self.allocator().alloc(host_memory::bytes_of(len, dtype.bytes())?, stream)?)
+        self.allocator().alloc(host_memory::bytes_of(len, dtype.bytes())?, stream)
     }
 
     /// All work enqueued on the stream so far, as a [`Pending`] to wait for or to await.

@@ -51,9 +51,9 @@ fn a_lost_device_is_the_same_error_whichever_part_was_asked() -> Result<(), Erro
     let mut x = memory.alloc_zeros::<f32>(4, &stream)?;
     while device.synchronize().is_ok() {}
     let lost = [
-        memory.alloc::<u8>(64 << 20, &stream).map(drop).map_err(Error::from),
-        x.axpy(1.0, &memory.alloc(4, &stream)?, &stream).map_err(Error::from),
-        x.upload(vec![1.0; 4], &stream).and_then(|upload| upload.wait()).map(drop).map_err(Error::from),
+        memory.alloc::<u8>(64 << 20, &stream).map(drop),
+        x.axpy(1.0, &memory.alloc(4, &stream)?, &stream),
+        x.upload(vec![1.0; 4], &stream).and_then(|upload| upload.wait()).map(drop),
     ];
     for error in lost.into_iter().map(Result::unwrap_err) {
         assert!(error.is_device_lost() && matches!(error, Error::Device(_)) && error.device().is_some(), "{error:?}");
@@ -66,11 +66,7 @@ fn the_report_is_there_whichever_part_asked_for_memory() -> Result<(), Error> {
     let device = aquifer::open("sim:64MiB")?;
     let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
     let x = memory.alloc_zeros::<u8>(48 << 20, &stream)?;
-    let full = [
-        memory.alloc::<u8>(48 << 20, &stream).map_err(Error::from),
-        x.cast::<u8>(&stream).map_err(Error::from),
-        x.to(&memory, &stream).map_err(Error::from),
-    ];
+    let full = [memory.alloc::<u8>(48 << 20, &stream), x.cast::<u8>(&stream), x.to(&memory, &stream)];
     for error in full.into_iter().map(Result::unwrap_err) {
         assert!(error.is_out_of_memory() && matches!(error, Error::Alloc(_)) && error.report().is_some(), "{error:?}");
     }
@@ -98,8 +94,8 @@ fn errors_are_shown_in_words_by_debug() -> Result<(), Error> {
     let _half = memory.alloc::<u8>(600 << 20, &stream)?;
     let refused = memory.alloc::<u8>(600 << 20, &stream).expect_err("too much");
     assert!(in_words(refused.clone()).contains("\n  try: "), "{refused}");
-    assert!(in_words(Error::from(refused.clone())).starts_with("out of memory. Tried to allocate"));
-    assert!(Error::from(refused).report().is_some());
+    assert!(in_words(refused.clone()).starts_with("out of memory. Tried to allocate"));
+    assert!(refused.report().is_some());
 
     let (mut x, y) = (memory.alloc_zeros::<f32>(4, &stream)?, memory.alloc_zeros::<f32>(8, &stream)?);
     let mut errors = vec![

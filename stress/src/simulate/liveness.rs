@@ -157,7 +157,8 @@ impl World {
         if self.asks_first {
             for pool in &pools {
                 self.check_served(&self.memory, |bytes| {
-                    Ok(drop(pool.alloc_bytes(bytes, self.device.default_stream())?))
+                    let _: () = drop(pool.alloc_bytes(bytes, self.device.default_stream())?);
+                    Ok(())
                 });
             }
             self.check_all_served();
@@ -205,7 +206,10 @@ impl World {
     /// without need.
     fn check_all_served(&self) {
         for memory in [&self.memory, &self.second, &self.memory] {
-            self.check_served(memory, |bytes| Ok(drop(memory.alloc_bytes(bytes, self.device.default_stream())?)));
+            self.check_served(memory, |bytes| {
+                let _: () = drop(memory.alloc_bytes(bytes, self.device.default_stream())?);
+                Ok(())
+            });
         }
     }
 

@@ -131,7 +131,7 @@ impl<'a> Player<'a> {
         }
         owned.lost = self.world.sleeping.lost(owned.kind);
         let runs = self.runs(stream);
-        let filled = with(&stream, [write(&mut owned.buffer)], |raw, [x]| raw.fill(x.ptr(), pattern, x.bytes()));
+        let filled = with(stream, [write(&mut owned.buffer)], |raw, [x]| raw.fill(x.ptr(), pattern, x.bytes()));
         owned.pattern = self.world.allow(filled).filter(|()| runs).map(|()| pattern);
     }
 

@@ -406,18 +406,28 @@ type Request = fn(&Bench, &PrivatePool, &Stream) -> Result<(), aquifer::Error>;
 
 /// What a program asks an allocator for on behalf of a stream.
 const REQUESTS: [(&str, Request); 7] = [
-    ("alloc_bytes", |bench, _, stream| Ok(drop(bench.allocator.alloc_bytes(MIB, stream)?))),
+    ("alloc_bytes", |bench, _, stream| {
+        let _: () = drop(bench.allocator.alloc_bytes(MIB, stream)?);
+        Ok(())
+    }),
     ("alloc_zeros", |bench, _, stream| bench.allocator.alloc_zeros::<u8>(1 << 20, stream).map(drop)),
     ("alloc_raw", |bench, _, stream| Ok(bench.allocator.free_raw(bench.allocator.alloc_raw(MIB, stream)?)?)),
     ("growable", |bench, _, stream| match bench.allocator.growable(8 * MIB, stream) {
-        Err(AllocError::NotMapped { .. }) => Ok(drop(bench.allocator.alloc_bytes(MIB, stream)?)),
+        Err(AllocError::NotMapped { .. }) => {
+            let _: () = drop(bench.allocator.alloc_bytes(MIB, stream)?);
+            Ok(())
+        }
         growable => Ok(growable?.grow_to(MIB, stream)?),
     }),
-    ("a pool", |_, pool, stream| Ok(drop(pool.alloc_bytes(MIB, stream)?))),
+    ("a pool", |_, pool, stream| {
+        let _: () = drop(pool.alloc_bytes(MIB, stream)?);
+        Ok(())
+    }),
     ("a raw pointer of a pool", |bench, pool, stream| Ok(bench.allocator.free_raw(pool.alloc_raw(MIB, stream)?)?)),
     ("an access guard", |bench, _, stream| {
         let buffer = bench.allocator.alloc::<u8>(1 << 20, &bench.side)?;
-        Ok(drop(AccessGuard::acquire(stream, &[(buffer.storage(), AccessKind::Write)])?))
+        let _: () = drop(AccessGuard::acquire(stream, &[(buffer.storage(), AccessKind::Write)])?);
+        Ok(())
     }),
 ];
 
