@@ -24,13 +24,13 @@
 //! | `aquifer_pinned_active_bytes`, `aquifer_pinned_held_bytes` | bytes | page-locked memory in use, and held |
 //! | `aquifer_pinned_ooms_total` | requests | how often a request failed for lack of page-locked memory |
 
-use aquifer_allocator::Allocator;
 use metrics::{counter, gauge};
 
+use crate::allocator::Allocator;
 use crate::transfer::PinnedPool;
 
 /// Records the statistics of a device's memory. Totals start again at zero if
-/// [`Allocator::reset_accumulated_stats`] is called.
+/// [`reset_accumulated_stats`](aquifer_allocator::Allocator::reset_accumulated_stats) is called.
 ///
 /// ```
 /// use aquifer::prelude::*;
@@ -96,7 +96,6 @@ mod tests {
     use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
 
     use super::*;
-    use crate::prelude::*;
     use crate::transfer::PinnedConfig;
 
     /// Keeps every value under its name and labels. The facade stores gauges as the bits of an
@@ -139,7 +138,7 @@ mod tests {
 
     #[test]
     fn records_what_the_statistics_say() {
-        let device = aquifer::open("sim:1GiB,violations=panic").unwrap();
+        let device = crate::open("sim:1GiB,violations=panic").unwrap();
         let (memory, stream) = (Allocator::of(&device).unwrap(), device.stream().unwrap());
         let pool = PinnedPool::new(&device, PinnedConfig::default()).unwrap();
         let pinned = pool.alloc::<u8>(1000).unwrap();
