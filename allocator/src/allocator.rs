@@ -9,13 +9,13 @@ use aquifer_device::fork::{self, Mutex};
 use aquifer_device::{Device, Operation};
 
 use crate::accounting::attribution::Outside;
-use crate::accounting::counters::Hot;
 use crate::allocation::WATCHED;
 use crate::backing::choose::choose;
 use crate::backing::paged::gate::Gate;
 use crate::backing::why_segments::WhySegments;
 use crate::config::{Backing, Config, CrossStream, TagSource, listed};
 use crate::error::AllocError;
+use crate::heap::Heap;
 use crate::history::History;
 use crate::recovery::hooks::Hooks;
 use crate::request::Request;
@@ -170,16 +170,18 @@ impl Allocator {
         let mut bits = 0;
         bits |= if config.tags == TagSource::Span { special::SPANS } else { 0 };
         bits |= if config.no_cache { special::NO_CACHE } else { 0 };
+        let mut history = History::default();
+        history.record(config.history as usize, &[]);
         let shared = SharedState {
             device: Some(device.for_memory()),
             classes: classes.clone(),
             crosses_streams,
+            heap: Heap::new(crosses_streams),
+            history,
             paged,
             ..SharedState::default()
         };
-        let mut history = History::default();
-        history.record(config.history as usize, &[]);
-        let state = AllocatorState::open(shared, history, bits);
+        let state = AllocatorState::open(shared, bits);
         let hooks = Arc::new(Hooks::default());
         let tagged = config.tags != TagSource::Off;
         let inner = Inner {
@@ -269,10 +271,6 @@ impl Allocator {
         self.inner.segments.as_ref()
     }
 
-    pub(crate) fn counts_pieces(&self) -> bool {
-        self.inner.segments.is_some()
-    }
-
     pub(crate) fn state(&self) -> &'static AllocatorState {
         self.inner.state
     }
@@ -318,13 +316,12 @@ impl Allocator {
 
     /// Bytes in live blocks now: PyTorch's `memory_allocated()`.
     pub fn memory_allocated(&self) -> u64 {
-        self.inner.state.apply_queued_frees();
-        self.inner.state.read(Hot::Bytes).all.current
+        self.inner.state.lock().counters.bytes.current_of_all()
     }
 
     /// Bytes held from the device now: PyTorch's `memory_reserved()`.
     pub fn memory_reserved(&self) -> u64 {
-        self.inner.state.counters.reserved_bytes.read().all.current
+        self.inner.state.shared().reserved
     }
 
     /// That memory has to be mapped for `what`, and why it is not.
@@ -334,7 +331,7 @@ impl Allocator {
         AllocError::NotMapped { what, why: Box::new(why) }
     }
 
-    /// As [`SharedState::paged_granule_for`]. The stream may have no arena: not every request is
+    /// As [`SharedState::paged_granule_for`]. The stream may be unknown: not every request is
     /// for a block of one.
     pub(crate) fn paged_granule_for(&self, request: &Request) -> Option<u64> {
         self.state().shared().paged_granule_for(request)

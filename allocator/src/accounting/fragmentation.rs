@@ -5,7 +5,7 @@ use std::fmt;
 
 use crate::allocator::Allocator;
 use crate::format::Bytes;
-use crate::heap::{Block, BlockId, Heap, Passed, Region, State, kind_of};
+use crate::heap::{Block, BlockId, Passed, Region, State, kind_of};
 use crate::size_class::PoolKind;
 use crate::state::shared::SharedState;
 
@@ -95,9 +95,9 @@ pub(crate) fn measure(allocator: &Allocator, request_bytes: u64, counts: impl Fn
     add_shared(&shared, &mut found, &mut free, &counts);
     let is_asleep = shared.is_asleep();
     drop(shared);
-    allocator.state().walk(|shared, heap, passed| {
+    allocator.state().walk(|shared, passed| {
         if counts(kind_of(passed.block.pool)) {
-            add_block(shared, &mut found, &mut free, heap, passed);
+            add_block(shared, &mut found, &mut free, passed);
         }
     });
     free.tell(&mut found);
@@ -131,10 +131,10 @@ fn add_shared(shared: &SharedState, found: &mut Fragmentation, free: &mut Free, 
 }
 
 /// Adds a block, and with the first one of a region what depends on the region.
-fn add_block(shared: &SharedState, found: &mut Fragmentation, free: &mut Free, heap: &Heap, passed: &Passed) {
+fn add_block(shared: &SharedState, found: &mut Fragmentation, free: &mut Free, passed: &Passed) {
     let block = &passed.block;
     if passed.is_first {
-        let region = heap.region(block.region);
+        let region = shared.heap.region(block.region);
         let bytes = if region.is_paged() { &mut found.address_bytes } else { &mut found.reserved_bytes };
         *bytes += region.bytes;
     }
@@ -145,7 +145,7 @@ fn add_block(shared: &SharedState, found: &mut Fragmentation, free: &mut Free, h
             found.internal_waste += block.size.saturating_sub(block.requested);
         }
         State::Waiting => found.waiting_bytes += block.size,
-        State::Free => free.add(block.size, &releasable_part(shared, heap, block)),
+        State::Free => free.add(block.size, &releasable_part(shared, block)),
         State::Hole => {
             found.address_holes += 1;
             found.largest_address_hole = found.largest_address_hole.max(block.size);
@@ -199,7 +199,8 @@ pub(crate) struct Releasable {
     pub(crate) pinned: u64,
 }
 
-pub(crate) fn releasable_part(shared: &SharedState, heap: &Heap, block: &Block) -> Releasable {
+pub(crate) fn releasable_part(shared: &SharedState, block: &Block) -> Releasable {
+    let heap = &shared.heap;
     let is_paged = heap.region(block.region).is_paged();
     let Some(paged) = shared.paged.as_ref().filter(|_| is_paged) else {
         let whole = !block.is_split();

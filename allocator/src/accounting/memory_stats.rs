@@ -3,26 +3,16 @@
 use std::collections::BTreeMap;
 
 use crate::accounting::counter::Counter;
-use crate::accounting::counters::Hot;
+use crate::accounting::counters::Counters;
 use crate::accounting::fragmentation::held_in;
 use crate::accounting::stat::{PoolStats, Stat};
 use crate::allocator::Allocator;
-use crate::state::AllocatorState;
 
 /// Everything that an allocator counts. Names and meanings are those of PyTorch's `memory_stats()`.
 /// Fields that PyTorch lacks say so.
 ///
-/// Current values are exact whenever no call is in flight. While other threads make calls, each
-/// stream's share of a value is exact as of some moment, but not all shares are as of the same
-/// moment.
-///
-/// `reserved_bytes`, `segment` and their peaks are always exact. Other peaks are exact while one
-/// thread does all the work, on however many streams, and passes it on to another one at most 8
-/// times between resets of peaks. With several threads at the same time they are never less than
-/// the true peak, and exceed it by at most 32 MiB (128 blocks) for each stream and pool; peaks in
-/// bytes never exceed that of `reserved_bytes`, unless they were reset while the allocator slept.
-/// Peaks of `inactive_split` and its bytes are exact while the work is on one stream: a freed block
-/// counts as a piece once its stream's memory is used next, or the statistics are read.
+/// All values are exact, and of one moment. A block that a thread gave back while another one held
+/// the allocator's lock counts as live until the next allocation, or until statistics are read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryStats {
@@ -78,33 +68,27 @@ pub struct MemoryStats {
 }
 
 impl MemoryStats {
-    fn read(state: &AllocatorState, max_split_size: Option<u64>) -> MemoryStats {
-        let counters = &state.counters;
-        let (allocation, reserved_bytes) = (state.read(Hot::Blocks), counters.reserved_bytes.read());
-        // Bounds of peaks, which arise with several threads, are cut off at the peak of reserved
-        // memory.
-        let bytes = |stats: PoolStats| stats.with_peaks_within(reserved_bytes);
-        let allocated_bytes = state.read(Hot::Bytes);
+    fn read(counters: &Counters) -> MemoryStats {
         let events = |counter: &Counter| counter.read().allocated;
         MemoryStats {
-            allocation,
+            allocation: counters.blocks.read(),
             segment: counters.segment.read(),
-            active: counters.active(allocation),
-            inactive_split: state.read(Hot::Pieces),
-            allocated_bytes: bytes(allocated_bytes),
-            reserved_bytes,
-            active_bytes: bytes(counters.active_bytes(allocated_bytes)),
-            inactive_split_bytes: bytes(state.read(Hot::PieceBytes)),
-            requested_bytes: bytes(state.read(Hot::Requested)),
-            oversize_allocations: counters.oversize_allocations.read(),
-            oversize_segments: counters.oversize_segments.read(),
+            active: counters.active(),
+            inactive_split: PoolStats::default(),
+            allocated_bytes: counters.bytes.read(),
+            reserved_bytes: counters.reserved_bytes.read(),
+            active_bytes: counters.active_bytes(),
+            inactive_split_bytes: PoolStats::default(),
+            requested_bytes: counters.requested.read(),
+            oversize_allocations: Stat::default(),
+            oversize_segments: Stat::default(),
             num_alloc_retries: events(&counters.num_alloc_retries),
             num_ooms: events(&counters.num_ooms),
             num_sync_all_streams: events(&counters.num_sync_all_streams),
             num_device_alloc: events(&counters.num_device_alloc),
             num_device_free: events(&counters.num_device_free),
             num_oom_rejections: events(&counters.num_oom_rejections),
-            max_split_size,
+            max_split_size: None,
             remaps: events(&counters.remaps),
             granules_moved: events(&counters.granules_moved),
             frames_split: events(&counters.frames_split),
@@ -179,12 +163,7 @@ fn integer(value: u64) -> i64 {
 
 /// See [`Allocator::stats`].
 pub(crate) fn stats(allocator: &Allocator) -> MemoryStats {
-    if allocator.counts_pieces() {
-        drop(allocator.state().lock(None));
-    } else {
-        allocator.state().apply_queued_frees();
-    }
-    MemoryStats::read(allocator.state(), allocator.classes().max_split_size())
+    MemoryStats::read(&allocator.state().lock().counters)
 }
 
 /// See [`Allocator::reserved_by_private_pools`].
@@ -192,15 +171,12 @@ pub(crate) fn reserved_by_private_pools(allocator: &Allocator) -> BTreeMap<(u64,
     let shared = allocator.state().shared();
     let open = shared.pools.iter().filter(|private| private.open);
     let mut bytes: BTreeMap<(u64, u64), u64> = open.map(|private| (private.id, 0)).collect();
-    drop(shared);
-    allocator.state().each_arena(|shared, arena| {
-        for region in arena.heap.regions() {
-            let Some(private) = shared.pools.owner_of(region.pool) else { continue };
-            let held = held_in(shared, region);
-            if held > 0 {
-                *bytes.entry(private.id).or_default() += held;
-            }
+    for region in shared.heap.regions() {
+        let Some(private) = shared.pools.owner_of(region.pool) else { continue };
+        let held = held_in(&shared, region);
+        if held > 0 {
+            *bytes.entry(private.id).or_default() += held;
         }
-    });
+    }
     bytes
 }

@@ -3,7 +3,7 @@
 use crate::allocator::Allocator;
 use crate::backing::growing::Refusal;
 use crate::request::Request;
-use crate::state::arena::Granted;
+use crate::state::guard::Granted;
 use crate::state::shared::SharedState;
 
 /// How an attempt to grow ended.

@@ -254,7 +254,7 @@ fn blocks_that_come_and_go_in_settled_arenas_are_noticed() {
         let streams = [0; 3].map(|_| device.stream().unwrap());
         let mut kept = streams.each_ref().map(|stream| Some(allocator.alloc_bytes(SIZE, stream).unwrap()));
         let state = allocator.state();
-        drop(state.lock(None));
+        drop(state.lock());
         let (hitting, visiting) = (allocator.clone(), allocator.clone());
         let [first, second, _] = streams;
         join([
@@ -265,7 +265,7 @@ fn blocks_that_come_and_go_in_settled_arenas_are_noticed() {
                 assert!(visiting.fragmentation(SIZE).allocated_bytes <= 4 * SIZE);
             }),
         ]);
-        let part = state.lock(None);
+        let part = state.lock();
         let sums = (part.live(), part.in_use_in_heaps());
         drop(part);
         let guard = state.lock_all();

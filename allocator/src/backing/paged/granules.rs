@@ -88,8 +88,6 @@ pub(crate) enum Purpose {
 /// unmap them.
 #[derive(Debug)]
 pub(crate) struct Stuck {
-    /// The stream in whose arena they are held.
-    pub(crate) arena: u32,
     pub(crate) block: BlockId,
     /// Addresses of the frames that are mapped.
     pub(crate) frames: Vec<Range<u64>>,

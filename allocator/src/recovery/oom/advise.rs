@@ -8,24 +8,14 @@ use crate::recovery::oom::advice::Advice;
 use crate::recovery::oom::report::OomReport;
 use crate::request::Request;
 use crate::size_class::{MIN_LARGE_ALLOC, PoolKind};
-use crate::state::guard::StateGuard;
+use crate::state::shared::SharedState;
 
 /// Advice from a look at the free blocks of the request's pool that the request may not have.
 pub(super) fn advice_from_blocks(allocator: &Allocator, request: &Request) -> Vec<Advice> {
-    let (mut relaxed, mut of_another) = (None, None);
-    allocator.state().each_arena(|shared, arena| {
-        for (owner, index) in arena.heap.indexes(request.pool) {
-            let mut sizes = index.iter_from(request.size).map(|key| key.size());
-            let fits = |size: u64| shared.classes.fits(size, request.size);
-            if owner == request.slot {
-                relaxed = relaxed.or_else(|| sizes.find(|&size| !fits(size)));
-            } else {
-                of_another = of_another.or_else(|| sizes.find(|&size| fits(size)));
-            }
-        }
-    });
-    let relaxed = relaxed.map(|block| Advice::RelaxSplitLimit { block });
-    relaxed.into_iter().chain(of_another.map(|block| Advice::CrossStream { block })).collect()
+    let guard = allocator.state().lock();
+    let others = guard.heap.indexes(request.pool).filter(|&(owner, _)| owner != request.slot);
+    let of_another = others.filter_map(|(_, index)| Some(index.first_fit(request.size)?.size())).next();
+    of_another.map(|block| Advice::CrossStream { block }).into_iter().collect()
 }
 
 /// Advice to make segments smaller, if the request would get a part of one that others share.
@@ -38,17 +28,16 @@ pub(super) fn advice_on_segments(allocator: &Allocator, request: &Request, repor
 
 /// Advice to let private pools lend their memory. As it is lent: only blocks of the stream itself,
 /// except those that graphs may use.
-pub(super) fn advice_to_lend(guard: &mut StateGuard, request: &Request) -> Vec<Advice> {
-    if request.pool >= 2 || guard.try_arena(request.slot).is_none() {
+pub(super) fn advice_to_lend(shared: &SharedState, request: &Request) -> Vec<Advice> {
+    if request.pool >= 2 {
         return Vec::new();
     }
-    let heap = guard.heap_of(request.slot);
+    let heap = &shared.heap;
     let mut largest: BTreeMap<(u64, u64), u64> = BTreeMap::new();
     for number in heap.pools.numbers().filter(|&number| kind_of(number) == kind_of(request.pool)) {
-        let private = guard.pools.owner_of(number).filter(|private| private.open && !private.keeps_for_graphs(number));
+        let private = shared.pools.owner_of(number).filter(|private| private.open && !private.keeps_for_graphs(number));
         let Some((private, index)) = private.zip(heap.index(number, request.slot)) else { continue };
-        let sizes = index.iter_from(request.size).map(|key| key.size());
-        for size in sizes.filter(|&size| guard.classes.fits(size, request.size)) {
+        for size in index.iter_from(request.size).map(|key| key.size()) {
             largest.entry(private.id).and_modify(|largest| *largest = size.max(*largest)).or_insert(size);
         }
     }

@@ -8,7 +8,6 @@ use aquifer_device::MemoryInfo;
 use seen::Seen;
 
 use crate::accounting::attribute::attribute;
-use crate::accounting::counters::Hot;
 use crate::allocator::Allocator;
 use crate::backing::growing::Refusal;
 use crate::backing::growth::growth_bytes;
@@ -35,8 +34,6 @@ pub(crate) struct Tried {
     pub(crate) refusal: Option<Refusal>,
     pub(crate) released: u64,
     pub(crate) reclaimers: Vec<Reclaimed>,
-    /// Bytes that the request is to get although its stream might borrow; 0 if it borrows.
-    pub(crate) instead_of_borrowing: u64,
     /// True if the request is for dedicated memory.
     pub(crate) dedicated: bool,
     /// Bytes that the owner of such memory has already and keeps.
@@ -77,28 +74,24 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     let attribution = attribute(allocator, is_of_device.then_some(PROCESSES_ARE_KNOWN_FOR)).ok();
     let memory = attribution.as_ref().map(|all| MemoryInfo { free: all.free, total: all.total });
     let state = allocator.state();
-    let mut guard = state.lock(Some(request.slot));
-    state.counters.num_ooms.add(1);
+    let mut guard = state.lock();
+    guard.counters.num_ooms.add(1);
     let (pool, free) = (guard.pools.history_id(request.pool), memory.map_or(0, |memory| memory.free));
     let subject = Subject { addr: free, size: request.size, slot: request.slot, tag: request.tag, pool };
-    state.history.lock().note(Action::Oom, subject);
-    let mut from_blocks = if tried.dedicated { Vec::new() } else { advice_to_lend(&mut guard, request) };
+    guard.history.note(Action::Oom, subject);
+    let mut from_blocks = if tried.dedicated { Vec::new() } else { advice_to_lend(&guard, request) };
     let growth = if tried.dedicated { request.size } else { growth_bytes(allocator, &guard, request) };
     let lacking = if tried.dedicated { None } else { lacking_bytes(&mut guard, request) };
-    drop(guard);
-    // No cached hit waits for the shared state's lock, under which the time grows with waiting
-    // blocks and dedicated memory.
-    let shared = state.shared();
-    let mut report = report(&shared, request, &tried);
-    let mut seen = Seen::new(&shared, request, tried.own);
-    let waiting = waiting_requested(&shared);
-    report.is_mapped = tried.dedicated || shared.paged_granule_for(request).is_some();
-    drop(shared);
+    let mut report = report(&guard, request, &tried);
+    let mut seen = Seen::new(&guard, request, tried.own);
+    report.is_mapped = tried.dedicated || guard.paged_granule_for(request).is_some();
     report.growth = growth;
     report.from_device = lacking.unwrap_or(growth);
-    report.allocated = state.read(Hot::Bytes).all.current;
-    report.requested_live = state.read(Hot::Requested).all.current.saturating_sub(waiting);
-    state.walk(|shared, heap, passed| seen.add(shared, heap, passed));
+    report.allocated = guard.counters.bytes.current_of_all();
+    report.requested_live = guard.counters.requested.current_of_all() - waiting_requested(&guard);
+    // No cached hit waits until the report has seen all blocks.
+    drop(guard);
+    state.walk(|shared, passed| seen.add(shared, passed));
     let held = seen.tell(&mut report);
     report.device = allocator.device().info().ordinal;
     report.device_name.clone_from(&allocator.device().info().name);
