@@ -27,8 +27,7 @@ struct Lender {
     after: u64,
 }
 
-/// Serves the request from blocks of other streams, or from blocks of its own that merge with
-/// theirs, without waiting.
+/// Serves the request from blocks of other streams, or from what they give back, without waiting.
 pub(crate) fn reuse_of_others(allocator: &Allocator, request: &Request) -> Result<Option<Granted>, AllocError> {
     let mut guard = allocator.state().lock();
     if let Some(granted) = take_done(&mut guard, request) {
@@ -80,10 +79,10 @@ pub(crate) fn wait_for_other(allocator: &Allocator, request: &Request) -> Result
     Ok(Some(granted))
 }
 
-/// Serves the request from memory that is known done: after free neighbours merged, from the
-/// stream's own, else from that of others.
+/// Serves the request from memory that is known done: from what came back to the stream's regions,
+/// else from that of others.
 fn take_done(guard: &mut StateGuard, request: &Request) -> Option<Granted> {
-    if guard.merge_at_borders()
+    if guard.return_strays()
         && let Some(granted) = guard.take_own(request)
     {
         return Some(granted);

@@ -46,13 +46,12 @@ pub(crate) fn poll_waiting(allocator: &Allocator) -> Result<(), AllocError> {
 /// cannot be waited for now.
 pub(crate) fn synchronize_pending(allocator: &Allocator, which: Which) -> Result<bool, AllocError> {
     let mut waited = false;
-    // Twice, because a block that waited may then be free and wait for a tick of its own stream, to
-    // merge with others.
+    // Twice, because a block that waited may become a stray, with a tick of its own stream.
     for _ in 0..2 {
         let mut guard = allocator.state().lock();
-        let waits = !guard.waiting.is_empty() || guard.heap.has_borders();
+        let waits = !guard.waiting.is_empty() || guard.heap.has_strays();
         let mut pending = pending(&guard, which);
-        pending.extend(pending_at_borders(&guard, which));
+        pending.extend(pending_strays(&guard, which));
         if !waits {
             break;
         }
@@ -64,7 +63,7 @@ pub(crate) fn synchronize_pending(allocator: &Allocator, which: Which) -> Result
         synchronize_all(&pending)?;
         let mut guard = allocator.state().lock();
         sweep_done(&mut guard);
-        while guard.merge_at_borders() {}
+        while guard.return_strays() {}
     }
     Ok(waited)
 }
@@ -83,9 +82,9 @@ fn pending(guard: &SharedState, which: Which) -> Pending {
     unknown(guard, latest.into_iter())
 }
 
-/// The ticks of free neighbours of different owners that are not known to be done, in some pools.
-fn pending_at_borders(shared: &SharedState, which: Which) -> Pending {
-    let ticks = shared.heap.ticks_at_borders().filter(|&(_, _, pool)| shared.pools.is_among(pool, which));
+/// The ticks of strays that are not known to be done, in some pools.
+fn pending_strays(shared: &SharedState, which: Which) -> Pending {
+    let ticks = shared.heap.ticks_of_strays().filter(|&(_, _, pool)| shared.pools.is_among(pool, which));
     unknown(shared, ticks.map(|(owner, after, _)| (owner, after)))
 }
 

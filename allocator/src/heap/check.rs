@@ -19,13 +19,15 @@ impl Heap {
                     return Err(format!("H1: {id:?} {block:?} does not follow {prev:?} at {at:#x}"));
                 }
                 if before.is_some_and(|(before, _)| self.mergeable(before, id)) {
-                    let one = &self.blocks[prev];
-                    return Err(format!("H3: {one:?} and {id:?} {block:?} should be one block, or a border"));
+                    return Err(format!("H3: {prev:?} and {id:?} should be one block"));
                 }
                 if block.state == State::Free {
                     free += block.size;
                     free_count += 1;
                     self.check_indexed(id, block)?;
+                    if block.owner != region.stream && !self.strays.has(id) {
+                        return Err(format!("H3: {id:?} {block:?} is not among the strays"));
+                    }
                 }
                 match block.state {
                     State::Hole if !self.holes.is_noted(block.pool, region.stream, block.addr, id) => {
@@ -78,7 +80,7 @@ impl Heap {
     }
 
     fn check_indexed(&self, id: BlockId, block: &Block) -> Result<(), String> {
-        let found = self.index(block.pool, block.owner).is_some_and(|index| index.contains(id));
+        let found = self.index(block.pool, self.owner_of(id)).is_some_and(|index| index.contains(id));
         if !found {
             return Err(format!("H4: {id:?} {block:?} is in no index"));
         }
@@ -90,7 +92,6 @@ impl Heap {
         if both(State::Hole) {
             return true;
         }
-        let is_border = self.borders.is_noted(left) || self.borders.is_noted(right) || !self.borders.must_note();
-        both(State::Free) && (self.blocks[left].owner == self.blocks[right].owner || !is_border)
+        both(State::Free) && self.blocks[left].owner == self.blocks[right].owner
     }
 }

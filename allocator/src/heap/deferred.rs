@@ -20,7 +20,7 @@
 //!   their ticks.
 
 use super::recent::Use;
-use super::{Block, BlockId, Heap, State, moves};
+use super::{Block, BlockId, Heap, Owner, State, moves};
 use crate::size_class::SMALL_SIZE;
 
 /// Blocks that may be deferred besides the newest in a heap of many small ones.
@@ -185,10 +185,12 @@ impl Heap {
     #[inline(never)]
     fn merge_words(&mut self, stream: u32, id: BlockId, bytes: u64, after: u64) {
         let Block { addr, region, pool, .. } = self.blocks[id];
-        if after != 0 && self.region(region).notes_uses_of(stream) {
+        let of_region = self.region(region);
+        let owner = Owner::in_region_of(stream, of_region.stream);
+        if after != 0 && of_region.notes_uses_of(stream) {
             self.streams[stream as usize].recent.push(Use { addr, bytes, region, after });
         }
-        let index = self.pools[pool].index_mut(stream);
+        let index = self.pools[pool].index_mut(owner);
         let joined = moves::join(index, &mut self.blocks.records(), &mut self.free_blocks, id, stream, after);
         self.gave(&joined);
     }
@@ -208,7 +210,7 @@ mod tests {
         let hole = heap.holes().next().unwrap().0;
         let held = heap.hold(hole, base, base + blocks * granule);
         heap.unhold_as_free(held.id);
-        let live = (0..blocks).map(|_| heap.take_best(0, 0, granule, granule).unwrap()).collect();
+        let live = (0..blocks).map(|_| heap.take_best(Owner::at_home(0), 0, granule, granule).unwrap()).collect();
         heap.coalesce_all();
         (heap, live)
     }
@@ -230,7 +232,7 @@ mod tests {
             defer(&mut heap, live[2 * n + 1], n as u64 + 1);
         }
         assert_eq!(heap.free, 0);
-        assert!(heap.take_best(0, 0, 4096, 4096).is_none(), "deferred blocks are in no index");
+        assert!(heap.take_best(Owner::at_home(0), 0, 4096, 4096).is_none(), "deferred blocks are in no index");
         let newest = heap.retake(0, 0, 4096, 100).unwrap();
         assert_eq!((newest, heap.blocks[newest].requested), (live[2 * OLDER + 1], 100));
         defer(&mut heap, newest, 5);
@@ -251,7 +253,7 @@ mod tests {
         let hole = heap.holes().next().unwrap().0;
         let held = heap.hold(hole, 1 << 40, (1 << 40) + large);
         heap.unhold_as_free(held.id);
-        let block = heap.take_best(0, 1, large, large).unwrap();
+        let block = heap.take_best(Owner::at_home(0), 1, large, large).unwrap();
         defer(&mut heap, live[1], 1);
         defer(&mut heap, block, 2);
         assert_eq!(heap.free, 0);
@@ -273,11 +275,11 @@ mod tests {
                     let size = units * 512;
                     let taken = heap.retake(0, 0, size, size).or_else(|| {
                         heap.make_room(0);
-                        heap.take_best(0, 0, size, size)
+                        heap.take_best(Owner::at_home(0), 0, size, size)
                     });
                     let taken = taken.or_else(|| {
                         heap.coalesce_all();
-                        heap.take_best(0, 0, size, size)
+                        heap.take_best(Owner::at_home(0), 0, size, size)
                     });
                     match taken {
                         Some(id) => live.push(id),

@@ -6,8 +6,9 @@
 //!   length;
 //! * **H2** live + waiting + free + holes + held = Σ region lengths, and each equals its running
 //!   total;
-//! * **H3** no two neighbours are holes, or free and of one owner. Neighbours that are free and of
-//!   different owners are noted as a *border*, and merge once both are known done;
+//! * **H3** no two neighbours are holes, or free and of one owner. A free block in a region of another
+//!   stream than its owner is noted as a *stray*, and belongs to the region's stream once it is known
+//!   done;
 //! * **H4** a block is in an index if and only if it is free, and then in the index of its pool and
 //!   owner;
 //! * **H5** a free block's tick is the latest of all blocks that were merged into it, in whatever
@@ -16,10 +17,9 @@
 //! A free block belongs to the stream of its last use, its *owner*, which may use it again at once.
 //! Another stream may once it is done. A region has a stream, too, for which its addresses were
 //! reserved: memory grows in a stream's own regions, so that blocks of different streams mostly do
-//! not lie side by side. A request is served from any of them.
+//! not lie side by side. A request may be served from any of them.
 
 mod block;
-mod borders;
 #[cfg(any(test, debug_assertions))]
 mod check;
 mod deferred;
@@ -33,12 +33,12 @@ mod moves;
 mod pools;
 mod recent;
 mod search;
+mod strays;
 mod walk;
 
 use std::collections::BTreeSet;
 
 pub(crate) use block::{Block, BlockId, Slab, State};
-use borders::Borders;
 use deferred::Deferred;
 use hole_index::HoleIndex;
 pub(crate) use holes::Holding;
@@ -48,8 +48,9 @@ pub(crate) use last_use::LastUses;
 use members::Members;
 use moves::{Joined, Piece, Taken};
 use pools::Pools;
-pub(crate) use pools::{HeapPoolOptions, kind_of};
+pub(crate) use pools::{HeapPoolOptions, Owner, kind_of};
 use recent::RecentUses;
+use strays::Strays;
 pub(crate) use walk::{Passed, Walk};
 
 /// A contiguous range of device addresses.
@@ -90,7 +91,7 @@ pub(crate) struct Heap {
     vacant_regions: Vec<u32>,
     /// The free blocks.
     free_blocks: Members,
-    borders: Borders,
+    strays: Strays,
     /// Holes that are not held.
     holes: HoleIndex,
     /// Those of them that are a whole region.
@@ -109,7 +110,7 @@ impl Heap {
     /// A heap with the default pools: the small one has number 0, the large one number 1. `shares`
     /// says whether free blocks of different streams may become one.
     pub(crate) fn new(shares: bool) -> Heap {
-        Heap { pools: Pools::new(), borders: Borders::new(shares), ..Heap::default() }
+        Heap { pools: Pools::new(), strays: Strays::new(shares), ..Heap::default() }
     }
 
     /// Adds a private pool, which is about to get a region here, unless the heap has it. Small
@@ -132,13 +133,13 @@ impl Heap {
         self.streams.resize_with(stream as usize + 1, OfStream::default);
     }
 
-    /// Takes `size` bytes for a stream from the block that the index chooses among the stream's own
-    /// free ones.
+    /// Takes `size` bytes for a stream from the block that the index chooses among the free ones of an
+    /// owner, which is that stream.
     #[inline(always)]
-    pub(crate) fn take_best(&mut self, stream: u32, pool: u16, size: u64, requested: u64) -> Option<BlockId> {
+    pub(crate) fn take_best(&mut self, owner: Owner, pool: u16, size: u64, requested: u64) -> Option<BlockId> {
         let record = self.pools.get_mut(pool)?;
-        let (piece, no_split) = (Piece { owner: stream, size, requested }, record.options.no_split);
-        let index = record.of_mut(stream)?;
+        let (piece, no_split) = (Piece { owner: owner.stream, size, requested }, record.options.no_split);
+        let index = record.of_mut(owner)?;
         let mut blocks = self.blocks.records_and_a_vacant_one();
         let taken = moves::take_best(index, &mut blocks, &mut self.free_blocks, no_split, piece)?;
         self.took(&taken);
@@ -147,8 +148,9 @@ impl Heap {
 
     /// Takes `size` bytes for `owner` from a given free block.
     pub(crate) fn take(&mut self, id: BlockId, owner: u32, size: u64, requested: u64) -> BlockId {
-        let Block { size: whole, owner: from, pool, state, .. } = self.blocks[id];
+        let Block { size: whole, pool, state, .. } = self.blocks[id];
         debug_assert!(state == State::Free && whole >= size);
+        let from = self.owner_of(id);
         let record = &mut self.pools[pool];
         let no_split = record.options.no_split;
         let index = record.index_mut(from);
@@ -173,13 +175,19 @@ impl Heap {
     /// block is done when the last of its parts is.
     #[inline(never)]
     pub(crate) fn give(&mut self, id: BlockId, owner: u32, after: u64) -> BlockId {
-        let Block { pool, state, .. } = self.blocks[id];
+        let Block { pool, state, region, .. } = self.blocks[id];
         debug_assert!(matches!(state, State::Live | State::Waiting));
-        let mut blocks = self.blocks.records();
-        let index = self.pools[pool].index_mut(owner);
-        let joined = moves::join(index, &mut blocks, &mut self.free_blocks, id, owner, after);
+        let of = Owner::in_region_of(owner, self.region(region).stream);
+        let index = self.pools[pool].index_mut(of);
+        let joined = moves::join(index, &mut self.blocks.records(), &mut self.free_blocks, id, owner, after);
         self.gave(&joined);
         joined.id
+    }
+
+    /// The owner of a free block.
+    fn owner_of(&self, id: BlockId) -> Owner {
+        let Block { owner, region, .. } = self.blocks[id];
+        Owner::in_region_of(owner, self.region(region).stream)
     }
 
     /// Accounts for a block that became free and was joined with free neighbours.
@@ -189,13 +197,8 @@ impl Heap {
         if joined.prev == BlockId::NONE {
             self.region_mut(joined.region).first = joined.id;
         }
-        if joined.is_at_border {
-            self.borders.note(joined.id);
-        }
-        if let Some(gone) = joined.gone
-            && self.borders.is_noted(gone)
-        {
-            self.borders.note(joined.id);
+        if joined.owner != self.region(joined.region).stream {
+            self.strays.note(joined.id);
         }
     }
 
@@ -207,16 +210,16 @@ impl Heap {
 
     /// Puts a free block in the index of its owner.
     fn index_alone(&mut self, id: BlockId) {
-        let Block { owner, pool, prev, next, .. } = self.blocks[id];
+        let owner = self.owner_of(id);
         self.free_blocks.insert(id);
-        self.pools[pool].index_mut(owner).insert(&mut self.blocks.records(), id);
-        if [prev, next].into_iter().any(|id| self.is_free(id) && self.blocks[id].owner != owner) {
-            self.borders.note(id);
+        self.pools[self.blocks[id].pool].index_mut(owner).insert(&mut self.blocks.records(), id);
+        if owner.has_strays {
+            self.strays.note(id);
         }
     }
 
     fn unindex(&mut self, id: BlockId) {
-        let Block { size, owner, pool, .. } = self.blocks[id];
+        let (Block { size, pool, .. }, owner) = (self.blocks[id], self.owner_of(id));
         self.free_blocks.remove(id);
         self.pools[pool].index_mut(owner).remove(&mut self.blocks.records(), id, size);
     }
@@ -285,12 +288,12 @@ impl Heap {
     }
 
     /// The free blocks of a pool that belong to `owner`.
-    pub(crate) fn index(&self, pool: u16, owner: u32) -> Option<IndexView<'_>> {
+    pub(crate) fn index(&self, pool: u16, owner: Owner) -> Option<IndexView<'_>> {
         Some(IndexView::new(self.pools.get(pool)?.of(owner)?, &self.blocks))
     }
 
     /// The free blocks of a pool by owner.
-    pub(crate) fn indexes(&self, pool: u16) -> impl Iterator<Item = (u32, IndexView<'_>)> + '_ {
+    pub(crate) fn indexes(&self, pool: u16) -> impl Iterator<Item = (Owner, IndexView<'_>)> + '_ {
         let owners = self.pools.get(pool).into_iter().flat_map(pools::Pool::owners);
         owners.map(|(owner, index)| (owner, IndexView::new(index, &self.blocks)))
     }

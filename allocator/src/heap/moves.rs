@@ -37,10 +37,7 @@ pub(super) struct Joined {
     pub(super) given: u64,
     /// The neighbour below the free block.
     pub(super) prev: BlockId,
-    /// A free block that is gone, because it was joined.
-    pub(super) gone: Option<BlockId>,
-    /// True if the freed block had a free neighbour that belongs to another stream.
-    pub(super) is_at_border: bool,
+    pub(super) owner: u32,
     pub(super) region: u32,
 }
 
@@ -118,14 +115,10 @@ pub(super) fn join(
     after: u64,
 ) -> Joined {
     let Block { addr, size: given, prev, next, region, .. } = blocks[id];
-    let (is_below_free, is_above_free) = (free.contains(prev), free.contains(next));
-    let below = (is_below_free && blocks[prev].owner == owner).then(|| (blocks[prev].size, blocks[prev].after));
-    let above = (is_above_free && blocks[next].owner == owner).then(|| {
-        let block = &blocks[next];
-        (block.size, block.next, block.after)
-    });
-    let is_at_border = is_below_free != below.is_some() || is_above_free != above.is_some();
-    let joined = Joined { id, given, prev, gone: None, is_at_border, region };
+    let joins = |id: BlockId| (free.contains(id) && blocks[id].owner == owner).then(|| &blocks[id]);
+    let below = joins(prev).map(|block| (block.size, block.after));
+    let above = joins(next).map(|block| (block.size, block.next, block.after));
+    let joined = Joined { id, given, prev, owner, region };
     match (below, above) {
         (None, None) => {
             let block = &mut blocks[id];
@@ -159,7 +152,7 @@ pub(super) fn join(
             let before = into.prev;
             blocks[beyond].prev = prev;
             index.changed(blocks, prev, below);
-            Joined { id: prev, prev: before, gone: above.map(|_| next), ..joined }
+            Joined { id: prev, prev: before, ..joined }
         }
     }
 }

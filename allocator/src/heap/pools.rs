@@ -13,12 +13,44 @@ use crate::size_class::PoolKind;
 #[derive(Debug)]
 pub(crate) struct Pool {
     pub(crate) options: HeapPoolOptions,
-    /// The free blocks of each stream.
+    /// The free blocks of each owner.
     of: Vec<Option<Box<Bins>>>,
-    /// The streams that may have free blocks.
+    /// The owners that may have free blocks.
     with_free: Members,
     /// Number of regions.
     pub(super) regions: usize,
+}
+
+/// Whose free blocks an index has: those of a stream in its own regions, or its strays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Owner {
+    pub(crate) stream: u32,
+    pub(crate) has_strays: bool,
+}
+
+impl Owner {
+    /// A stream in its own regions.
+    #[inline]
+    pub(crate) fn at_home(stream: u32) -> Owner {
+        Owner { stream, has_strays: false }
+    }
+
+    /// The owner of a stream's blocks in the regions of another one, or of its own.
+    #[inline]
+    pub(super) fn in_region_of(stream: u32, region: u32) -> Owner {
+        Owner { stream, has_strays: stream != region }
+    }
+
+    #[inline]
+    fn number(self) -> u32 {
+        self.stream << 1 | u32::from(self.has_strays)
+    }
+}
+
+impl From<u32> for Owner {
+    fn from(number: u32) -> Owner {
+        Owner { stream: number >> 1, has_strays: number & 1 == 1 }
+    }
 }
 
 /// How a pool of the heap differs from others of its kind.
@@ -35,29 +67,29 @@ impl Pool {
         Pool { options, of: Vec::new(), with_free: Members::default(), regions: 0 }
     }
 
-    /// The index of a stream's free blocks, if it ever had any.
-    pub(super) fn of(&self, stream: u32) -> Option<&Bins> {
-        self.of.get(stream as usize)?.as_deref()
+    /// The index of an owner's free blocks, if it ever had any.
+    pub(super) fn of(&self, owner: Owner) -> Option<&Bins> {
+        self.of.get(owner.number() as usize)?.as_deref()
     }
 
     #[inline]
-    pub(super) fn of_mut(&mut self, stream: u32) -> Option<&mut Bins> {
-        self.of.get_mut(stream as usize)?.as_deref_mut()
+    pub(super) fn of_mut(&mut self, owner: Owner) -> Option<&mut Bins> {
+        self.of.get_mut(owner.number() as usize)?.as_deref_mut()
     }
 
-    /// The index of a stream's free blocks, for one to be put in, or to be taken out.
+    /// The index of an owner's free blocks, for one to be put in, or to be taken out.
     #[inline]
-    pub(super) fn index_mut(&mut self, stream: u32) -> &mut Bins {
-        self.with_free.insert(stream);
-        if !matches!(self.of.get(stream as usize), Some(Some(_))) {
-            self.add(stream);
+    pub(super) fn index_mut(&mut self, owner: Owner) -> &mut Bins {
+        let at = owner.number();
+        self.with_free.insert(at);
+        if !matches!(self.of.get(at as usize), Some(Some(_))) {
+            self.add(at as usize);
         }
-        self.of[stream as usize].as_deref_mut().unwrap_or_else(|| unreachable!("it was added"))
+        self.of[at as usize].as_deref_mut().unwrap_or_else(|| unreachable!("it was added"))
     }
 
     #[cold]
-    fn add(&mut self, stream: u32) {
-        let at = stream as usize;
+    fn add(&mut self, at: usize) {
         if at >= self.of.len() {
             self.of.resize_with(at + 1, || None);
         }
@@ -65,15 +97,16 @@ impl Pool {
     }
 
     /// The indexes that are not empty, by stream.
-    pub(super) fn owners(&self) -> impl Iterator<Item = (u32, &Bins)> + '_ {
-        self.with_free.iter().filter_map(|stream| Some((stream, self.of(stream).filter(|index| !index.is_empty())?)))
+    pub(super) fn owners(&self) -> impl Iterator<Item = (Owner, &Bins)> + '_ {
+        let owners = self.with_free.iter().map(Owner::from);
+        owners.filter_map(|owner| Some((owner, self.of(owner).filter(|index| !index.is_empty())?)))
     }
 
-    /// Forgets streams that have no free block now.
+    /// Forgets owners that have no free block now.
     fn forget_empty(&mut self) {
-        let empty: Vec<u32> =
-            self.with_free.iter().filter(|&stream| self.of(stream).is_none_or(Bins::is_empty)).collect();
-        empty.into_iter().for_each(|stream| self.with_free.remove(stream));
+        let is_empty = |&at: &u32| self.of(Owner::from(at)).is_none_or(Bins::is_empty);
+        let empty: Vec<u32> = self.with_free.iter().filter(is_empty).collect();
+        empty.into_iter().for_each(|at| self.with_free.remove(at));
     }
 }
 
@@ -146,7 +179,7 @@ impl Pools {
         places.filter(|&number| self.get(number).is_some())
     }
 
-    /// Forgets streams that have no free block now.
+    /// Forgets owners that have no free block now.
     pub(super) fn forget_empty(&mut self) {
         self.default.iter_mut().chain(self.private.iter_mut().flatten().map(|pool| &mut **pool)).for_each(Pool::forget_empty);
     }

@@ -64,6 +64,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::heap::Owner;
     use crate::heap::{BlockId, Heap, State};
 
     const GRANULE: u64 = 4096;
@@ -123,7 +124,7 @@ mod tests {
             let (mut heap, mut model, mut live, mut done) = (heap(), vec![0; GRANULES], Vec::new(), 0);
             for (now, (what, n, which)) in (1..).zip(steps) {
                 match what {
-                    0..3 => live.extend(heap.take_best(0, 0, n * 512, n)),
+                    0..3 => live.extend(heap.take_best(Owner::at_home(0), 0, n * 512, n)),
                     3..5 if !live.is_empty() => {
                         let id = live.swap_remove(which % live.len());
                         model[granules(&heap, id)].fill(now);

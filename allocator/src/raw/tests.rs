@@ -2,8 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
-use std::sync::{Arc, mpsc};
-use std::thread;
+use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_device::{Device, DevicePtr, Stream};

@@ -5,7 +5,7 @@
 
 use std::ops::{Deref, DerefMut};
 
-use crate::heap::{BlockId, kind_of};
+use crate::heap::{BlockId, Owner, kind_of};
 use crate::history::{Action, Actions, Subject};
 use crate::request::Request;
 use crate::state::AllocatorState;
@@ -72,24 +72,24 @@ impl StateGuard {
             Some(block) => block,
             None => {
                 shared.heap.make_room(slot);
-                match shared.heap.take_best(slot, pool, size, requested) {
+                match shared.heap.take_best(Owner::at_home(slot), pool, size, requested) {
                     Some(block) => block,
-                    None => self.take_uncoalesced(request)?,
+                    None => self.take_further(request)?,
                 }
             }
         };
         Some(self.taken(request, block))
     }
 
-    /// Serves a request that no free block of its stream serves after merging the stream's deferred
-    /// blocks, if there are any.
+    /// Serves a request that no free block in its stream's regions serves: after merging the stream's
+    /// deferred blocks, and from its strays.
     #[cold]
     #[inline(never)]
-    fn take_uncoalesced(&mut self, request: &Request) -> Option<BlockId> {
-        if !self.heap.coalesce(request.slot) {
-            return None;
-        }
-        self.heap.take_best(request.slot, request.pool, request.size, request.requested)
+    fn take_further(&mut self, request: &Request) -> Option<BlockId> {
+        let &Request { slot, pool, size, requested, .. } = request;
+        let home = Owner::at_home(slot);
+        let merged = self.heap.coalesce(slot).then(|| self.heap.take_best(home, pool, size, requested)).flatten();
+        merged.or_else(|| self.heap.take_best(Owner { has_strays: true, ..home }, pool, size, requested))
     }
 
     /// Takes the request's bytes from a free block that its stream may use.
@@ -146,10 +146,10 @@ impl StateGuard {
         heap.note_recent_uses(|slot| done_until(streams, slot));
     }
 
-    /// Merges free neighbours of different streams that are done.
-    pub(crate) fn merge_at_borders(&mut self) -> bool {
+    /// Gives strays that are done to the streams of their regions. Returns true if there were any.
+    pub(crate) fn return_strays(&mut self) -> bool {
         let SharedState { heap, streams, .. } = &mut *self.shared;
-        heap.merge_at_borders(|slot| done_until(streams, slot))
+        heap.return_strays(|slot| done_until(streams, slot))
     }
 
     /// What an operation does now and then: makes room in the stream's log of last uses and, in debug

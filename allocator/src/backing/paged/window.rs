@@ -6,7 +6,7 @@
 //! those are looked at, and runs with large free blocks before others. Among equally cheap ones the
 //! lowest address wins, which keeps the high ends of regions empty.
 
-use crate::heap::{Block, BlockId, Heap, State};
+use crate::heap::{Block, BlockId, Heap, Owner, State};
 
 /// The regions that windows are looked for in.
 #[derive(Clone, Copy, Debug)]
@@ -78,11 +78,10 @@ pub(crate) fn cheapest(heap: &Heap, of: Of, size: u64, granule: u64) -> Option<W
 /// blocks than holes.
 fn beside_large_blocks(heap: &Heap, of: Of, least: u64) -> Vec<BlockId> {
     let (mut found, mut looked_at) = (Vec::new(), 0);
-    let Some(free) = heap.index(of.pool, of.stream) else { return found };
+    let Some(free) = heap.index(of.pool, Owner::at_home(of.stream)) else { return found };
     free.iter_from(least).take(heap.holes_count()).for_each(|key| {
         let block = &heap.blocks[key.block()];
-        let is_own = |id: &BlockId| heap.is_hole(*id) && heap.region(block.region).stream == of.stream;
-        found.extend([block.prev, block.next].into_iter().find(is_own));
+        found.extend([block.prev, block.next].into_iter().find(|&id| heap.is_hole(id)));
         looked_at += 1;
     });
     if looked_at >= heap.holes_count() {

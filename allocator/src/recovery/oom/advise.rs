@@ -13,7 +13,7 @@ use crate::state::shared::SharedState;
 /// Advice from a look at the free blocks of the request's pool that the request may not have.
 pub(super) fn advice_from_blocks(allocator: &Allocator, request: &Request) -> Vec<Advice> {
     let guard = allocator.state().lock();
-    let others = guard.heap.indexes(request.pool).filter(|&(owner, _)| owner != request.slot);
+    let others = guard.heap.indexes(request.pool).filter(|(owner, _)| owner.stream != request.slot);
     let of_another = others.filter_map(|(_, index)| Some(index.first_fit(request.size)?.size())).next();
     of_another.map(|block| Advice::CrossStream { block }).into_iter().collect()
 }
@@ -36,8 +36,9 @@ pub(super) fn advice_to_lend(shared: &SharedState, request: &Request) -> Vec<Adv
     let mut largest: BTreeMap<(u64, u64), u64> = BTreeMap::new();
     for number in heap.pools.numbers().filter(|&number| kind_of(number) == kind_of(request.pool)) {
         let private = shared.pools.owner_of(number).filter(|private| private.open && !private.keeps_for_graphs(number));
-        let Some((private, index)) = private.zip(heap.index(number, request.slot)) else { continue };
-        for size in index.iter_from(request.size).map(|key| key.size()) {
+        let Some(private) = private else { continue };
+        let own = heap.indexes(number).filter(|(owner, _)| owner.stream == request.slot);
+        for size in own.flat_map(|(_, index)| index.iter_from(request.size)).map(|key| key.size()) {
             largest.entry(private.id).and_modify(|largest| *largest = size.max(*largest)).or_insert(size);
         }
     }
