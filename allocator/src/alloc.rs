@@ -18,7 +18,7 @@ use crate::pools::capture::refuse_capture;
 use crate::pools::lookup::{came_from_a_graph, route_and_note};
 use crate::recovery::ladder::climb;
 use crate::request::Request;
-use crate::size_class::REQUEST_LIMIT;
+use crate::size_class::{self, PoolKind, REQUEST_LIMIT};
 use crate::state::arena::{Arena, Granted};
 use crate::state::awake::{Keeper, KeptAwake};
 use crate::state::special;
@@ -62,8 +62,7 @@ pub(crate) fn alloc_aligned(
     {
         return alloc_bytes(allocator, bytes, stream);
     }
-    let Granted { arena, block, addr } =
-        grant_rounded(allocator, bytes, allocator.inner().classes.round(padded), stream, false)?;
+    let Granted { arena, block, addr } = grant_rounded(allocator, bytes, size_class::round(padded), stream, false)?;
     let ptr = DevicePtr(addr.next_multiple_of(alignment));
     arena.report_block(block, ptr, bytes, Location::caller());
     Ok(Allocation::new((arena, block), stream.id() | allocator.inner().mark, ptr, bytes))
@@ -119,8 +118,8 @@ fn take_cached(
         return (BlockId::NONE, 0);
     }
     let Some(mut arena) = own.enter() else { return (BlockId::NONE, 0) };
-    let size = inner.classes.round(bytes);
-    let pool = inner.classes.pool(size) as u16;
+    let size = size_class::round(bytes);
+    let pool = PoolKind::of(size) as u16;
     let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular: true };
     let granted = arena.take_own_hot(&request);
     let milestone_is_due = arena.is_milestone_due();
@@ -155,7 +154,7 @@ pub(crate) fn grant_uncached(
     if bytes == 0 || bytes >= REQUEST_LIMIT || stream.device_id() != inner.device.id() {
         return Ok(Granted { arena: zero_or_refuse(allocator, bytes, stream)?, block: BlockId::NONE, addr: 0 });
     }
-    let size = inner.classes.round(bytes);
+    let size = size_class::round(bytes);
     let away = if searched { reuse_away(allocator, bytes, size, stream)? } else { None };
     let granted = match away {
         Some(granted) => granted,
@@ -171,7 +170,7 @@ pub(crate) fn grant_uncached(
 /// that the stream has away from home.
 fn reuse_away(allocator: &Allocator, bytes: u64, size: u64, stream: &Stream) -> Result<Option<Granted>, AllocError> {
     let inner = &**allocator.inner();
-    let pool = inner.classes.pool(size) as u16;
+    let pool = PoolKind::of(size) as u16;
     let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular: true };
     reuse_borrowed(allocator, &request, stream)
 }
@@ -218,8 +217,8 @@ fn grant_rounded(
         may_poll = false;
     }
     let tag = if special & special::SPANS != 0 { Tag::of_span() } else { inner.scope_tag() };
-    let is_regular = special == 0 && size == inner.classes.round(bytes);
-    let kind = inner.classes.pool(size);
+    let is_regular = special == 0 && size == size_class::round(bytes);
+    let kind = PoolKind::of(size);
     loop {
         let private = if special & special::ROUTED != 0 { route_and_note(allocator, stream) } else { None };
         let private = private.map(|numbers| numbers[kind as usize]);

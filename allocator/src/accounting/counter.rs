@@ -150,16 +150,6 @@ impl PooledCounter {
         raise_signed(&self.peak_of_all, current.wrapping_add(get(&other.current)));
     }
 
-    /// Has the effect of changing by `n` and back.
-    #[inline]
-    pub(crate) fn touch(&self, kind: PoolKind, n: i64) {
-        let (own, other) = (&self.pools[kind as usize], &self.pools[1 - kind as usize]);
-        set(&own.increases, get(&own.increases).wrapping_add(n.unsigned_abs()));
-        let most = get(&own.current).wrapping_add(n.max(0).unsigned_abs());
-        raise_signed(&own.peak, most);
-        raise_signed(&self.peak_of_all, most.wrapping_add(get(&other.current)));
-    }
-
     /// The current value of a pool, or a bound that is a little greater.
     #[inline]
     pub(super) fn bound(&self, pool: usize) -> u64 {

@@ -31,21 +31,17 @@ pub(crate) enum Hot {
     Bytes,
     /// Requested bytes of live and waiting blocks.
     Requested,
-    /// Free pieces of segments that are partly in use.
-    Pieces,
-    /// Bytes in these pieces.
-    PieceBytes,
 }
 
 impl Hot {
-    pub(crate) const ALL: [Hot; 5] = [Hot::Blocks, Hot::Bytes, Hot::Requested, Hot::Pieces, Hot::PieceBytes];
+    pub(crate) const ALL: [Hot; 3] = [Hot::Blocks, Hot::Bytes, Hot::Requested];
 
     /// By how much an arena's value may move, up or down, without being published.
     #[inline]
     pub(crate) fn credit(self) -> u64 {
         match self {
-            Hot::Blocks | Hot::Pieces => 64,
-            Hot::Bytes | Hot::Requested | Hot::PieceBytes => 16 << 20,
+            Hot::Blocks => 64,
+            Hot::Bytes | Hot::Requested => 16 << 20,
         }
     }
 }
@@ -58,14 +54,12 @@ impl Hot {
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     /// The counters of [`Hot`] quantities, in its order.
-    hot: [PooledCounter; 5],
+    hot: [PooledCounter; 3],
     waiting: PooledCounter,
     waiting_bytes: PooledCounter,
     active_peaks: ActivePeaks,
     pub(crate) segment: PooledCounter,
     pub(crate) reserved_bytes: Reserved,
-    pub(crate) oversize_allocations: Counter,
-    pub(crate) oversize_segments: Counter,
     pub(crate) num_alloc_retries: Counter,
     pub(crate) num_ooms: Counter,
     pub(crate) num_sync_all_streams: Counter,
@@ -167,10 +161,8 @@ impl Counters {
         self.hot.iter().chain([&self.waiting, &self.waiting_bytes, &self.segment])
     }
 
-    fn plain(&self) -> [&Counter; 13] {
+    fn plain(&self) -> [&Counter; 11] {
         [
-            &self.oversize_allocations,
-            &self.oversize_segments,
             &self.num_alloc_retries,
             &self.num_ooms,
             &self.num_sync_all_streams,

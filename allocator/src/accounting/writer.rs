@@ -98,51 +98,6 @@ impl CounterTarget {
             CounterTarget::Own(state, own) => own.add(state, quantity, kind, n),
         }
     }
-
-    /// Changes the count and bytes of free pieces. Not inlined, because it is only for segments,
-    /// and long.
-    #[inline(never)]
-    pub(crate) fn pieces(self, kind: PoolKind, count: i64, bytes: i64) {
-        match self {
-            CounterTarget::Shared(state) => {
-                state.counters.hot(Hot::Pieces).change(kind, count);
-                state.counters.hot(Hot::PieceBytes).change(kind, bytes);
-            }
-            CounterTarget::Own(state, own) => {
-                own.add(state, Hot::Pieces, kind, count);
-                own.add(state, Hot::PieceBytes, kind, bytes);
-            }
-        }
-    }
-
-    /// Has the effect of changing them, and changing them back.
-    #[inline(never)]
-    pub(crate) fn touch_pieces(self, kind: PoolKind, count: i64, bytes: i64) {
-        match self {
-            CounterTarget::Shared(state) => {
-                state.counters.hot(Hot::Pieces).touch(kind, count);
-                state.counters.hot(Hot::PieceBytes).touch(kind, bytes);
-            }
-            CounterTarget::Own(..) => {
-                self.pieces(kind, count, bytes);
-                self.pieces(kind, -count, -bytes);
-            }
-        }
-    }
-
-    /// Counts that an oversize block became live, or is not live any more. Such blocks are rare, so
-    /// they are counted in one place.
-    #[cold]
-    pub(crate) fn oversize(self, live: bool) {
-        let (CounterTarget::Shared(state) | CounterTarget::Own(state, _)) = self;
-        let _publishing = state.publishing.lock();
-        let counter = &state.counters.oversize_allocations;
-        if live {
-            counter.add(1);
-        } else {
-            counter.sub(1);
-        }
-    }
 }
 
 /// One quantity in one arena and pool. It is negative if blocks are freed here whose allocation was
@@ -157,7 +112,7 @@ struct ArenaCounter {
 
 /// The counters of an arena, by quantity and pool. Only the holder of the arena's lock writes.
 #[derive(Debug, Default)]
-pub(crate) struct ArenaCounters([[ArenaCounter; 2]; 5]);
+pub(crate) struct ArenaCounters([[ArenaCounter; 2]; 3]);
 
 impl ArenaCounters {
     #[inline]

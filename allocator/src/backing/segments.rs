@@ -17,7 +17,7 @@ use crate::backing::growth::{Growth, segment_bytes};
 use crate::backing::headroom::{ASKS, Room, buyable, room};
 use crate::cross_stream::lending::forget_unborrowed;
 use crate::error::AllocError;
-use crate::heap::{Block, BlockId, Heap, Key, Region, State, kind_of};
+use crate::heap::{Block, BlockId, Heap, Region, State, kind_of};
 use crate::history::{Action, Subject};
 use crate::pools::lookup::{heap_with_pool, heaps_with, look_for_in};
 use crate::pools::table::{Private, Which};
@@ -169,9 +169,6 @@ fn count_segment(guard: &mut StateGuard, pool: u16, slot: u32, tag: Tag, addr: u
     guard.reserved += bytes;
     counters.segment.add(kind, 1);
     counters.reserved_bytes.add(kind, bytes);
-    if guard.classes.is_oversize(bytes) {
-        counters.oversize_segments.add(1);
-    }
     guard.segments.insert(addr, tag);
     let pool = guard.pools.history_id(pool);
     let subject = Subject { addr, size: bytes, slot, tag, pool };
@@ -203,9 +200,6 @@ fn begin_release(guard: &mut StateGuard, &Chosen { place, addr, kept_for_graphs 
     let counters = &guard.state.counters;
     counters.segment.sub(kind, 1);
     counters.reserved_bytes.sub(kind, region.bytes);
-    if guard.classes.is_oversize(region.bytes) {
-        counters.oversize_segments.sub(1);
-    }
     let tag = guard.segments.remove(&region.addr).unwrap_or_default();
     let pool = guard.pools.history_id(region.pool);
     let subject = Subject { addr: region.addr, size: region.bytes, slot: region.home, tag, pool };
@@ -235,35 +229,6 @@ fn is_whole_segment(guard: &StateGuard, heap: &Heap, block: &Block) -> bool {
 /// pools.
 pub(crate) fn releasable(guard: &mut StateGuard) -> Vec<Place> {
     whole_segments(guard, Which::Unpromised)
-}
-
-/// The oversize segments that PyTorch releases before it flushes the whole cache: the one that is
-/// just large enough, else the largest ones until their sum is; `None` if there is not that much,
-/// or a graph may use it.
-pub(crate) fn oversize_to_release(guard: &mut StateGuard, request: &Request) -> Option<Vec<Place>> {
-    guard.try_arena(request.slot)?;
-    let least = guard.classes.max_split_size()?;
-    if guard.pools.owner_of(request.pool).is_some_and(|private| private.keeps_for_graphs(request.pool)) {
-        return None;
-    }
-    let need = request.size.max(least);
-    let heap = guard.heap_of(request.slot);
-    let index = heap.index(request.pool, request.slot)?;
-    let is_whole = |key: &Key| is_whole_segment(guard, heap, &heap.blocks[key.block()]);
-    let place = |key: Key| Place { arena: request.slot, block: key.block() };
-    if let Some(key) = index.iter_from(need).find(is_whole) {
-        return Some(vec![place(key)]);
-    }
-    let oversize: Vec<Key> = index.iter_from(least).filter(is_whole).collect();
-    let (mut chosen, mut sum) = (Vec::new(), 0);
-    for key in oversize.into_iter().rev() {
-        if sum >= need {
-            break;
-        }
-        chosen.push(place(key));
-        sum += key.size();
-    }
-    Some(chosen)
 }
 
 fn segment_released(shared: &mut SharedState, state: &AllocatorState, region: &Region) {

@@ -168,7 +168,7 @@ fn lendable(guard: &mut StateGuard, request: &Request) -> Lendable {
             }
             let mut tick = 0;
             for key in candidates(index, request) {
-                fits |= guard.classes.fits(key.size(), request.size);
+                fits |= key.size() >= request.size;
                 tick = heap.blocks[key.block()].after.max(tick);
                 // No block's tick is later than its owner's one now.
                 if fits && tick >= guard.tick_of(owner) {
@@ -199,7 +199,7 @@ fn best_lent(guard: &mut StateGuard, request: &Request, until: impl Fn(&SharedSt
     for heap in guard.heaps() {
         for (owner, index) in heap.indexes(request.pool) {
             if owner != request.slot || owner != heap.home {
-                best = better(best, best_in(guard, heap, index, request, || until(guard, owner)));
+                best = better(best, best_in(heap, index, request, || until(guard, owner)));
             }
         }
     }
@@ -212,7 +212,7 @@ fn best_foreign(guard: &mut StateGuard, request: &Request) -> Option<Place> {
     let mut best = None;
     for heap in guard.heaps().filter(|heap| heap.home != request.slot) {
         if let Some(index) = heap.index(request.pool, request.slot) {
-            best = better(best, best_in(guard, heap, index, request, || u64::MAX));
+            best = better(best, best_in(heap, index, request, || u64::MAX));
         }
     }
     best.map(|(_, place)| place)
@@ -231,16 +231,10 @@ fn best_of_any(guard: &mut StateGuard, request: &Request) -> Option<Place> {
 
 /// The first block of an owner that fits the request and whose tick is at most the result of
 /// `until`, which is called only if some block is large enough.
-fn best_in(
-    guard: &StateGuard,
-    heap: &Heap,
-    index: IndexView<'_>,
-    request: &Request,
-    until: impl FnOnce() -> u64,
-) -> Option<(Key, Place)> {
+fn best_in(heap: &Heap, index: IndexView<'_>, request: &Request, until: impl FnOnce() -> u64) -> Option<(Key, Place)> {
     index.best_fit(request.size)?;
     let until = until();
-    let serves = |key: &Key| guard.classes.fits(key.size(), request.size) && heap.blocks[key.block()].after <= until;
+    let serves = |key: &Key| key.size() >= request.size && heap.blocks[key.block()].after <= until;
     let key = candidates(index, request).find(serves)?;
     Some((key, Place { arena: heap.home, block: key.block() }))
 }

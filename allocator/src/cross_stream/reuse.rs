@@ -147,6 +147,7 @@ mod tests {
 
     use super::*;
     use crate::config::Config;
+    use crate::size_class::PoolKind;
     use crate::tags::Tag;
 
     const MIB: u64 = 1 << 20;
@@ -160,7 +161,7 @@ mod tests {
 
     /// The stream in whose arena such a request is served.
     fn reused(allocator: &Allocator, bytes: u64, stream: &Stream) -> Option<u32> {
-        let pool = allocator.inner().classes.pool(bytes) as u16;
+        let pool = PoolKind::of(bytes) as u16;
         let (slot, tag) = (stream.id(), Tag::default());
         let request = Request { requested: bytes, size: bytes, pool, slot, tag, is_regular: true };
         let granted = reuse_borrowed(allocator, &request, stream).unwrap()?;

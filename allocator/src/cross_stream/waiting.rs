@@ -212,9 +212,7 @@ pub(crate) fn send_foreign_home(guard: &mut StateGuard) {
     guard.look_for(Sought::Foreign);
     let (shared, arenas) = guard.shared_and_arenas();
     for arena in arenas {
-        for (pool, change) in arena.heap.send_home(|owner, after| shared.is_known_done(owner, after)) {
-            arena.split_changed(kind_of(pool), change);
-        }
+        arena.heap.send_home(|owner, after| shared.is_known_done(owner, after));
         arena.heap.prune_foreign();
     }
 }

@@ -77,7 +77,7 @@ pub(crate) struct Block {
     /// Neighbours in the region, by address.
     pub(crate) prev: BlockId,
     pub(crate) next: BlockId,
-    /// While free: neighbours in its bin, for an index that keeps lists.
+    /// While free: neighbours in its bin.
     pub(crate) bin_prev: BlockId,
     pub(crate) bin_next: BlockId,
     pub(crate) region: u32,
@@ -95,18 +95,6 @@ pub(crate) struct Block {
 const _: () = assert!(size_of::<Block>() == 64, "a block record fills a cache line");
 
 impl Block {
-    /// While free, in an index that gives out slots: the block's slot. It is where lists have their
-    /// links.
-    #[inline]
-    pub(super) fn slot(&self) -> u32 {
-        self.bin_prev.0
-    }
-
-    #[inline]
-    pub(super) fn set_slot(&mut self, slot: u32) {
-        self.bin_prev = BlockId(slot);
-    }
-
     /// Its addresses.
     #[inline]
     pub(crate) fn range(&self) -> std::ops::Range<u64> {

@@ -3,17 +3,17 @@
 //! They come from memory that one stream borrowed from another. Once all streams are done with a
 //! foreign free block, it goes home and merges with its neighbours there.
 
-use super::index::{FreeIndex, IndexKind, IndexView};
-use super::{BlockId, Heap, SplitChange, State, signed};
+use super::index::{Bins, IndexView};
+use super::{BlockId, Heap, State};
 
 /// The indexes of a pool's foreign free blocks, one for each owner that has any there, or had one
 /// since the last [`Away::prune`].
 #[derive(Debug, Default)]
 pub(super) struct Away {
     /// By ascending owner.
-    indexes: Vec<(u32, FreeIndex)>,
+    indexes: Vec<(u32, Bins)>,
     /// Indexes that hold nothing, for reuse.
-    spare: Vec<FreeIndex>,
+    spare: Vec<Bins>,
 }
 
 impl Away {
@@ -21,24 +21,24 @@ impl Away {
         self.indexes.binary_search_by_key(&owner, |&(other, _)| other)
     }
 
-    pub(super) fn get(&self, owner: u32) -> Option<&FreeIndex> {
+    pub(super) fn get(&self, owner: u32) -> Option<&Bins> {
         Some(&self.indexes[self.place(owner).ok()?].1)
     }
 
     /// The indexes that are not empty.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &FreeIndex)> + '_ {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Bins)> + '_ {
         self.indexes.iter().filter(|(_, index)| !index.is_empty()).map(|(owner, index)| (*owner, index))
     }
 
     /// The index of an owner, for a foreign free block to be put in, or to be taken out.
     #[cold]
-    pub(super) fn index_mut(&mut self, owner: u32, kind: IndexKind) -> &mut FreeIndex {
-        let place = self.place(owner).unwrap_or_else(|place| self.add(place, owner, kind));
+    pub(super) fn index_mut(&mut self, owner: u32) -> &mut Bins {
+        let place = self.place(owner).unwrap_or_else(|place| self.add(place, owner));
         &mut self.indexes[place].1
     }
 
-    fn add(&mut self, place: usize, owner: u32, kind: IndexKind) -> usize {
-        let index = self.spare.pop().unwrap_or_else(|| FreeIndex::new(kind));
+    fn add(&mut self, place: usize, owner: u32) -> usize {
+        let index = self.spare.pop().unwrap_or_default();
         self.indexes.insert(place, (owner, index));
         place
     }
@@ -52,35 +52,24 @@ impl Away {
 
 impl Heap {
     /// Returns foreign free blocks that are done for every stream to the home stream, and merges
-    /// them. Returns by how much `inactive_split` of each pool changed.
-    pub(crate) fn send_home(&mut self, mut is_done: impl FnMut(u32, u64) -> bool) -> Vec<(u16, SplitChange)> {
+    /// them. Returns true if any went home.
+    pub(crate) fn send_home(&mut self, mut is_done: impl FnMut(u32, u64) -> bool) -> bool {
         let mut candidates = Vec::new();
         for (owner, index) in self.pools.iter().flat_map(|pool| pool.away.iter()) {
-            index.each(&self.blocks, |id| {
-                if is_done(owner, self.blocks[id].after) {
-                    candidates.push(id);
-                }
-            });
+            candidates.extend(index.iter_from(&self.blocks, 1).filter(|&id| is_done(owner, self.blocks[id].after)));
         }
-        if candidates.is_empty() {
-            return Vec::new();
-        }
-        let mut changes = Vec::new();
+        let any = !candidates.is_empty();
         for id in candidates {
             // A foreign free block sent home before may have merged with it.
             if !self.blocks.get(id).is_some_and(|block| block.state == State::Free && block.owner != self.home) {
                 continue;
             }
-            let (was_split, size, pool) = (self.blocks[id].is_split(), self.blocks[id].size, self.blocks[id].pool);
             self.unindex(id);
-            self.free -= size;
+            self.free -= self.blocks[id].size;
             self.blocks[id].state = State::Waiting;
-            let before = if was_split { SplitChange { count: 1, bytes: signed(size) } } else { SplitChange::default() };
-            let (_, after) = self.give(id, self.home, 0);
-            let count = after.count - before.count;
-            changes.push((pool, SplitChange { count, bytes: after.bytes - before.bytes }));
+            self.give(id, self.home, 0);
         }
-        changes
+        any
     }
 
     /// Lays aside the indexes of streams that have no foreign free block here now.

@@ -211,7 +211,7 @@ impl Heap {
             (owner, after)
         };
         self.blocks[id].state = State::Waiting;
-        self.give(id, owner, after).0
+        self.give(id, owner, after)
     }
 
     /// Has a held block count as one without memory: the driver is about to take it away, or it moved
@@ -286,8 +286,6 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::config::Config;
-    use crate::size_class::SizeClasses;
 
     const GRANULE: u64 = 4096;
     const BASE: u64 = 1 << 20;
@@ -343,9 +341,8 @@ mod tests {
     fn a_granule_has_a_last_use_of_its_own() {
         let mut heap = heap(4);
         fill(&mut heap, 0, 4);
-        let classes = SizeClasses::new(&Config::default());
-        let (one, _) = heap.take_best(&classes, 0, 2 * GRANULE, 1).unwrap();
-        let (two, _) = heap.take_best(&classes, 0, 2 * GRANULE, 1).unwrap();
+        let one = heap.take_best(0, 2 * GRANULE, 1).unwrap();
+        let two = heap.take_best(0, 2 * GRANULE, 1).unwrap();
         for (id, after) in [(one, 5), (two, 9)] {
             heap.note_last_use(id, 0, after);
             heap.give(id, 0, after);
@@ -368,8 +365,7 @@ mod tests {
     fn what_was_held_is_not_done_before_what_it_merges_with() {
         let mut heap = heap(4);
         fill(&mut heap, 0, 4);
-        let classes = SizeClasses::new(&Config::default());
-        let [one, two] = [(); 2].map(|()| heap.take_best(&classes, 0, 2 * GRANULE, 1).unwrap().0);
+        let [one, two] = [(); 2].map(|()| heap.take_best(0, 2 * GRANULE, 1).unwrap());
         heap.give(one, 0, 5);
         let held = heap.hold(one, BASE, BASE + 2 * GRANULE).id;
         // Used for longer, and given back while the other is in the hands of the driver.
@@ -384,12 +380,11 @@ mod tests {
 
     #[test]
     fn what_rested_is_not_done_before_what_it_merges_with() {
-        let mut heap = Heap::new(0, super::super::IndexKind::Bins);
+        let mut heap = Heap::new(0);
         heap.add_pools();
         heap.add_reservation(BASE, 4 * GRANULE, 0, GRANULE);
         fill(&mut heap, 0, 4);
-        let classes = SizeClasses::new(&Config::default());
-        let [one, two] = [(); 2].map(|()| heap.take_best(&classes, 0, 2 * GRANULE, 1).unwrap().0);
+        let [one, two] = [(); 2].map(|()| heap.take_best(0, 2 * GRANULE, 1).unwrap());
         heap.defer(one, 5);
         // As memory that was lent comes back, by a way on which nothing rests.
         heap.give(two, 0, 9);
@@ -403,7 +398,6 @@ mod tests {
         #[test]
         fn regions_stay_tiled(steps in prop::collection::vec((0..5u8, 0..16u64, 1..6u64, any::<bool>()), 1..120)) {
             let mut heap = heap(16);
-            let classes = SizeClasses::new(&Config::default());
             let mut live = Vec::new();
             for (what, at, n, as_free) in steps {
                 let (from, to) = (BASE + at * GRANULE, (BASE + (at + n) * GRANULE).min(BASE + 16 * GRANULE));
@@ -418,7 +412,7 @@ mod tests {
                             if as_free { heap.unhold_as_free(held); } else { heap.unhold_as_hole(held); }
                         }
                     }
-                    2 | 3 => live.extend(heap.take_best(&classes, 0, n * 1024, n).map(|(id, _)| id)),
+                    2 | 3 => live.extend(heap.take_best(0, n * 1024, n)),
                     _ if !live.is_empty() => {
                         let id = live.swap_remove(usize::try_from(at).unwrap() % live.len());
                         heap.note_last_use(id, 0, n);

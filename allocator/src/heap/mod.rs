@@ -41,18 +41,16 @@ use deferred::Deferred;
 pub(crate) use deferred::DeferredBlock;
 use hole_index::HoleIndex;
 pub(crate) use holes::Holding;
-use index::{Bins, Exact, FreeIndex, Index};
-pub(crate) use index::{IndexKind, IndexView, Key};
+use index::bin_of;
+pub(crate) use index::{IndexView, Key};
 use last_use::Granules;
 pub(crate) use last_use::LastUses;
 use members::Members;
-use moves::{Joined, Piece, Rules, Taken};
+use moves::{Joined, Piece, Taken};
 use pools::Pools;
 pub(crate) use pools::{HeapPoolOptions, kind_of};
 use recent::RecentUses;
 pub(crate) use walk::{Passed, Walk};
-
-use crate::size_class::SizeClasses;
 
 /// A contiguous range of device addresses.
 #[derive(Clone, Debug)]
@@ -66,14 +64,6 @@ pub(crate) struct Region {
     pub(crate) granules: Granules,
 }
 
-/// By how much an operation changed the count and the bytes of free pieces of regions
-/// (`inactive_split`). They are counted only with [`IndexKind::Exact`], which is for segments.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct SplitChange {
-    pub(crate) count: i64,
-    pub(crate) bytes: i64,
-}
-
 /// The regions of one stream, their blocks, and the free ones' indexes.
 #[derive(Debug, Default)]
 pub(crate) struct Heap {
@@ -81,7 +71,6 @@ pub(crate) struct Heap {
     pub(crate) home: u32,
     pub(crate) blocks: Slab,
     pub(crate) pools: Pools,
-    index_kind: IndexKind,
     regions: Vec<Option<Region>>,
     vacant_regions: Vec<u32>,
     /// Number of foreign free blocks.
@@ -107,95 +96,55 @@ pub(crate) struct Heap {
 }
 
 impl Heap {
-    /// The heap of a stream, without pools and regions yet, whose free blocks are indexed in the
-    /// given way.
-    pub(crate) fn new(home: u32, index_kind: IndexKind) -> Heap {
-        Heap { home, index_kind, ..Heap::default() }
+    /// The heap of a stream, without pools and regions yet.
+    pub(crate) fn new(home: u32) -> Heap {
+        Heap { home, ..Heap::default() }
     }
 
     /// Adds the default pools: the small one has number 0, the large one number 1.
     pub(crate) fn add_pools(&mut self) {
-        self.pools.add_default(self.index_kind);
+        self.pools.add_default();
     }
 
     /// Adds a private pool, which is about to get a region here, unless the heap has it. Small
     /// pools have even numbers, large ones odd numbers. The pool goes with its last region.
     pub(crate) fn add_private_pool(&mut self, number: u16, options: HeapPoolOptions) {
-        self.pools.add_private(number, self.index_kind, options);
+        self.pools.add_private(number, options);
     }
 
     /// Takes `size` bytes for the home stream from the block that the index chooses among the
-    /// stream's own free ones, if the size rules allow.
+    /// stream's own free ones.
     #[inline(always)]
-    pub(crate) fn take_best(
-        &mut self,
-        classes: &SizeClasses,
-        pool: u16,
-        size: u64,
-        requested: u64,
-    ) -> Option<(BlockId, SplitChange)> {
+    pub(crate) fn take_best(&mut self, pool: u16, size: u64, requested: u64) -> Option<BlockId> {
         let piece = Piece { owner: self.home, size, requested };
         let record = self.pools.get_mut(pool)?;
-        let rules = Rules { classes, kind: record.kind, no_split: record.options.no_split };
         let mut blocks = self.blocks.records_and_a_vacant_one();
-        match &mut record.own {
-            FreeIndex::Exact(index) => {
-                let taken = moves::take_best(index, &mut blocks, rules, piece)?;
-                Some((taken.id, self.took::<Exact>(&taken)))
-            }
-            FreeIndex::Bins(index) => {
-                let taken = moves::take_best(index, &mut blocks, rules, piece)?;
-                Some((taken.id, self.took::<Bins>(&taken)))
-            }
-        }
+        let taken = moves::take_best(&mut record.own, &mut blocks, record.options.no_split, piece)?;
+        self.took(&taken);
+        Some(taken.id)
     }
 
     /// Takes `size` bytes for `owner` from a given free block.
-    pub(crate) fn take(
-        &mut self,
-        classes: &SizeClasses,
-        id: BlockId,
-        owner: u32,
-        size: u64,
-        requested: u64,
-    ) -> (BlockId, SplitChange) {
+    pub(crate) fn take(&mut self, id: BlockId, owner: u32, size: u64, requested: u64) -> BlockId {
         let Block { size: whole, owner: from, pool, state, .. } = self.blocks[id];
         debug_assert!(state == State::Free && whole >= size);
         let record = &mut self.pools[pool];
         let piece = Piece { owner, size, requested };
-        let rules = Rules { classes, kind: record.kind, no_split: record.options.no_split };
+        let no_split = record.options.no_split;
         let mut blocks = self.blocks.records_and_a_vacant_one();
-        let (taken, change) = match record.index_mut(self.home, from) {
-            FreeIndex::Exact(index) => {
-                let taken = moves::take(index, &mut blocks, rules, id, Exact::place(id, whole), piece);
-                (taken, self.took::<Exact>(&taken))
-            }
-            FreeIndex::Bins(index) => {
-                let taken = moves::take(index, &mut blocks, rules, id, Bins::place(id, whole), piece);
-                (taken, self.took::<Bins>(&taken))
-            }
-        };
-        self.foreign -= usize::from(from != self.home && taken.rest.is_none());
-        (taken.id, change)
+        let index = record.index_mut(self.home, from);
+        let taken = moves::take(index, &mut blocks, no_split, id, bin_of(whole), piece);
+        self.took(&taken);
+        self.foreign -= usize::from(from != self.home && !taken.is_cut);
+        taken.id
     }
 
     /// Accounts for a block that became live and was free, or part of a free block.
     #[inline(always)]
-    fn took<I: Index>(&mut self, taken: &Taken) -> SplitChange {
-        let &Taken { id, size, whole, prev, next, rest, region } = taken;
-        self.free -= size;
-        if !I::FIRST_STAYS && prev == BlockId::NONE {
-            self.region_mut(region).first = id;
-        }
-        if !I::SEGMENTS {
-            return SplitChange::default();
-        }
-        // Whole regions do not count as split. Computed without branches, because the case follows
-        // no pattern.
-        let was_whole_region = prev == BlockId::NONE && next == BlockId::NONE;
-        SplitChange {
-            count: i64::from(rest.is_some()) + i64::from(was_whole_region) - 1,
-            bytes: (signed(whole) & -i64::from(was_whole_region)) - signed(size),
+    fn took(&mut self, taken: &Taken) {
+        self.free -= taken.size;
+        if taken.prev == BlockId::NONE {
+            self.region_mut(taken.region).first = taken.id;
         }
     }
 
@@ -203,56 +152,33 @@ impl Heap {
     /// owner's timeline has reached `after` (0: now). Merges it with its neighbours; the merged
     /// block is done when the last of its parts is.
     #[inline(never)]
-    pub(crate) fn give(&mut self, id: BlockId, owner: u32, after: u64) -> (BlockId, SplitChange) {
-        if after == 0 { self.give_done(id, owner) } else { self.give_used(id, owner, after) }
-    }
-
-    /// As [`Heap::give`], for a block that is done for every stream.
-    #[cold]
-    fn give_done(&mut self, id: BlockId, owner: u32) -> (BlockId, SplitChange) {
-        let adopted = self.adopt_done(id, owner);
-        let (id, change) = self.give_used(id, owner, 0);
-        (id, SplitChange { count: change.count + adopted.count, bytes: change.bytes + adopted.bytes })
+    pub(crate) fn give(&mut self, id: BlockId, owner: u32, after: u64) -> BlockId {
+        if after == 0 {
+            self.adopt_done(id, owner);
+        }
+        self.give_used(id, owner, after)
     }
 
     /// As [`Heap::give`], for a block whose neighbours' owners do not change.
-    fn give_used(&mut self, id: BlockId, owner: u32, after: u64) -> (BlockId, SplitChange) {
+    fn give_used(&mut self, id: BlockId, owner: u32, after: u64) -> BlockId {
         let pool = self.blocks[id].pool;
         debug_assert!(matches!(self.blocks[id].state, State::Live | State::Waiting));
         let mut blocks = self.blocks.records();
-        let (joined, change) = match self.pools[pool].index_mut(self.home, owner) {
-            FreeIndex::Exact(index) => {
-                let joined = moves::join(index, &mut blocks, id, owner, after);
-                (joined, self.gave::<Exact>(&joined))
-            }
-            FreeIndex::Bins(index) => {
-                let joined = moves::join(index, &mut blocks, id, owner, after);
-                (joined, self.gave::<Bins>(&joined))
-            }
-        };
+        let index = self.pools[pool].index_mut(self.home, owner);
+        let joined = moves::join(index, &mut blocks, id, owner, after);
+        self.gave(&joined);
         if owner != self.home {
-            self.foreign = self.foreign + 1 - usize::from(joined.with_prev) - usize::from(joined.with_next.is_some());
+            self.foreign = self.foreign + 1 - joined.neighbours;
         }
-        (joined.id, change)
+        joined.id
     }
 
     /// Accounts for a block that became free and was joined with free neighbours.
     #[inline(always)]
-    fn gave<I: Index>(&mut self, joined: &Joined) -> SplitChange {
-        let &Joined { id, given, whole, with_prev, with_next, prev, next, region } = joined;
-        self.free += given;
-        let is_whole_region = prev == BlockId::NONE && next == BlockId::NONE;
-        if !I::FIRST_STAYS && prev == BlockId::NONE {
-            self.region_mut(region).first = id;
-        }
-        if !I::SEGMENTS {
-            return SplitChange::default();
-        }
-        // Whole regions do not count as split, so what the parts counted before is taken back,
-        // including this block's own share.
-        SplitChange {
-            count: 1 - i64::from(with_prev) - i64::from(with_next.is_some()) - i64::from(is_whole_region),
-            bytes: signed(given) - (signed(whole) & -i64::from(is_whole_region)),
+    fn gave(&mut self, joined: &Joined) {
+        self.free += joined.given;
+        if joined.prev == BlockId::NONE {
+            self.region_mut(joined.region).first = joined.id;
         }
     }
 
@@ -261,27 +187,21 @@ impl Heap {
         self.blocks.get(id).is_some_and(|block| block.state == State::Free && block.owner == owner)
     }
 
-    /// True if a block of a pool is free and the home stream's. With [`IndexKind::Bins`] its record
-    /// is not read.
+    /// True if a block of a pool is free and the home stream's. Its record is not read.
     #[inline]
     pub(crate) fn is_own(&self, pool: u16, id: BlockId) -> bool {
-        match &self.pools[pool].own {
-            FreeIndex::Exact(_) => self.is_free_of(id, self.home),
-            FreeIndex::Bins(index) => index.has(id),
-        }
+        self.pools[pool].own.has(id)
     }
 
     /// Prepares giving a block that is done for every stream to `owner`: neighbours that are done
     /// become the owner's, too, so that they merge, unless the merged block would not be done.
-    /// Returns the change of free pieces.
     #[cold]
-    fn adopt_done(&mut self, id: BlockId, owner: u32) -> SplitChange {
-        let mut change = SplitChange::default();
+    fn adopt_done(&mut self, id: BlockId, owner: u32) {
         for side in [|block: &Block| block.prev, |block: &Block| block.next] {
             let Block { prev, next, .. } = self.blocks[id];
             let is_used = |id: BlockId| self.is_free_of(id, owner) && self.blocks[id].after != 0;
             if is_used(prev) || is_used(next) {
-                return change;
+                return;
             }
             let neighbour = side(&self.blocks[id]);
             let Some(block) = self.blocks.get_mut(neighbour) else { continue };
@@ -290,33 +210,23 @@ impl Heap {
                 self.unindex(neighbour);
                 self.free -= size;
                 self.blocks[neighbour].state = State::Waiting;
-                let (_, given) = self.give(neighbour, owner, 0);
-                // The neighbour counted as split before, because it has a neighbour itself.
-                change.count += given.count - 1;
-                change.bytes += given.bytes - signed(size);
+                self.give(neighbour, owner, 0);
             }
         }
-        change
     }
 
     /// Puts a free block in the index of its owner.
     fn index_alone(&mut self, id: BlockId) {
         let Block { owner, pool, .. } = self.blocks[id];
         let mut blocks = self.blocks.records();
-        match self.pools[pool].index_mut(self.home, owner) {
-            FreeIndex::Exact(index) => index.insert(&mut blocks, id),
-            FreeIndex::Bins(index) => index.insert(&mut blocks, id),
-        }
+        self.pools[pool].index_mut(self.home, owner).insert(&mut blocks, id);
         self.foreign += usize::from(owner != self.home);
     }
 
     fn unindex(&mut self, id: BlockId) {
         let Block { size, owner, pool, .. } = self.blocks[id];
         let mut blocks = self.blocks.records();
-        match self.pools[pool].index_mut(self.home, owner) {
-            FreeIndex::Exact(index) => index.remove(&mut blocks, id, Exact::place(id, size)),
-            FreeIndex::Bins(index) => index.remove(&mut blocks, id, Bins::place(id, size)),
-        }
+        self.pools[pool].index_mut(self.home, owner).remove(&mut blocks, id, bin_of(size));
         self.foreign -= usize::from(owner != self.home);
     }
 
@@ -428,10 +338,4 @@ impl Heap {
     fn region_mut(&mut self, number: u32) -> &mut Region {
         self.regions[number as usize].as_mut().unwrap_or_else(|| unreachable!("block of a removed region"))
     }
-}
-
-/// Bytes of device memory as a signed difference; addresses have at most 57 bits.
-#[inline]
-fn signed(bytes: u64) -> i64 {
-    bytes.cast_signed()
 }

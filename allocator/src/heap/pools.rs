@@ -6,18 +6,16 @@
 use std::ops::{Index, IndexMut};
 
 use super::foreign::Away;
-use super::index::{FreeIndex, IndexKind};
+use super::index::Bins;
 use crate::size_class::PoolKind;
 
 /// A pool of the heap: requests of a pool are served from its own blocks. There are a small and a
 /// large default pool, and those of private pools.
 #[derive(Debug)]
 pub(crate) struct Pool {
-    pub(crate) kind: PoolKind,
     pub(crate) options: HeapPoolOptions,
-    pub(super) index_kind: IndexKind,
     /// Free blocks of the heap's home stream.
-    pub(super) own: FreeIndex,
+    pub(super) own: Bins,
     pub(super) away: Away,
     /// Number of regions.
     pub(super) regions: usize,
@@ -33,15 +31,14 @@ pub(crate) struct HeapPoolOptions {
 }
 
 impl Pool {
-    fn new(kind: PoolKind, index_kind: IndexKind, options: HeapPoolOptions) -> Pool {
-        let (own, away) = (FreeIndex::new(index_kind), Away::default());
-        Pool { kind, options, index_kind, own, away, regions: 0 }
+    fn new(options: HeapPoolOptions) -> Pool {
+        Pool { options, own: Bins::default(), away: Away::default(), regions: 0 }
     }
 
     /// The index of `owner`'s free blocks.
     #[inline]
-    pub(super) fn index_mut(&mut self, home: u32, owner: u32) -> &mut FreeIndex {
-        if owner == home { &mut self.own } else { self.away.index_mut(owner, self.index_kind) }
+    pub(super) fn index_mut(&mut self, home: u32, owner: u32) -> &mut Bins {
+        if owner == home { &mut self.own } else { self.away.index_mut(owner) }
     }
 }
 
@@ -61,9 +58,8 @@ pub(crate) struct Pools {
 
 impl Pools {
     /// Adds the default pools.
-    pub(super) fn add_default(&mut self, index_kind: IndexKind) {
-        let kinds = [PoolKind::Small, PoolKind::Large];
-        self.default.extend(kinds.map(|kind| Pool::new(kind, index_kind, HeapPoolOptions::default())));
+    pub(super) fn add_default(&mut self) {
+        self.default.extend([(); 2].map(|()| Pool::new(HeapPoolOptions::default())));
     }
 
     fn place(&self, number: u16) -> Option<usize> {
@@ -71,12 +67,12 @@ impl Pools {
     }
 
     /// Adds a private pool, unless it is here already.
-    pub(super) fn add_private(&mut self, number: u16, index_kind: IndexKind, options: HeapPoolOptions) {
+    pub(super) fn add_private(&mut self, number: u16, options: HeapPoolOptions) {
         let Some(place) = self.place(number) else { return };
         if place >= self.private.len() {
             self.private.resize_with(place + 1, || None);
         }
-        self.private[place].get_or_insert_with(|| Box::new(Pool::new(kind_of(number), index_kind, options)));
+        self.private[place].get_or_insert_with(|| Box::new(Pool::new(options)));
     }
 
     /// Notes that a region of a pool is gone. A private pool without regions goes, too.

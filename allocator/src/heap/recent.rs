@@ -64,16 +64,14 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::config::Config;
-    use crate::heap::{BlockId, Heap, IndexKind, State};
-    use crate::size_class::SizeClasses;
+    use crate::heap::{BlockId, Heap, State};
 
     const GRANULE: u64 = 4096;
     const BASE: u64 = 1 << 20;
     const GRANULES: usize = 32;
 
     fn heap() -> Heap {
-        let mut heap = Heap::new(0, IndexKind::Bins);
+        let mut heap = Heap::new(0);
         heap.add_pools();
         heap.add_reservation(BASE, GRANULES as u64 * GRANULE, 0, GRANULE);
         let hole = heap.holes().next().unwrap().0;
@@ -123,11 +121,10 @@ mod tests {
         fn uses_that_are_not_done_are_noted_in_time(
             steps in prop::collection::vec((0..7u8, 1..40u64, 0..64usize), 1..200),
         ) {
-            let classes = SizeClasses::new(&Config::default());
             let (mut heap, mut model, mut live, mut done) = (heap(), vec![0; GRANULES], Vec::new(), 0);
             for (now, (what, n, which)) in (1..).zip(steps) {
                 match what {
-                    0..3 => live.extend(heap.take_best(&classes, 0, n * 512, n).map(|(id, _)| id)),
+                    0..3 => live.extend(heap.take_best(0, n * 512, n)),
                     3..5 if !live.is_empty() => {
                         let id = live.swap_remove(which % live.len());
                         model[granules(&heap, id)].fill(now);

@@ -109,9 +109,6 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::config::Config;
-    use crate::heap::IndexKind;
-    use crate::size_class::SizeClasses;
 
     const G: u64 = 4096;
     const BASE: u64 = 1 << 20;
@@ -127,23 +124,21 @@ mod tests {
         /// every byte was passed once.
         #[test]
         fn every_byte_is_passed_once_whatever_happens_between_steps(
-            kind in prop_oneof![Just(IndexKind::Bins), Just(IndexKind::Exact)],
             before in prop::collection::vec(1..6u64, 1..40),
             between in prop::collection::vec((any::<bool>(), 1..12u64, any::<prop::sample::Index>()), 0..80),
         ) {
-            let classes = SizeClasses::new(&Config::default());
-            let mut heap = Heap::new(0, kind);
+            let mut heap = Heap::new(0);
             heap.add_pools();
             (0..3).for_each(|n| {
                 heap.add_region(BASE + n * (64 << 20), 1 << 20, 0);
             });
-            let mut live: Vec<BlockId> = before.iter().filter_map(|n| Some(heap.take_best(&classes, 0, n * 512, 1)?.0)).collect();
+            let mut live: Vec<BlockId> = before.iter().filter_map(|n| heap.take_best(0, n * 512, 1)).collect();
             let mut changes = between.chunks(4);
             let (mut walk, mut passed) = (Walk::default(), Vec::new());
             while heap.step(&mut walk, |one| passed.push(*one)) {
                 for (takes, n, which) in changes.next().into_iter().flatten() {
                     if *takes {
-                        live.extend(heap.take_best(&classes, 0, n * 512, 1).map(|(id, _)| id));
+                        live.extend(heap.take_best(0, n * 512, 1));
                     } else if !live.is_empty() {
                         let id = live.swap_remove(which.index(live.len()));
                         heap.give(id, 0, 1);
@@ -171,7 +166,7 @@ mod tests {
 
     #[test]
     fn ranges_with_memory_begin_behind_holes() {
-        let mut heap = Heap::new(0, IndexKind::Bins);
+        let mut heap = Heap::new(0);
         heap.add_pools();
         heap.add_reservation(BASE, 8 * G, 0, G);
         for at in [1, 2, 5] {

@@ -10,18 +10,17 @@
 //! 2. **grow**: take memory from the device (mapped memory moves first, `backing/paged/grow.rs`);
 //! 3. take a block of a private pool that lends on OOM; with `throw_on_cudamalloc_oom`, a request
 //!    that the limit refused fails here;
-//! 4. release oversize segments, and grow;
-//! 5. wait on the host for blocks that other streams still use;
-//! 6. make the stream wait for another stream's block, unless blocks never cross streams;
-//! 7. release everything unused, mapped memory where it stands in the way, and grow; then what
+//! 4. wait on the host for blocks that other streams still use;
+//! 5. make the stream wait for another stream's block, unless blocks never cross streams;
+//! 6. release everything unused, mapped memory where it stands in the way, and grow; then what
 //!    private pools keep although no graph may use it, as much as the request needs, and grow;
-//! 8. where the device refused, have the driver give back what its own pools keep unused, and other
+//! 7. where the device refused, have the driver give back what its own pools keep unused, and other
 //!    allocators of the process what they cache, and grow;
-//! 9. run the reclaimers by priority, each followed by a search, a release and a growth, and all
+//! 8. run the reclaimers by priority, each followed by a search, a release and a growth, and all
 //!    of them again as long as they free something (`reclaim.rs`);
-//! 10. wait until other threads have finished moving memory, search, and grow;
-//! 11. split frames that are partly in use, where the configuration allows it, and grow;
-//! 12. report that memory has run out.
+//! 9. wait until other threads have finished moving memory, search, and grow;
+//! 10. split frames that are partly in use, where the configuration allows it, and grow;
+//! 11. report that memory has run out.
 //!
 //! A rung that fails leaves everything as usable as before (invariant A5). No lock is held between
 //! rungs, and none across a driver call, a wait, a reclaimer or an observer.
@@ -32,7 +31,7 @@ use crate::backing::growth::{Growth, growth_bytes};
 use crate::backing::paged::grow::grow_paged;
 use crate::backing::paged::split::{Outcome, split_frames};
 use crate::backing::paged::trim::{synchronize_free, take_stuck_back, trim_paged};
-use crate::backing::segments::{grow_segment, oversize_to_release, releasable, release_where};
+use crate::backing::segments::{grow_segment, releasable, release_where};
 use crate::backing::trim::trim_idle_pools;
 use crate::config::CrossStream;
 use crate::cross_stream::lending::{borrow, borrow_waiting, growth_instead_of_borrowing};
@@ -84,7 +83,6 @@ fn climb_rungs(allocator: &Allocator, request: &Request, tried: &mut Tried) -> R
         return Ok(None);
     }
     let later = [
-        release_oversize_and_grow,
         wait_for_pending,
         wait_for_lender,
         release_and_grow,
@@ -141,21 +139,6 @@ fn take_lent_by_pools(allocator: &Allocator, request: &Request) -> Option<Grante
     let lenders = guard.pools.lenders();
     let pools: Vec<u16> = lenders.flat_map(|private| private.lent(kind_of(request.pool))).collect();
     pools.into_iter().find_map(|pool| guard.take_own(&Request { pool, is_regular: false, ..*request }))
-}
-
-fn release_oversize_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
-    let mut sufficient = false;
-    let released = release_where(allocator, |guard| match oversize_to_release(guard, request) {
-        Some(chosen) => {
-            let least = guard.classes.max_split_size().unwrap_or(0);
-            let sum: u64 = chosen.iter().map(|place| guard.block(*place).size).sum();
-            sufficient = sum >= request.size.max(least);
-            chosen
-        }
-        None => Vec::new(),
-    })?;
-    tried.released += released;
-    if sufficient { try_grow(allocator, request, tried) } else { Ok(None) }
 }
 
 fn wait_for_pending(allocator: &Allocator, request: &Request, _: &mut Tried) -> Rung {

@@ -333,7 +333,6 @@ impl StateGuard {
         let inner: &mut ArenaInner = &mut locked;
         inner.open(stream.timeline(), self.shared.paged.is_some());
         arena.lenders.clear();
-        inner.classes = self.shared.classes.clone();
         inner.crosses_streams = self.shared.crosses_streams;
         inner.records_history = state.history.lock().is_on();
         inner.heap.add_pools();

@@ -18,7 +18,6 @@ use crate::cross_stream::waiting_list::WaitingList;
 use crate::heap::BlockId;
 use crate::pools::table::PoolTable;
 use crate::request::{Place, Request};
-use crate::size_class::SizeClasses;
 use crate::state::arena::Arena;
 use crate::state::settled::Settled;
 use crate::sync::atomic::Ordering;
@@ -28,7 +27,6 @@ use crate::tags::Tag;
 pub(crate) struct SharedState {
     /// `None` while the allocator state is idle.
     pub(crate) device: Option<Device>,
-    pub(crate) classes: SizeClasses,
     /// True if free blocks may be lent between streams. Otherwise blocks never leave the stream of
     /// their segment.
     pub(crate) crosses_streams: bool,

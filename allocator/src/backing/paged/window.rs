@@ -246,26 +246,22 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::config::Config;
-    use crate::heap::IndexKind;
-    use crate::size_class::SizeClasses;
 
     const G: u64 = 4096;
     const BASE: u64 = 1 << 20;
 
     /// A region of a map, a letter for each granule: `.` a hole, `f` free, `l` live.
     fn heap(map: &str) -> Heap {
-        let mut heap = Heap::new(0, IndexKind::Bins);
+        let mut heap = Heap::new(0);
         heap.add_pools();
         heap.add_reservation(BASE, map.len() as u64 * G, 0, G);
-        let classes = SizeClasses::new(&Config::default());
         let mut taken = Vec::new();
         for (at, letter) in map.bytes().enumerate().filter(|(_, letter)| *letter != b'.') {
             let addr = BASE + at as u64 * G;
             let hole = heap.holes().find(|(_, hole)| hole.addr <= addr && addr < hole.addr + hole.size);
             let held = heap.hold(hole.unwrap().0, addr, addr + G).id;
             let free = heap.unhold_as_free(held);
-            let (id, _) = heap.take(&classes, free, 0, G, G);
+            let id = heap.take(free, 0, G, G);
             taken.push((id, letter));
         }
         for (id, _) in taken.into_iter().filter(|(_, letter)| *letter == b'f') {

@@ -1,4 +1,4 @@
-//! The fast index: bins of similar sizes, each a linked list through its blocks' own records, last
+//! An index of free blocks: bins of similar sizes, each a linked list through its blocks' own records, last
 //! in first out.
 //!
 //! Putting a block in and taking it out cost the same however many blocks there are: a bit, a head,
@@ -21,8 +21,6 @@
 //! * a bin's bit is set exactly when its list is not empty;
 //! * a block is a member exactly when it is in a list.
 
-use super::Index;
-use super::key::Key;
 use super::sizes::{BINS, Occupied, bin_of};
 use crate::heap::block::{Block, BlockId, Records, Slab};
 use crate::heap::members::Members;
@@ -46,7 +44,7 @@ impl Default for Bins {
 }
 
 impl Bins {
-    pub(super) fn is_empty(&self) -> bool {
+    pub(in crate::heap) fn is_empty(&self) -> bool {
         self.occupied.is_empty()
     }
 
@@ -70,7 +68,7 @@ impl Bins {
     /// Every block of at least `size` bytes, bins in ascending order of their sizes. Mostly the
     /// next block does not depend on the record of the last one, so the processor need not wait for
     /// each record.
-    pub(super) fn iter_from<'a>(&'a self, blocks: &'a Slab, size: u64) -> impl Iterator<Item = BlockId> + 'a {
+    pub(in crate::heap) fn iter_from<'a>(&'a self, blocks: &'a Slab, size: u64) -> impl Iterator<Item = BlockId> + 'a {
         let from = bin_of(size);
         let own = self.list(blocks, from).filter(move |&id| blocks[id].size >= size);
         let others = std::iter::successors(self.occupied.first_from(from + 1), |bin| self.occupied.first_from(bin + 1));
@@ -95,6 +93,39 @@ impl Bins {
     #[inline]
     pub(in crate::heap) fn has(&self, id: BlockId) -> bool {
         self.members.contains(id)
+    }
+
+    /// The block to serve a request of `size` bytes from, and its bin, if any is large enough.
+    #[inline]
+    pub(in crate::heap) fn choose(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, usize)> {
+        let own = bin_of(size);
+        let bin = self.occupied.first_from(own)?;
+        let head = *self.heads.get(bin)?;
+        if blocks[head].size >= size { Some((head, bin)) } else { self.choose_further(blocks, own, size) }
+    }
+
+    /// Puts a free block in.
+    #[inline]
+    pub(in crate::heap) fn insert(&mut self, blocks: &mut Records<'_>, id: BlockId) {
+        self.link(blocks, id, bin_of(blocks[id].size));
+        self.members.insert(id);
+    }
+
+    /// Takes out a block, which must be in this bin.
+    #[inline]
+    pub(in crate::heap) fn remove(&mut self, blocks: &mut Records<'_>, id: BlockId, bin: usize) {
+        self.unlink(blocks, id, bin);
+        self.members.remove(id);
+    }
+
+    /// Updates the index after the record of a block in it changed, which was in the bin `before`.
+    #[inline]
+    pub(in crate::heap) fn changed(&mut self, blocks: &mut Records<'_>, id: BlockId, before: usize) {
+        let bin = bin_of(blocks[id].size);
+        if bin != before {
+            self.unlink(blocks, id, before);
+            self.link(blocks, id, bin);
+        }
     }
 
     /// True if there are as many members as blocks in lists.
@@ -152,67 +183,6 @@ impl Bins {
     }
 }
 
-impl Index for Bins {
-    /// The number of the bin.
-    type Place = usize;
-    const SEGMENTS: bool = false;
-    const FIRST_STAYS: bool = false;
-
-    #[inline]
-    fn choose(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, usize)> {
-        let own = bin_of(size);
-        let bin = self.occupied.first_from(own)?;
-        let head = *self.heads.get(bin)?;
-        if blocks[head].size >= size { Some((head, bin)) } else { self.choose_further(blocks, own, size) }
-    }
-
-    #[cold]
-    fn best_fit(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, usize)> {
-        let smallest = |bin: usize| {
-            self.list(blocks, bin).map(|id| Key::of(id, &blocks[id])).filter(|key| key.size() >= size).min()
-        };
-        let bin = bin_of(size);
-        let best = smallest(bin).or_else(|| smallest(self.occupied.first_from(bin + 1)?));
-        best.map(|key| (key.block(), bin_of(key.size())))
-    }
-
-    #[inline]
-    fn size(blocks: &Records<'_>, id: BlockId, _: usize) -> u64 {
-        blocks[id].size
-    }
-
-    #[inline]
-    fn place(_: BlockId, size: u64) -> usize {
-        bin_of(size)
-    }
-
-    #[inline]
-    fn holds(&self, _: &Records<'_>, id: BlockId, _: u32) -> bool {
-        self.has(id)
-    }
-
-    #[inline]
-    fn insert(&mut self, blocks: &mut Records<'_>, id: BlockId) {
-        self.link(blocks, id, bin_of(blocks[id].size));
-        self.members.insert(id);
-    }
-
-    #[inline]
-    fn remove(&mut self, blocks: &mut Records<'_>, id: BlockId, place: usize) {
-        self.unlink(blocks, id, place);
-        self.members.remove(id);
-    }
-
-    #[inline]
-    fn changed(&mut self, blocks: &mut Records<'_>, id: BlockId, place: usize) {
-        let bin = bin_of(blocks[id].size);
-        if bin != place {
-            self.unlink(blocks, id, place);
-            self.link(blocks, id, bin);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
@@ -256,9 +226,6 @@ mod tests {
         prop_assert_eq!(chosen, place);
         let next = fitting.clone().map(bin_of).filter(|&bin| bin > bin_of(size)).min();
         prop_assert!(chosen == bin_of(size) || Some(chosen) == next);
-        let best = bins.best_fit(&blocks.records(), size).map(|(id, _)| id);
-        let best = best.map(|id| blocks[id].size);
-        prop_assert_eq!(best, fitting.clone().min());
         let walked = bins.iter_from_first_fit(blocks, size).filter(|&id| blocks[id].size >= size).count();
         prop_assert_eq!(walked, fitting.clone().count(), "a walk misses no block");
         let from: Vec<u64> = bins.iter_from(blocks, size).map(|id| blocks[id].size).collect();

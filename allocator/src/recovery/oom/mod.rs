@@ -17,8 +17,9 @@ use crate::cross_stream::waiting::{waiting_bytes, waiting_requested};
 use crate::error::AllocError;
 use crate::history::{Action, Subject};
 use crate::open::trim_others;
-use crate::recovery::oom::advise::{advice_from_blocks, advice_on_segments, advice_to_lend};
+use crate::recovery::oom::advise::{advice_to_cross_streams, advice_to_lend};
 use crate::request::Request;
+use crate::size_class;
 use crate::state::shared::SharedState;
 
 pub(crate) mod advice;
@@ -108,8 +109,7 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     report.attribution = attribution;
     report.note_lacking();
     if !tried.dedicated {
-        from_blocks.extend(advice_from_blocks(allocator, request));
-        from_blocks.extend(advice_on_segments(allocator, request, &report));
+        from_blocks.extend(advice_to_cross_streams(allocator, request));
     }
     report.advise(from_blocks, &held, allocator.config().fail_fast);
     tracing::debug!(
@@ -149,7 +149,7 @@ fn report(shared: &SharedState, request: &Request, tried: &Tried) -> OomReport {
         device: 0,
         device_name: String::new(),
         requested: request.requested,
-        padding: if tried.dedicated { 0 } else { request.size.saturating_sub(shared.classes.round(request.requested)) },
+        padding: if tried.dedicated { 0 } else { request.size.saturating_sub(size_class::round(request.requested)) },
         is_mapped: false,
         growth: 0,
         from_device: 0,

@@ -25,7 +25,7 @@ impl ArenaGuard {
             return false;
         }
         let ArenaInner { heap, borrowers, .. } = &mut *self.inner;
-        let changes = heap.send_home(|owner, after| {
+        heap.send_home(|owner, after| {
             let Some(timeline) = borrowers.get(&owner) else { return false };
             let is_done = after <= timeline.frontier();
             match unknown.last_mut() {
@@ -34,8 +34,7 @@ impl ArenaGuard {
                 _ => unknown.push((timeline.clone(), after)),
             }
             is_done
-        });
-        !changes.is_empty()
+        })
     }
 
     /// The best of the home stream's free blocks for a request of another stream.

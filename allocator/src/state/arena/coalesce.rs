@@ -2,7 +2,7 @@
 //! a search, before a slow path looks into the arena, and when a search fails.
 
 use super::ArenaGuard;
-use crate::heap::{BlockId, DeferredBlock, SplitChange, kind_of};
+use crate::heap::{BlockId, DeferredBlock};
 
 impl ArenaGuard {
     /// Makes room to defer another block, and for a search: merges the blocks that may not be
@@ -40,9 +40,7 @@ impl ArenaGuard {
 
     #[inline(always)]
     fn merge(&mut self, deferred: DeferredBlock) {
-        let kind = kind_of(self.inner.heap.blocks[deferred.block()].pool);
-        let change = self.inner.heap.merge(deferred);
-        self.split_changed(kind, change);
+        self.inner.heap.merge(deferred);
         if self.inner.heap.has_many_recent_uses() {
             self.thin_recent_uses();
         }
@@ -59,12 +57,11 @@ impl ArenaGuard {
     /// any. The ladder would do so, too, but under all locks.
     #[cold]
     #[inline(never)]
-    pub(super) fn take_uncoalesced(&mut self, pool: u16, size: u64, requested: u64) -> Option<(BlockId, SplitChange)> {
+    pub(super) fn take_uncoalesced(&mut self, pool: u16, size: u64, requested: u64) -> Option<BlockId> {
         if !self.inner.heap.has_deferred() {
             return None;
         }
         self.coalesce_deferred();
-        let inner = &mut *self.inner;
-        inner.heap.take_best(&inner.classes, pool, size, requested)
+        self.inner.heap.take_best(pool, size, requested)
     }
 }

@@ -30,10 +30,9 @@ use remote::{RemoteFree, RemoteFrees};
 
 use crate::accounting::writer::{ArenaCounters, CounterTarget, CounterWriter};
 use crate::backing::paged::milestones::Milestones;
-use crate::heap::{Block, BlockId, Heap, IndexKind, SplitChange};
+use crate::heap::{Block, BlockId, Heap};
 use crate::history::{Actions, Subject};
 use crate::raw::table::RawTable;
-use crate::size_class::{PoolKind, SizeClasses};
 use crate::state::{AllocatorState, DeferredFree};
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use crate::sync::{Mutex, MutexGuard};
@@ -89,7 +88,6 @@ pub(crate) struct ArenaInner {
     /// Number of live blocks.
     pub(crate) live: u64,
     pub(crate) heap: Heap,
-    pub(crate) classes: SizeClasses,
     pub(crate) crosses_streams: bool,
     pub(crate) records_history: bool,
     /// True if memory comes in granules.
@@ -346,23 +344,6 @@ impl ArenaGuard {
         self.inner.timeline.as_ref().map_or(0, |timeline| timeline.frontier())
     }
 
-    /// Counts pieces of segments. Mapped memory has none, as in PyTorch: its free memory can go
-    /// back to the device.
-    #[inline(always)]
-    pub(crate) fn split_changed(&self, kind: PoolKind, change: SplitChange) {
-        if change != SplitChange::default() && !self.inner.is_paged {
-            self.counter_target().pieces(kind, change.count, change.bytes);
-        }
-    }
-
-    /// Notes that the count of pieces changed and changed back, which may raise a peak.
-    #[inline(always)]
-    fn split_touched(&self, kind: PoolKind, change: SplitChange) {
-        if change != SplitChange::default() && !self.inner.is_paged {
-            self.counter_target().touch_pieces(kind, change.count, change.bytes);
-        }
-    }
-
     /// Checks the heap's identities now and then, in debug builds. The cost of a check grows with
     /// the number of blocks, so as many operations pass between two checks.
     #[inline]
@@ -388,7 +369,7 @@ impl ArenaInner {
 
     /// Opens the arena of the stream with this timeline.
     pub(crate) fn open(&mut self, timeline: &Arc<Timeline>, is_paged: bool) {
-        self.heap = Heap::new(timeline.id(), if is_paged { IndexKind::Bins } else { IndexKind::Exact });
+        self.heap = Heap::new(timeline.id());
         self.is_paged = is_paged;
         if is_paged {
             self.milestones.start();

@@ -3,7 +3,7 @@
 use super::{ArenaGuard, ArenaInner, UNKNOWN, UsedElsewhere};
 use crate::heap::{BlockId, State, kind_of};
 use crate::history::Actions;
-use crate::size_class::PoolKind;
+use crate::size_class::{self, PoolKind};
 
 impl ArenaGuard {
     /// Frees a live block of `bytes` requested bytes ([`UNKNOWN`] if the caller does not know).
@@ -11,8 +11,8 @@ impl ArenaGuard {
     #[inline(always)]
     pub(super) fn free(&mut self, id: BlockId, on: Option<u32>, bytes: u64) -> Result<(), UsedElsewhere> {
         if self.inner.is_paged && bytes != UNKNOWN && on.is_none() && self.inner.heap.is_regular(id) {
-            let size = self.inner.classes.round(bytes);
-            let kind = self.inner.classes.pool(size);
+            let size = size_class::round(bytes);
+            let kind = PoolKind::of(size);
             debug_assert!(self.inner.is_as_requested(id, kind, size, bytes), "{:?}", self.inner.heap.blocks[id]);
             self.free_at_home(id, kind, size, bytes);
             return Ok(());
@@ -56,9 +56,6 @@ impl ArenaGuard {
     pub(crate) fn given_back(&mut self, size: u64) {
         self.inner.live -= 1;
         self.inner.milestones.freed += size;
-        if self.inner.classes.is_oversize(size) {
-            self.counter_target().oversize(false);
-        }
     }
 
     /// Makes a block free that was given back and is accounted for: reusable by `owner` at once,
@@ -68,12 +65,10 @@ impl ArenaGuard {
         if self.inner.heap.has_deferred() {
             self.coalesce_deferred();
         }
-        let kind = kind_of(self.inner.heap.blocks[id].pool);
         if self.inner.is_paged {
             self.inner.heap.note_last_use(id, owner, last_use);
         }
-        let (id, change) = self.inner.heap.give(id, owner, after);
-        self.split_changed(kind, change);
+        let id = self.inner.heap.give(id, owner, after);
         if owner != self.inner.heap.home
             && self.inner.lends()
             && let Some(borrower) = self.arena.state.arenas.get(owner)

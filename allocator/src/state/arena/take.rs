@@ -1,7 +1,7 @@
 //! Taking blocks from an arena whose lock is held.
 
 use super::{ArenaGuard, Granted};
-use crate::heap::{BlockId, SplitChange, kind_of};
+use crate::heap::{BlockId, kind_of};
 use crate::history::Action;
 use crate::request::Request;
 
@@ -19,17 +19,12 @@ impl ArenaGuard {
     pub(crate) fn take_own_hot(&mut self, request: &Request) -> Option<Granted> {
         let inner = &mut *self.inner;
         inner.milestones.searches += 1;
-        let retaken = inner.heap.retake(&inner.classes, request.pool, request.size, request.requested);
-        let (block, change) = match retaken {
-            Some((block, given)) => {
-                self.split_touched(kind_of(request.pool), given);
-                (block, SplitChange::default())
-            }
+        let block = match inner.heap.retake(request.pool, request.size, request.requested) {
+            Some(block) => block,
             None => {
                 self.make_room();
-                let inner = &mut *self.inner;
-                match inner.heap.take_best(&inner.classes, request.pool, request.size, request.requested) {
-                    Some(taken) => taken,
+                match self.inner.heap.take_best(request.pool, request.size, request.requested) {
+                    Some(block) => block,
                     None => self.take_uncoalesced(request.pool, request.size, request.requested)?,
                 }
             }
@@ -37,31 +32,27 @@ impl ArenaGuard {
         if !request.is_regular {
             self.inner.heap.make_irregular(block);
         }
-        Some(self.taken(request, block, change))
+        Some(self.taken(request, block))
     }
 
     /// Takes the request's bytes from a free block that its stream may use.
     pub(crate) fn take(&mut self, request: &Request, free: BlockId) -> Granted {
         let inner = &mut *self.inner;
-        let (block, change) = inner.heap.take(&inner.classes, free, request.slot, request.size, request.requested);
+        let block = inner.heap.take(free, request.slot, request.size, request.requested);
         if !request.is_regular || request.slot != inner.heap.home {
             inner.heap.make_irregular(block);
         }
-        self.taken(request, block, change)
+        self.taken(request, block)
     }
 
     /// Accounts for a block that became live.
     #[inline(always)]
-    fn taken(&mut self, request: &Request, id: BlockId, change: SplitChange) -> Granted {
+    fn taken(&mut self, request: &Request, id: BlockId) -> Granted {
         let block = &mut self.inner.heap.blocks[id];
         block.tag = request.tag.0;
         let (addr, size, kind) = (block.addr, block.size, kind_of(block.pool));
         self.inner.live += 1;
         self.counter_target().allocated(kind, size, request.requested);
-        self.split_changed(kind, change);
-        if self.inner.classes.is_oversize(size) {
-            self.counter_target().oversize(true);
-        }
         self.note(Action::Alloc, id);
         self.debug_check();
         Granted { arena: self.arena, block: id, addr }
