@@ -17,7 +17,7 @@ use crate::pools::capture::refuse_capture;
 use crate::pools::lookup::{came_from_a_graph, route_and_note};
 use crate::recovery::ladder::climb;
 use crate::request::Request;
-use crate::size_class::REQUEST_LIMIT;
+use crate::size_class::{self, PoolKind, REQUEST_LIMIT};
 use crate::state::awake::{Keeper, KeptAwake};
 use crate::state::guard::Granted;
 use crate::state::special;
@@ -63,7 +63,7 @@ pub(crate) fn alloc_aligned(
         return alloc_bytes(allocator, bytes, stream);
     }
     let inner = allocator.inner();
-    let Granted { block, addr } = grant_rounded(allocator, bytes, inner.classes.round(padded), stream, false)?;
+    let Granted { block, addr } = grant_rounded(allocator, bytes, size_class::round(padded), stream, false)?;
     let ptr = DevicePtr(addr.next_multiple_of(alignment));
     inner.state.report_block(block, ptr, bytes, Location::caller());
     Ok(Allocation::new((inner.state, block), stream.id() | inner.mark, ptr, bytes))
@@ -117,8 +117,8 @@ fn take_cached(
         return (BlockId::NONE, 0);
     }
     let mut guard = inner.state.enter(stream);
-    let size = inner.classes.round(bytes);
-    let pool = inner.classes.pool(size) as u16;
+    let size = size_class::round(bytes);
+    let pool = PoolKind::of(size) as u16;
     let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular: true };
     let granted = guard.take_own(&request);
     let is_event_due = guard.is_progress_event_due(request.slot);
@@ -153,7 +153,7 @@ pub(crate) fn grant_uncached(
         zero_or_refuse(allocator, bytes, stream)?;
         return Ok(Granted { block: BlockId::NONE, addr: 0 });
     }
-    let size = inner.classes.round(bytes);
+    let size = size_class::round(bytes);
     let granted = grant_rounded(allocator, bytes, size, stream, searched)?;
     if inner.mark != 0 {
         inner.state.report_block(granted.block, DevicePtr(granted.addr), bytes, at);
@@ -199,8 +199,8 @@ fn grant_rounded(
         may_poll = false;
     }
     let tag = if special & special::SPANS != 0 { Tag::of_span() } else { inner.scope_tag() };
-    let is_regular = special == 0 && size == inner.classes.round(bytes);
-    let kind = inner.classes.pool(size);
+    let is_regular = special == 0 && size == size_class::round(bytes);
+    let kind = PoolKind::of(size);
     loop {
         let private = if special & special::ROUTED != 0 { route_and_note(allocator, stream) } else { None };
         let private = private.map(|numbers| numbers[kind as usize]);

@@ -19,7 +19,7 @@ use crate::heap::Heap;
 use crate::history::History;
 use crate::recovery::hooks::Hooks;
 use crate::request::Request;
-use crate::size_class::{MIN_BLOCK, SizeClasses};
+use crate::size_class::MIN_BLOCK;
 use crate::state::shared::SharedState;
 use crate::state::{AllocatorState, Service, close_abandoned, special};
 use crate::tags::Tag;
@@ -77,7 +77,6 @@ pub(crate) struct Inner {
     pub(crate) state: &'static AllocatorState,
     pub(crate) device: Device,
     config: Config,
-    pub(crate) classes: SizeClasses,
     /// Bytes that may be held from the device; `u64::MAX` is no limit.
     pub(crate) limit: AtomicU64,
     hooks: Arc<Hooks>,
@@ -87,7 +86,7 @@ pub(crate) struct Inner {
     tagged: bool,
     /// [`WATCHED`] if the device has a witness that watches blocks, else 0.
     pub(crate) mark: u32,
-    /// Why memory comes in segments, whose free pieces are counted; `None` if it is mapped.
+    /// Why memory comes in segments; `None` if it is mapped.
     segments: Option<WhySegments>,
     /// What other crates keep for the allocator's buffers, one of each type.
     services: Mutex<Vec<Service>>,
@@ -164,8 +163,6 @@ impl Allocator {
         if !ignored.is_empty() {
             tracing::warn!("options without effect: {}", listed(&ignored));
         }
-        let classes = SizeClasses::new(&config);
-        let classes = if paged.is_some() { classes.paged() } else { classes };
         let crosses_streams = config.cross_stream != CrossStream::Off;
         let mut bits = 0;
         bits |= if config.tags == TagSource::Span { special::SPANS } else { 0 };
@@ -174,7 +171,6 @@ impl Allocator {
         history.record(config.history as usize, &[]);
         let shared = SharedState {
             device: Some(device.for_memory()),
-            classes: classes.clone(),
             crosses_streams,
             heap: Heap::new(crosses_streams),
             history,
@@ -188,7 +184,6 @@ impl Allocator {
             state,
             device: device.for_memory(),
             config,
-            classes,
             limit: limit.into(),
             hooks,
             gate: Gate::default(),
@@ -260,10 +255,6 @@ impl Allocator {
     #[inline]
     pub(crate) fn is_watched(&self) -> bool {
         self.inner.mark != 0
-    }
-
-    pub(crate) fn classes(&self) -> &SizeClasses {
-        &self.inner.classes
     }
 
     /// Why memory comes in segments (plain driver allocations); `None` if it is mapped.

@@ -37,7 +37,7 @@ Examples:
   aquifer-stress report snapshot.pickle --output report.html
   aquifer-stress replay training.trace.gz
   aquifer-stress replay --device sim:24GiB snapshot.pickle
-  aquifer-stress replay --config '' --config backing:segments,max_split_size_mb:128 *.trace.gz
+  aquifer-stress replay --config '' --config backing:pytorch,max_split_size_mb:128 *.trace.gz
   aquifer-stress fit --json training.trace.gz
   aquifer-stress compare --pytorch pytorch.json *.trace.gz
   aquifer-stress bench --filter churn
@@ -106,7 +106,7 @@ pub struct Global {
 
     /// Options of the allocator, as in PYTORCH_ALLOC_CONF; may be given several times to compare.
     ///
-    /// For example 'backing:segments,max_split_size_mb:128'; '' means the defaults. The commands
+    /// For example 'backing:segments,limit_mb:4096'; '' means the defaults. The commands
     /// explain, report, replay, fit, compare, fragmentation and demo use each in turn; other commands
     /// take only one. With 'backing:pytorch', explain, report, replay, fit and compare use a model of
     /// PyTorch's allocator instead, which takes PyTorch's options; 'backing:expandable' stands for

@@ -6,7 +6,7 @@ use std::fmt;
 use crate::allocator::Allocator;
 use crate::format::Bytes;
 use crate::heap::{Block, BlockId, Passed, Region, State, kind_of};
-use crate::size_class::PoolKind;
+use crate::size_class::{self, PoolKind};
 use crate::state::shared::SharedState;
 
 /// The share of free memory that a request of `size` bytes cannot use: 0 when every free block
@@ -88,7 +88,7 @@ pub struct FreeSizes {
 }
 
 pub(crate) fn measure(allocator: &Allocator, request_bytes: u64, counts: impl Fn(PoolKind) -> bool) -> Fragmentation {
-    let request_bytes = allocator.classes().round_checked(request_bytes).unwrap_or(u64::MAX);
+    let request_bytes = size_class::round_checked(request_bytes).unwrap_or(u64::MAX);
     let mut found = Fragmentation { request_bytes, ..Fragmentation::default() };
     let mut free = Free { request_bytes, ..Free::default() };
     let shared = allocator.state().shared();

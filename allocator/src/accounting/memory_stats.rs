@@ -23,22 +23,14 @@ pub struct MemoryStats {
     pub segment: PoolStats,
     /// Number of live blocks and of freed ones that other streams still use.
     pub active: PoolStats,
-    /// Number of free pieces of segments that are partly in use: they cannot go back to the device.
-    pub inactive_split: PoolStats,
     /// Bytes in live blocks.
     pub allocated_bytes: PoolStats,
     /// Bytes held from the device.
     pub reserved_bytes: PoolStats,
     /// Bytes in live blocks and in freed ones that other streams still use.
     pub active_bytes: PoolStats,
-    /// Bytes in free pieces of segments that are partly in use.
-    pub inactive_split_bytes: PoolStats,
     /// Bytes requested for active blocks, before rounding.
     pub requested_bytes: PoolStats,
-    /// Number of live blocks of at least `max_split_size`.
-    pub oversize_allocations: Stat,
-    /// Number of segments of at least `max_split_size`.
-    pub oversize_segments: Stat,
     /// How often the cache was flushed to serve a request.
     pub num_alloc_retries: u64,
     /// How often a request failed for lack of memory.
@@ -51,8 +43,6 @@ pub struct MemoryStats {
     pub num_device_free: u64,
     /// How often the limit refused a request at once (`throw_on_cudamalloc_oom`).
     pub num_oom_rejections: u64,
-    /// The least size in bytes of oversize blocks; `None` if no size counts as oversize.
-    pub max_split_size: Option<u64>,
     /// How often granules moved to where contiguous memory was needed. Not in PyTorch.
     pub remaps: u64,
     /// Number of granules that moved. Not in PyTorch.
@@ -74,21 +64,16 @@ impl MemoryStats {
             allocation: counters.blocks.read(),
             segment: counters.segment.read(),
             active: counters.active(),
-            inactive_split: PoolStats::default(),
             allocated_bytes: counters.bytes.read(),
             reserved_bytes: counters.reserved_bytes.read(),
             active_bytes: counters.active_bytes(),
-            inactive_split_bytes: PoolStats::default(),
             requested_bytes: counters.requested.read(),
-            oversize_allocations: Stat::default(),
-            oversize_segments: Stat::default(),
             num_alloc_retries: events(&counters.num_alloc_retries),
             num_ooms: events(&counters.num_ooms),
             num_sync_all_streams: events(&counters.num_sync_all_streams),
             num_device_alloc: events(&counters.num_device_alloc),
             num_device_free: events(&counters.num_device_free),
             num_oom_rejections: events(&counters.num_oom_rejections),
-            max_split_size: None,
             remaps: events(&counters.remaps),
             granules_moved: events(&counters.granules_moved),
             frames_split: events(&counters.frames_split),
@@ -98,7 +83,14 @@ impl MemoryStats {
     }
 
     /// The 123 entries of PyTorch's `memory_stats()`, by its keys, such as
-    /// `allocated_bytes.all.peak`. `max_split_size` is -1 when unlimited.
+    /// `allocated_bytes.all.peak`.
+    ///
+    /// Some are always the same here. Free pieces of segments (`inactive_split` and
+    /// `inactive_split_bytes`) are not counted, and are 0: [`Snapshot::totals`] sums them up. No block
+    /// is oversize, so `oversize_allocations` and `oversize_segments` are 0, and `max_split_size` is
+    /// -1 for unlimited.
+    ///
+    /// [`Snapshot::totals`]: crate::Snapshot::totals
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -119,11 +111,11 @@ impl MemoryStats {
             ("allocation", &self.allocation),
             ("segment", &self.segment),
             ("active", &self.active),
-            ("inactive_split", &self.inactive_split),
+            ("inactive_split", &PoolStats::default()),
             ("allocated_bytes", &self.allocated_bytes),
             ("reserved_bytes", &self.reserved_bytes),
             ("active_bytes", &self.active_bytes),
-            ("inactive_split_bytes", &self.inactive_split_bytes),
+            ("inactive_split_bytes", &PoolStats::default()),
             ("requested_bytes", &self.requested_bytes),
         ];
         let plain = [
@@ -141,9 +133,9 @@ impl MemoryStats {
             insert(&mut map, &format!("{name}.large_pool"), stats.large_pool);
             insert(&mut map, &format!("{name}.small_pool"), stats.small_pool);
         }
-        insert(&mut map, "oversize_allocations", self.oversize_allocations);
-        insert(&mut map, "oversize_segments", self.oversize_segments);
-        map.insert("max_split_size".to_owned(), self.max_split_size.map_or(-1, integer));
+        insert(&mut map, "oversize_allocations", Stat::default());
+        insert(&mut map, "oversize_segments", Stat::default());
+        map.insert("max_split_size".to_owned(), -1);
         map
     }
 }

@@ -9,7 +9,7 @@ use crossbeam_queue::ArrayQueue;
 use crate::cross_stream::waiting_list::Waiting;
 use crate::heap::{BlockId, State, kind_of};
 use crate::history::{Action, Actions};
-use crate::size_class::PoolKind;
+use crate::size_class::{self, PoolKind};
 use crate::state::guard::StateGuard;
 use crate::state::{AllocatorState, special};
 use crate::sync::atomic::{Ordering, fence};
@@ -117,8 +117,8 @@ impl StateGuard {
     #[inline(always)]
     fn free(&mut self, Freed { block: id, stream, on, bytes }: Freed) {
         if bytes != UNKNOWN && on.is_none() && self.heap.is_regular(id) {
-            let size = self.classes.round(bytes);
-            let kind = self.classes.pool(size);
+            let size = size_class::round(bytes);
+            let kind = PoolKind::of(size);
             debug_assert!(self.is_as_requested(id, stream, kind, size, bytes), "{:?}", self.heap.blocks[id]);
             return self.free_own(id, stream, kind, size, bytes);
         }

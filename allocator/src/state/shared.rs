@@ -19,7 +19,6 @@ use crate::heap::{BlockId, Heap};
 use crate::history::History;
 use crate::pools::table::PoolTable;
 use crate::request::Request;
-use crate::size_class::SizeClasses;
 use crate::tags::Tag;
 
 /// A stream that the allocator knows.
@@ -41,7 +40,6 @@ pub(crate) fn done_until(streams: &[OfStream], slot: u32) -> u64 {
 pub(crate) struct SharedState {
     /// `None` while the allocator state is idle.
     pub(crate) device: Option<Device>,
-    pub(crate) classes: SizeClasses,
     /// True if free blocks serve other streams than their owners.
     pub(crate) crosses_streams: bool,
     pub(crate) heap: Heap,

@@ -21,13 +21,7 @@ use crate::text::{Bytes, wrap};
 const SEGMENTS: &str = "backing:segments";
 
 /// Policies for every scenario.
-const POLICIES: [&str; 5] = [
-    SEGMENTS,
-    "backing:segments,max_split_size_mb:128",
-    "backing:segments,roundup_power2_divisions:8",
-    "no_cache:True",
-    "",
-];
+const POLICIES: [&str; 3] = [SEGMENTS, "no_cache:True", ""];
 
 /// Policies for scenarios with several streams.
 const STREAM_POLICIES: [&str; 5] =
@@ -202,10 +196,6 @@ fn verdict(row: &Row, room: &Room, growth: u64) -> String {
         () if row.free_bytes - room.foreign < row.request_bytes => {
             format!("stuck: {free} free, {foreign} of it with other streams")
         }
-        () if room.largest_piece() >= row.request_bytes => {
-            let piece = Bytes(room.largest_piece());
-            format!("kept back: {free} free, a piece of {piece} among it, which rules of sizes keep for other requests")
-        }
         () if growth > room.whole() && room.whole() >= row.request_bytes => {
             let (whole, growth) = (Bytes(room.whole()), Bytes(growth));
             format!("too small: {whole} left on the device{}, and such a request takes {growth} of it", beside(room))
@@ -265,7 +255,6 @@ mod tests {
             "backing:segments,headroom_mb:300",
             "limit_mb:600",
             "backing:segments,limit_mb:600",
-            "backing:segments,max_split_size_mb:20",
             "cross_stream:off",
         ];
         for device in ["sim:1MiB", "sim:3MiB", "sim:50MiB", "sim:1GiB", "sim:1000000007"] {
@@ -276,7 +265,6 @@ mod tests {
                 assert!(largest_free_bytes <= free_bytes, "{row:?}");
                 let says = |part| row.verdict.contains(part);
                 assert_eq!(says("full"), !probe_fits && free_bytes < request_bytes, "{row:?}");
-                assert!(!says("kept back") || row.policy.contains("max_split_size"), "{row:?}");
                 // Then only fragmentation can be the reason of a refusal.
                 let roomy = device == "sim:1GiB" && !row.policy.contains("headroom") && !row.policy.contains("limit");
                 assert!(!roomy || probe_fits || says("fragmented") || says("stuck"), "{row:?}");

@@ -248,10 +248,13 @@ fn a_snapshot_replays_as_the_trace_of_the_same_run() {
 #[test]
 fn configs_are_compared_in_one_run_and_figures_are_repeatable() {
     let file = data("gnn_random_graphs.trace.gz");
-    let args = ["replay", "--repeat", "1", "--config", "", "--config", "max_split_size_mb:128", &file];
+    let args = ["replay", "--repeat", "1", "--config", "", "--config", "backing:pytorch,max_split_size_mb:128", &file];
     let [one, two] = [rows(0, &args), rows(0, &args)];
     assert_eq!(one.len(), 2);
-    assert_eq!((one[0]["config"].as_str(), one[1]["config"].as_str()), (Some(""), Some("max_split_size_mb:128")));
+    assert_eq!(
+        (one[0]["config"].as_str(), one[1]["config"].as_str()),
+        (Some(""), Some("backing:pytorch,max_split_size_mb:128"))
+    );
     for (one, two) in one.iter().zip(&two) {
         assert_eq!(one["ns_per_op"], one["first_pass_ns_per_op"]);
         let keys = ["peak_reserved_bytes", "driver_calls", "driver_time_modelled_us", "worst_alloc_us"];

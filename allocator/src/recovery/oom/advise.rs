@@ -2,28 +2,16 @@
 
 use std::collections::BTreeMap;
 
-use crate::allocator::Allocator;
 use crate::heap::kind_of;
 use crate::recovery::oom::advice::Advice;
-use crate::recovery::oom::report::OomReport;
 use crate::request::Request;
-use crate::size_class::{MIN_LARGE_ALLOC, PoolKind};
 use crate::state::shared::SharedState;
 
-/// Advice from a look at the free blocks of the request's pool that the request may not have.
-pub(super) fn advice_from_blocks(allocator: &Allocator, request: &Request) -> Vec<Advice> {
-    let guard = allocator.state().lock();
-    let others = guard.heap.indexes(request.pool).filter(|(owner, _)| owner.stream != request.slot);
-    let of_another = others.filter_map(|(_, index)| Some(index.first_fit(request.size)?.size())).next();
-    of_another.map(|block| Advice::CrossStream { block }).into_iter().collect()
-}
-
-/// Advice to make segments smaller, if the request would get a part of one that others share.
-pub(super) fn advice_on_segments(allocator: &Allocator, request: &Request, report: &OomReport) -> Option<Advice> {
-    let is_medium = allocator.classes().pool(request.size) == PoolKind::Large && request.size < MIN_LARGE_ALLOC;
-    let to = report.room() >> 20 << 20;
-    let is_shared = is_medium && !report.is_mapped && !allocator.config().no_cache;
-    (is_shared && (MIN_LARGE_ALLOC + 1..report.growth).contains(&to)).then_some(Advice::SmallerSegments { to })
+/// Advice to let streams reuse each other's blocks, if another one has a free block for the request.
+pub(super) fn advice_to_cross_streams(shared: &SharedState, request: &Request) -> Option<Advice> {
+    let others = shared.heap.indexes(request.pool).filter(|(owner, _)| owner.stream != request.slot);
+    let mut sizes = others.filter_map(|(_, index)| Some(index.first_fit(request.size)?.size()));
+    sizes.next().map(|block| Advice::CrossStream { block })
 }
 
 /// Advice to let private pools lend their memory. As it is lent: only blocks of the stream itself,

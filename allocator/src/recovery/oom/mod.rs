@@ -16,8 +16,9 @@ use crate::cross_stream::waiting::{waiting_bytes, waiting_requested};
 use crate::error::AllocError;
 use crate::history::{Action, Subject};
 use crate::open::trim_others;
-use crate::recovery::oom::advise::{advice_from_blocks, advice_on_segments, advice_to_lend};
+use crate::recovery::oom::advise::{advice_to_cross_streams, advice_to_lend};
 use crate::request::Request;
+use crate::size_class;
 use crate::state::shared::SharedState;
 
 pub(crate) mod advice;
@@ -79,7 +80,11 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     let (pool, free) = (guard.pools.history_id(request.pool), memory.map_or(0, |memory| memory.free));
     let subject = Subject { addr: free, size: request.size, slot: request.slot, tag: request.tag, pool };
     guard.history.note(Action::Oom, subject);
-    let mut from_blocks = if tried.dedicated { Vec::new() } else { advice_to_lend(&guard, request) };
+    let mut from_blocks = Vec::new();
+    if !tried.dedicated {
+        from_blocks.extend(advice_to_lend(&guard, request));
+        from_blocks.extend(advice_to_cross_streams(&guard, request));
+    }
     let growth = if tried.dedicated { request.size } else { growth_bytes(allocator, &guard, request) };
     let lacking = if tried.dedicated { None } else { lacking_bytes(&mut guard, request) };
     let mut report = report(&guard, request, &tried);
@@ -100,10 +105,6 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     report.memory = memory;
     report.attribution = attribution;
     report.note_lacking();
-    if !tried.dedicated {
-        from_blocks.extend(advice_from_blocks(allocator, request));
-        from_blocks.extend(advice_on_segments(allocator, request, &report));
-    }
     report.advise(from_blocks, &held, allocator.config().fail_fast);
     tracing::debug!(
         target: "aquifer::oom",
@@ -142,7 +143,7 @@ fn report(shared: &SharedState, request: &Request, tried: &Tried) -> OomReport {
         device: 0,
         device_name: String::new(),
         requested: request.requested,
-        padding: if tried.dedicated { 0 } else { request.size.saturating_sub(shared.classes.round(request.requested)) },
+        padding: if tried.dedicated { 0 } else { request.size.saturating_sub(size_class::round(request.requested)) },
         is_mapped: false,
         growth: 0,
         from_device: 0,

@@ -34,7 +34,7 @@ fn item_02_memory_stats() {
 
 #[test]
 fn item_03_statistics_are_those_of_the_snapshot() {
-    let bench = Bench::new(GIB, "max_split_size_mb:64,roundup_power2_divisions:8");
+    let bench = Bench::new(GIB, "");
     let pool = bench.pool();
     let mut held = Vec::new();
     for step in 1..60_u64 {
@@ -123,24 +123,6 @@ fn item_13_notifies_oom() {
     drop(registration);
     bench.refused(3 * GIB);
     assert_eq!(seen.lock().unwrap().len(), 1);
-}
-
-#[test]
-fn item_14_allocator_settings() {
-    let growth = |options: &str, bytes: u64| {
-        let bench = Bench::new(GIB, options);
-        let held = bench.alloc(bytes);
-        let stats = bench.allocator.stats();
-        drop(held);
-        (stats.active_bytes.all.allocated, stats.requested_bytes.all.allocated)
-    };
-    let list = "roundup_power2_divisions:[64:8,128:2,256:2,512:2,1024:1,>:1]";
-    let n = 84 * MIB;
-    assert_eq!(growth("", n), (n, n));
-    assert_eq!(growth("roundup_power2_divisions:4", n), (96 * MIB, n));
-    assert_eq!(growth("max_split_size_mb:40", n), (n, n));
-    assert_eq!(growth(list, n), (88 * MIB, n));
-    assert_eq!(growth(list, 400 * MIB), (512 * MIB, 400 * MIB));
 }
 
 #[test]
