@@ -116,7 +116,7 @@ fn take_cached(
     {
         return (BlockId::NONE, 0);
     }
-    let mut guard = inner.state.enter(stream);
+    let mut guard = inner.state.enter();
     let size = size_class::round(bytes);
     let pool = PoolKind::of(size) as u16;
     let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular: true };
@@ -194,7 +194,7 @@ fn grant_rounded(
         return Err(AllocError::Asleep);
     }
     let mut may_poll = special & special::WAITING != 0;
-    if may_poll && is_poll_due(&mut state.enter(stream)) {
+    if may_poll && is_poll_due(&mut state.shared()) {
         poll_waiting(allocator)?;
         may_poll = false;
     }
@@ -237,14 +237,13 @@ fn search_and_climb(
     if special & special::NO_CACHE != 0 {
         release_where(allocator, releasable)?;
     }
-    let mut granted = None;
-    if may_find_more {
-        let mut guard = state.enter(stream);
-        granted = if caches { guard.take_own(request) } else { None };
-    }
+    let mut guard = state.enter();
+    guard.stream(stream);
+    let mut granted = if caches && may_find_more { guard.take_own(request) } else { None };
+    drop(guard);
     if granted.is_none() && may_poll {
         poll_waiting(allocator)?;
-        granted = state.enter(stream).take_own(request);
+        granted = state.enter().take_own(request);
     }
     granted.map_or_else(|| climb(allocator, request), Ok)
 }

@@ -89,11 +89,11 @@ impl Counters {
     #[cold]
     fn note_active_peaks(&mut self) {
         let ActivePeaks { blocks, bytes } = &mut self.active_peaks;
-        for (peaks, live, waiting) in
-            [(blocks, &self.blocks, &self.waiting), (bytes, &self.bytes, &self.waiting_bytes)]
+        for (peaks, live, waiting) in [(blocks, &self.blocks, &self.waiting), (bytes, &self.bytes, &self.waiting_bytes)]
         {
             let (live, waiting) = (live.read(), waiting.read());
-            let active = [(live.small_pool, waiting.small_pool), (live.large_pool, waiting.large_pool), (live.all, waiting.all)];
+            let active =
+                [(live.small_pool, waiting.small_pool), (live.large_pool, waiting.large_pool), (live.all, waiting.all)];
             for (peak, (live, waiting)) in peaks.iter_mut().zip(active) {
                 *peak = (*peak).max(live.current + waiting.current);
             }

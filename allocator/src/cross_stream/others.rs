@@ -9,23 +9,13 @@
 //! before memory would be taken from the device. Asking whether ticks are done may record an event
 //! on a stream, at most one each time.
 
-use std::sync::Arc;
-
-use aquifer_device::internal::Timeline;
-
 use crate::allocator::Allocator;
 use crate::cross_stream::progress::{cannot_be_asked, poll};
 use crate::cross_stream::waiting::{sweep_ordered, unknown};
 use crate::error::AllocError;
-use crate::heap::BlockId;
+use crate::heap::{Block, BlockId};
 use crate::request::Request;
 use crate::state::guard::{Granted, StateGuard};
-
-/// The owner of a block that would serve a request if its stream waited for the tick `after`.
-struct Lender {
-    timeline: Arc<Timeline>,
-    after: u64,
-}
 
 /// Serves the request from blocks of other streams, or from what they give back, without waiting.
 pub(crate) fn reuse_of_others(allocator: &Allocator, request: &Request) -> Result<Option<Granted>, AllocError> {
@@ -55,10 +45,11 @@ pub(crate) fn reuse_of_others(allocator: &Allocator, request: &Request) -> Resul
 pub(crate) fn wait_for_other(allocator: &Allocator, request: &Request) -> Result<Option<Granted>, AllocError> {
     let guard = allocator.state().lock();
     let Some(own) = guard.timeline(request.slot).cloned() else { return Ok(None) };
-    let best = best_until(&guard, request, |_, _| u64::MAX);
-    let Some(lender) = best.and_then(|block| lender(&guard, block)) else { return Ok(None) };
+    let Some(block) = best_until(&guard, request, |_, _| u64::MAX) else { return Ok(None) };
+    let &Block { owner, after, .. } = &guard.heap.blocks[block];
+    let Some(other) = guard.timeline(owner).cloned() else { return Ok(None) };
     drop(guard);
-    if let Err(error) = own.wait_for(&lender.timeline, lender.after.saturating_sub(1)) {
+    if let Err(error) = own.wait_for(&other, after.saturating_sub(1)) {
         return if cannot_be_asked(&error) { Ok(None) } else { Err(error.into()) };
     }
     let clock = own.clock();
@@ -72,7 +63,7 @@ pub(crate) fn wait_for_other(allocator: &Allocator, request: &Request) -> Result
     tracing::debug!(
         target: "aquifer::wait",
         stream = request.slot,
-        waits_for = lender.timeline.id(),
+        waits_for = owner,
         bytes = request.size,
         "a stream was made to wait for another one to reuse its memory"
     );
@@ -94,11 +85,6 @@ fn take_done(guard: &mut StateGuard, request: &Request) -> Option<Granted> {
 /// The best block of another stream whose tick is at most the result of `until` for its owner.
 fn best_until(guard: &StateGuard, request: &Request, until: impl Fn(&StateGuard, u32) -> u64) -> Option<BlockId> {
     guard.heap.best_of_others(request.slot, request.pool, request.size, |owner| until(guard, owner))
-}
-
-fn lender(guard: &StateGuard, block: BlockId) -> Option<Lender> {
-    let block = &guard.heap.blocks[block];
-    Some(Lender { timeline: guard.timeline(block.owner)?.clone(), after: block.after })
 }
 
 fn take_of_other(guard: &mut StateGuard, request: &Request, block: BlockId) -> Granted {

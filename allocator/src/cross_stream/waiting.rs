@@ -171,7 +171,7 @@ pub(crate) fn is_poll_due(shared: &mut SharedState) -> bool {
     shared.waiting.is_to_be_asked_for(is_little)
 }
 
-/// True if less memory waits than makes a milestone due, where memory is mapped.
+/// True if less memory waits than makes a progress event due, where memory is mapped.
 fn waits_little(shared: &SharedState) -> bool {
     shared.paged.is_some() && shared.waiting.bytes < shared.reserved / EVENT_SHARE
 }

@@ -95,7 +95,7 @@ pub(crate) struct Block {
     pub(crate) tag: u32,
     pub(crate) pool: u16,
     pub(crate) state: State,
-    /// While live: true if other streams use the block, too. The shared state lists them.
+    /// While live: true if other streams use the block, too. The allocator's state lists them.
     pub(crate) used_elsewhere: bool,
 }
 

@@ -87,29 +87,33 @@ impl Deferred {
 impl Heap {
     /// Frees a live block of `size` bytes that its stream alone used, until the tick `after`, and
     /// defers its coalescing; it is given back as by [`Heap::give`] before anything depends on that.
+    /// Returns true if the stream's log of last uses has become long.
     #[inline]
-    pub(crate) fn give_deferred(&mut self, stream: u32, block: BlockId, size: u64, after: u64) {
+    pub(crate) fn give_deferred(&mut self, stream: u32, block: BlockId, size: u64, after: u64) -> bool {
         debug_assert!(self.blocks[block].state == State::Live && self.blocks[block].owner == stream);
-        self.make_room(stream);
+        let is_log_long = self.make_room(stream);
         self.active_streams.insert(stream);
         let newest = &mut self.of_stream(stream).deferred.newest;
         (newest.size, newest.block, newest.after) = (size, block, after);
         self.blocks.prefetch(block);
+        is_log_long
     }
 
     /// Merges the blocks of a stream that may not be deferred any longer when another one is to be,
-    /// or when one is searched for.
+    /// or when one is searched for. Returns true if the stream's log of last uses has become long.
     #[inline(always)]
-    pub(crate) fn make_room(&mut self, stream: u32) {
-        let Some(of_stream) = self.streams.get_mut(stream as usize) else { return };
+    pub(crate) fn make_room(&mut self, stream: u32) -> bool {
+        let Some(of_stream) = self.streams.get_mut(stream as usize) else { return false };
         if of_stream.deferred.newest.size == 0 {
-            return;
+            return false;
         }
         if self.defers_several {
-            return self.make_room_among_several(stream);
+            self.make_room_among_several(stream);
+        } else {
+            let newest = of_stream.deferred.take_newest();
+            self.merge(stream, newest);
         }
-        let newest = of_stream.deferred.take_newest();
-        self.merge(stream, newest);
+        self.streams[stream as usize].recent.are_many()
     }
 
     #[inline(never)]
@@ -164,15 +168,8 @@ impl Heap {
             return None;
         }
         of_stream.deferred.newest.size = 0;
-        of_stream.retaken += size;
         self.blocks[id].requested = requested;
         Some(id)
-    }
-
-    /// Bytes of blocks of a stream that deferred and were taken again.
-    #[inline]
-    pub(crate) fn retaken(&self, stream: u32) -> u64 {
-        self.streams.get(stream as usize).map_or(0, |of_stream| of_stream.retaken)
     }
 
     /// Merges a block that deferred with its neighbours.
@@ -210,7 +207,8 @@ mod tests {
         let hole = heap.holes().next().unwrap().0;
         let held = heap.hold(hole, base, base + blocks * granule);
         heap.unhold_as_free(held.id);
-        let live = (0..blocks).map(|_| heap.take_best(Owner::at_home(0), 0, granule, granule).unwrap()).collect();
+        let live =
+            (0..blocks).map(|_| heap.take_best(Owner::in_own_regions(0), 0, granule, granule).unwrap()).collect();
         heap.coalesce_all();
         (heap, live)
     }
@@ -232,7 +230,7 @@ mod tests {
             defer(&mut heap, live[2 * n + 1], n as u64 + 1);
         }
         assert_eq!(heap.free, 0);
-        assert!(heap.take_best(Owner::at_home(0), 0, 4096, 4096).is_none(), "deferred blocks are in no index");
+        assert!(heap.take_best(Owner::in_own_regions(0), 0, 4096, 4096).is_none(), "deferred blocks are in no index");
         let newest = heap.retake(0, 0, 4096, 100).unwrap();
         assert_eq!((newest, heap.blocks[newest].requested), (live[2 * OLDER + 1], 100));
         defer(&mut heap, newest, 5);
@@ -253,7 +251,7 @@ mod tests {
         let hole = heap.holes().next().unwrap().0;
         let held = heap.hold(hole, 1 << 40, (1 << 40) + large);
         heap.unhold_as_free(held.id);
-        let block = heap.take_best(Owner::at_home(0), 1, large, large).unwrap();
+        let block = heap.take_best(Owner::in_own_regions(0), 1, large, large).unwrap();
         defer(&mut heap, live[1], 1);
         defer(&mut heap, block, 2);
         assert_eq!(heap.free, 0);
@@ -275,11 +273,11 @@ mod tests {
                     let size = units * 512;
                     let taken = heap.retake(0, 0, size, size).or_else(|| {
                         heap.make_room(0);
-                        heap.take_best(Owner::at_home(0), 0, size, size)
+                        heap.take_best(Owner::in_own_regions(0), 0, size, size)
                     });
                     let taken = taken.or_else(|| {
                         heap.coalesce_all();
-                        heap.take_best(Owner::at_home(0), 0, size, size)
+                        heap.take_best(Owner::in_own_regions(0), 0, size, size)
                     });
                     match taken {
                         Some(id) => live.push(id),

@@ -103,12 +103,6 @@ impl Heap {
         }
     }
 
-    /// True if a stream's log of last uses is so long that room should be made.
-    #[inline]
-    pub(crate) fn has_many_recent_uses(&self, stream: u32) -> bool {
-        self.streams.get(stream as usize).is_some_and(|of_stream| of_stream.recent.are_many())
-    }
-
     /// For each granule of a free block, the tick that the owner's timeline must reach for the
     /// granule to be done. The logs of last uses must be empty.
     pub(crate) fn last_uses_of(&self, block: &Block) -> LastUses<'_> {
@@ -354,8 +348,8 @@ mod tests {
     fn a_granule_has_a_last_use_of_its_own() {
         let mut heap = heap(4);
         fill(&mut heap, 0, 4);
-        let one = heap.take_best(Owner::at_home(0), 0, 2 * GRANULE, 1).unwrap();
-        let two = heap.take_best(Owner::at_home(0), 0, 2 * GRANULE, 1).unwrap();
+        let one = heap.take_best(Owner::in_own_regions(0), 0, 2 * GRANULE, 1).unwrap();
+        let two = heap.take_best(Owner::in_own_regions(0), 0, 2 * GRANULE, 1).unwrap();
         for (id, after) in [(one, 5), (two, 9)] {
             heap.note_last_use(id, 0, after);
             heap.give(id, 0, after);
@@ -378,7 +372,7 @@ mod tests {
     fn what_was_held_is_not_done_before_what_it_merges_with() {
         let mut heap = heap(4);
         fill(&mut heap, 0, 4);
-        let [one, two] = [(); 2].map(|()| heap.take_best(Owner::at_home(0), 0, 2 * GRANULE, 1).unwrap());
+        let [one, two] = [(); 2].map(|()| heap.take_best(Owner::in_own_regions(0), 0, 2 * GRANULE, 1).unwrap());
         heap.give(one, 0, 5);
         let held = heap.hold(one, BASE, BASE + 2 * GRANULE).id;
         // Used for longer, and given back while the other is in the hands of the driver.
@@ -395,7 +389,7 @@ mod tests {
     fn what_rested_is_not_done_before_what_it_merges_with() {
         let mut heap = heap(4);
         fill(&mut heap, 0, 4);
-        let [one, two] = [(); 2].map(|()| heap.take_best(Owner::at_home(0), 0, 2 * GRANULE, 1).unwrap());
+        let [one, two] = [(); 2].map(|()| heap.take_best(Owner::in_own_regions(0), 0, 2 * GRANULE, 1).unwrap());
         heap.give_deferred(0, one, 2 * GRANULE, 5);
         // As memory that was lent comes back, by a way on which nothing rests.
         heap.give(two, 0, 9);
@@ -423,7 +417,7 @@ mod tests {
                             if as_free { heap.unhold_as_free(held); } else { heap.unhold_as_hole(held); }
                         }
                     }
-                    2 | 3 => live.extend(heap.take_best(Owner::at_home(0), 0, n * 1024, n)),
+                    2 | 3 => live.extend(heap.take_best(Owner::in_own_regions(0), 0, n * 1024, n)),
                     _ if !live.is_empty() => {
                         let id = live.swap_remove(usize::try_from(at).unwrap() % live.len());
                         heap.note_last_use(id, 0, n);

@@ -73,8 +73,6 @@ struct OfStream {
     deferred: Deferred,
     /// The log of its last uses that are not noted in granules' ticks yet.
     recent: RecentUses,
-    /// Bytes of blocks that deferred and were taken again.
-    retaken: u64,
 }
 
 /// The regions, their blocks, and the free ones' indexes.

@@ -31,7 +31,7 @@ pub(crate) struct Owner {
 impl Owner {
     /// A stream in its own regions.
     #[inline]
-    pub(crate) fn at_home(stream: u32) -> Owner {
+    pub(crate) fn in_own_regions(stream: u32) -> Owner {
         Owner { stream, has_strays: false }
     }
 
@@ -181,7 +181,10 @@ impl Pools {
 
     /// Forgets owners that have no free block now.
     pub(super) fn forget_empty(&mut self) {
-        self.default.iter_mut().chain(self.private.iter_mut().flatten().map(|pool| &mut **pool)).for_each(Pool::forget_empty);
+        self.default
+            .iter_mut()
+            .chain(self.private.iter_mut().flatten().map(|pool| &mut **pool))
+            .for_each(Pool::forget_empty);
     }
 
     #[cfg(all(test, not(aquifer_shuttle)))]

@@ -12,7 +12,7 @@
 //! * the regions of uses in the log exist.
 
 /// From this many uses on, they should be noted. They take 32 KiB, and there are some hundred
-/// between two milestones.
+/// between two progress events.
 const MANY: usize = 1024;
 
 /// The last use of memory that was freed.
@@ -124,7 +124,7 @@ mod tests {
             let (mut heap, mut model, mut live, mut done) = (heap(), vec![0; GRANULES], Vec::new(), 0);
             for (now, (what, n, which)) in (1..).zip(steps) {
                 match what {
-                    0..3 => live.extend(heap.take_best(Owner::at_home(0), 0, n * 512, n)),
+                    0..3 => live.extend(heap.take_best(Owner::in_own_regions(0), 0, n * 512, n)),
                     3..5 if !live.is_empty() => {
                         let id = live.swap_remove(which % live.len());
                         model[granules(&heap, id)].fill(now);

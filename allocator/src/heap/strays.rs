@@ -104,7 +104,7 @@ mod tests {
     fn strays_go_to_the_stream_of_their_region_once_they_are_done() {
         let mut heap = Heap::new(true);
         heap.add_region(MIB, 3 * MIB, 0, 1);
-        let blocks = [0, 1, 2].map(|_| heap.take_best(Owner::at_home(0), 1, MIB, MIB).unwrap());
+        let blocks = [0, 1, 2].map(|_| heap.take_best(Owner::in_own_regions(0), 1, MIB, MIB).unwrap());
         heap.give(blocks[0], 0, 5);
         heap.give(blocks[1], 1, 7);
         heap.give(blocks[2], 0, 6);
@@ -121,7 +121,7 @@ mod tests {
     fn memory_stays_where_streams_do_not_share() {
         let mut heap = Heap::new(false);
         heap.add_region(MIB, 2 * MIB, 0, 1);
-        let blocks = [0, 1].map(|_| heap.take_best(Owner::at_home(0), 1, MIB, MIB).unwrap());
+        let blocks = [0, 1].map(|_| heap.take_best(Owner::in_own_regions(0), 1, MIB, MIB).unwrap());
         heap.give(blocks[0], 0, 1);
         heap.give(blocks[1], 1, 1);
         assert!(!heap.return_strays(|_| 9));
@@ -144,7 +144,7 @@ mod tests {
             for (now, (stream, takes, units, which)) in (1..).zip(steps) {
                 if takes {
                     let size = units * 128 << 10;
-                    let own = heap.take_best(Owner::at_home(stream), 1, size, size);
+                    let own = heap.take_best(Owner::in_own_regions(stream), 1, size, size);
                     let taken = own.or_else(|| {
                         let found = heap.best_of_others(stream, 1, size, |_| done)?;
                         Some(heap.take(found, stream, size, size))

@@ -132,13 +132,13 @@ mod tests {
             (0..3).for_each(|n| {
                 heap.add_region(BASE + n * (64 << 20), 1 << 20, 0, 0);
             });
-            let mut live: Vec<BlockId> = before.iter().filter_map(|n| heap.take_best(Owner::at_home(0), 0, n * 512, 1)).collect();
+            let mut live: Vec<BlockId> = before.iter().filter_map(|n| heap.take_best(Owner::in_own_regions(0), 0, n * 512, 1)).collect();
             let mut changes = between.chunks(4);
             let (mut walk, mut passed) = (Walk::default(), Vec::new());
             while heap.step(&mut walk, |one| passed.push(*one)) {
                 for (takes, n, which) in changes.next().into_iter().flatten() {
                     if *takes {
-                        live.extend(heap.take_best(Owner::at_home(0), 0, n * 512, 1));
+                        live.extend(heap.take_best(Owner::in_own_regions(0), 0, n * 512, 1));
                     } else if !live.is_empty() {
                         let id = live.swap_remove(which.index(live.len()));
                         heap.give(id, 0, 1);

@@ -59,7 +59,7 @@ pub(crate) fn numbers_of(shared: &SharedState, which: Which) -> impl Iterator<It
 /// memory that this work used.
 pub(crate) fn route_and_note(allocator: &Allocator, stream: &Stream) -> Option<[u16; 2]> {
     allocator.state().shared().pools.routed()?;
-    // Before the shared state's lock is taken, because no timeline is locked under it.
+    // Before the allocator's lock is taken, because no timeline is locked under it.
     let captured = stream.launches_of_capture();
     let (numbers, is_new) = allocator.state().shared().pools.route_and_note(captured.as_ref())?;
     if let Some(launches) = captured {

@@ -97,7 +97,7 @@ fn a_free_in_the_order_of_its_own_stream_is_a_free() {
 }
 
 #[test]
-fn a_free_of_lent_memory_in_the_lenders_order_waits_for_the_lender() {
+fn a_free_in_the_order_of_the_stream_that_had_the_memory_before_waits_for_it() {
     let world = world(64 * MIB, "backing:segments");
     let [one, two] = world.streams();
     let lent = world.memory.alloc_raw(40 * MIB, &one).unwrap();

@@ -83,7 +83,7 @@ fn climb_rungs(allocator: &Allocator, request: &Request, tried: &mut Tried) -> R
     }
     let later = [
         wait_for_pending,
-        wait_for_lender,
+        wait_for_another_stream,
         release_and_grow,
         trim_driver_pools,
         trim_others_and_grow,
@@ -142,7 +142,7 @@ fn wait_for_pending(allocator: &Allocator, request: &Request, _: &mut Tried) -> 
     search_again(allocator, request)
 }
 
-fn wait_for_lender(allocator: &Allocator, request: &Request, _: &mut Tried) -> Rung {
+fn wait_for_another_stream(allocator: &Allocator, request: &Request, _: &mut Tried) -> Rung {
     if allocator.config().cross_stream == CrossStream::Off { Ok(None) } else { wait_for_other(allocator, request) }
 }
 

@@ -151,8 +151,10 @@ impl StateGuard {
         self.note(Actions::FREE, id);
         self.given_back(stream, kind, size, requested);
         let after = self.tick_of(stream);
-        self.heap.give_deferred(stream, id, size, after);
-        self.tend(stream);
+        if self.heap.give_deferred(stream, id, size, after) {
+            self.thin_recent_uses(stream);
+        }
+        self.debug_check();
     }
 
     /// Accounts for a live block of a stream that was freed.
@@ -171,7 +173,7 @@ impl StateGuard {
         self.heap.coalesce(owner);
         self.heap.note_last_use(id, owner, last_use);
         self.heap.give(id, owner, after);
-        self.tend(owner);
+        self.debug_check();
     }
 
     /// Enters a block in the list of waiting blocks, as it is freed and other streams used it, too.

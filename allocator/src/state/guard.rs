@@ -61,18 +61,24 @@ impl StateGuard {
         StateGuard { state, shared }
     }
 
-    /// Serves a request from its stream's free blocks. Inlined so that request and result stay in
-    /// registers.
+    /// Serves a request from its stream's free blocks. `None` also if the stream is not known yet.
+    /// Inlined so that request and result stay in registers.
     #[inline(always)]
     pub(crate) fn take_own(&mut self, request: &Request) -> Option<Granted> {
         let &Request { slot, pool, size, requested, .. } = request;
-        let shared = &mut *self.shared;
-        shared.streams.get_mut(slot as usize)?.progress.searches += 1;
-        let block = match shared.heap.retake(slot, pool, size, requested) {
-            Some(block) => block,
+        let SharedState { heap, streams, .. } = &mut *self.shared;
+        let progress = &mut streams.get_mut(slot as usize)?.progress;
+        progress.searches += 1;
+        let block = match heap.retake(slot, pool, size, requested) {
+            Some(block) => {
+                progress.freed -= size;
+                block
+            }
             None => {
-                shared.heap.make_room(slot);
-                match shared.heap.take_best(Owner::at_home(slot), pool, size, requested) {
+                if heap.make_room(slot) {
+                    self.thin_recent_uses(slot);
+                }
+                match self.heap.take_best(Owner::in_own_regions(slot), pool, size, requested) {
                     Some(block) => block,
                     None => self.take_further(request)?,
                 }
@@ -87,9 +93,9 @@ impl StateGuard {
     #[inline(never)]
     fn take_further(&mut self, request: &Request) -> Option<BlockId> {
         let &Request { slot, pool, size, requested, .. } = request;
-        let home = Owner::at_home(slot);
-        let merged = self.heap.coalesce(slot).then(|| self.heap.take_best(home, pool, size, requested)).flatten();
-        merged.or_else(|| self.heap.take_best(Owner { has_strays: true, ..home }, pool, size, requested))
+        let own = Owner::in_own_regions(slot);
+        let merged = self.heap.coalesce(slot).then(|| self.heap.take_best(own, pool, size, requested)).flatten();
+        merged.or_else(|| self.heap.take_best(Owner { has_strays: true, ..own }, pool, size, requested))
     }
 
     /// Takes the request's bytes from a free block that its stream may use.
@@ -111,7 +117,7 @@ impl StateGuard {
         shared.live += 1;
         shared.counters.allocated(kind, size, request.requested);
         self.note(Action::Alloc, id);
-        self.tend(request.slot);
+        self.debug_check();
         Granted { block: id, addr }
     }
 
@@ -119,9 +125,8 @@ impl StateGuard {
     /// The caller must then record it; it is counted as recorded here.
     #[inline]
     pub(crate) fn is_progress_event_due(&mut self, slot: u32) -> bool {
-        let shared = &mut *self.shared;
-        let retaken = shared.heap.retaken(slot);
-        shared.streams[slot as usize].progress.is_due(retaken, shared.reserved)
+        let SharedState { streams, reserved, .. } = &mut *self.shared;
+        streams.get_mut(slot as usize).is_some_and(|of_stream| of_stream.progress.is_due(*reserved))
     }
 
     /// Notes in the history, if that is on, what happened to a live or waiting block.
@@ -152,14 +157,10 @@ impl StateGuard {
         heap.return_strays(|slot| done_until(streams, slot))
     }
 
-    /// What an operation does now and then: makes room in the stream's log of last uses and, in debug
-    /// builds, checks the heap's identities. The cost of a check grows with the number of blocks, so
-    /// as many operations pass between two checks.
+    /// Checks the heap's identities now and then, in debug builds. The cost of a check grows with the
+    /// number of blocks, so as many operations pass between two checks.
     #[inline]
-    pub(super) fn tend(&mut self, slot: u32) {
-        if self.heap.has_many_recent_uses(slot) {
-            self.thin_recent_uses(slot);
-        }
+    pub(super) fn debug_check(&mut self) {
         #[cfg(debug_assertions)]
         {
             self.unchecked += 1;
@@ -170,9 +171,10 @@ impl StateGuard {
         }
     }
 
+    /// Makes room in a stream's log of last uses.
     #[cold]
     #[inline(never)]
-    fn thin_recent_uses(&mut self, slot: u32) {
+    pub(super) fn thin_recent_uses(&mut self, slot: u32) {
         let done = self.done_until(slot);
         self.heap.thin_recent_uses(slot, done);
     }

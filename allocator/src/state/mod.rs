@@ -30,7 +30,7 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use aquifer_device::internal::{Timeline, drop_left};
-use aquifer_device::{Device, DevicePtr, NewBlock, Stream, Tick, Witness, fork};
+use aquifer_device::{Device, DevicePtr, NewBlock, Tick, Witness, fork};
 use crossbeam_utils::CachePadded;
 
 use crate::heap::{BlockId, Passed, Walk};
@@ -174,15 +174,13 @@ impl AllocatorState {
         guard
     }
 
-    /// Takes the lock for an operation of a stream, which becomes known if this is its first, and
-    /// applies the frees queued so far.
+    /// Takes the lock for an allocation, and applies the frees queued so far.
     #[inline]
-    pub(crate) fn enter(&'static self, stream: &Stream) -> StateGuard {
+    pub(crate) fn enter(&'static self) -> StateGuard {
         let mut guard = self.shared();
         if !self.freed.is_empty() {
             guard.apply_queued_frees();
         }
-        guard.stream(stream);
         guard
     }
 

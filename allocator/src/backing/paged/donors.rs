@@ -188,13 +188,7 @@ pub(crate) fn donors_below(guard: &mut StateGuard, below: u64, wanted: u64, from
 }
 
 /// Chooses all frames of a block as one donor, if all of them may move and are wanted.
-fn choose_all_of(
-    guard: &StateGuard,
-    paged: &Paged,
-    candidate: &Candidate,
-    wanted: u64,
-    donors: &mut Donors,
-) -> bool {
+fn choose_all_of(guard: &StateGuard, paged: &Paged, candidate: &Candidate, wanted: u64, donors: &mut Donors) -> bool {
     let block = &guard.heap.blocks[candidate.block];
     let range = paged.whole_frames(guard.heap.region(block.region).addr, &block.range()).range();
     let granules = (range.end - range.start) / paged.granule;
@@ -238,12 +232,7 @@ pub(crate) fn free_granules(guard: &StateGuard, from: Which) -> Vec<Donor> {
 
 /// Calls a function for each free block of some pools that is as large as a granule or larger and
 /// whose memory comes in granules.
-fn for_each_block_with_granules(
-    guard: &StateGuard,
-    granule: u64,
-    from: Which,
-    mut with: impl FnMut(BlockId, &Block),
-) {
+fn for_each_block_with_granules(guard: &StateGuard, granule: u64, from: Which, mut with: impl FnMut(BlockId, &Block)) {
     for pool in numbers_of(guard, from) {
         guard.heap.free_blocks_from(pool, granule).for_each(|key| {
             let block = &guard.heap.blocks[key.block()];

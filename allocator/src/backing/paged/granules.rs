@@ -20,7 +20,7 @@ use crate::heap::BlockId;
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
 
-/// The state of mapped memory, under the shared state's lock.
+/// The state of mapped memory.
 #[derive(Debug)]
 pub(crate) struct Paged {
     /// Bytes of a granule: a power of two and a multiple of the device's granularity.

@@ -222,7 +222,7 @@ mod tests {
         let _between = bench.with_gap();
         let block = bench.alloc(128);
         assert!(bench.lingering() > 0);
-        // A milestone covers the uses, and the device gets there.
+        // An event covers the uses, and the device gets there.
         bench.free(block);
         (0..200).for_each(|_| bench.lagging.advance());
         bench.device.default_stream().tick().cover().unwrap();

@@ -1,8 +1,7 @@
 //! The plan of a remap. A remap moves frames (physical memory) from free blocks to a window of
-//! addresses (`window.rs`) that a request needs. Under the locks of the shared state and of the
-//! arenas that take part, it is first drafted, without changing anything (`draft.rs`); then
-//! planned, which holds all memory that takes part; and, after the driver's work (`carry_out.rs`),
-//! settled (`settle.rs`).
+//! addresses (`window.rs`) that a request needs. Under the allocator's lock, it is first drafted,
+//! without changing anything (`draft.rs`); then planned, which holds all memory that takes part; and,
+//! after the driver's work (`carry_out.rs`), settled (`settle.rs`).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
