@@ -35,8 +35,8 @@ struct Row {
     smallest_device_bytes: Option<u64>,
     smallest_over_requested: Option<f64>,
     allocs: u64,
-    driver_allocs: u64,
-    warm_driver_allocs: Option<f64>,
+    driver_calls: Option<u64>,
+    warm_driver_calls: Option<f64>,
     driver_time_modelled_us: Option<f64>,
     warm_driver_time_modelled_us: Option<f64>,
     worst_alloc_us: Option<f64>,
@@ -137,7 +137,7 @@ pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
     Ok(outcome)
 }
 
-/// Draws the memory that each program takes and fits on, and its time in driver calls.
+/// Draws the memory that each program holds, its smallest device, and its time in driver calls.
 fn plot(session: &Session, rows: &[Row], means: &[Summary], path: &Path) -> Result<(), Failure> {
     let traces: Vec<&[Row]> = rows.chunk_by(|one, other| one.trace == other.trace).collect();
     let panel = |name, is_logarithmic, from, figure: fn(&Row) -> Option<f64>| {
@@ -150,10 +150,8 @@ fn plot(session: &Session, rows: &[Row], means: &[Summary], path: &Path) -> Resu
         rows: traces.iter().map(|rows| &*rows[0].trace).collect(),
         series: means.iter().map(|mean| options(&mean.config)).collect(),
         panels: vec![
-            panel("most held / most requested", false, Some(1.0), |row| {
-                row.served(row.reserved_over_requested).flatten()
-            }),
-            panel("smallest device / most requested", false, Some(1.0), |row| row.smallest_over_requested),
+            panel("holds / requested", false, Some(1.0), |row| row.served(row.reserved_over_requested).flatten()),
+            panel("smallest device / requested", false, Some(1.0), |row| row.smallest_over_requested),
             panel("driver time, modelled, ms", true, None, |row| {
                 row.served(row.driver_time_modelled_us).flatten().map(|us| us / 1e3)
             }),
@@ -178,8 +176,8 @@ impl Row {
             smallest_device_bytes: smallest,
             smallest_over_requested: smallest.and_then(|bytes| ratio(bytes, program.peak_requested_bytes)),
             allocs: replayed.allocs,
-            driver_allocs: replayed.driver_allocs,
-            warm_driver_allocs: replayed.warm_driver_allocs,
+            driver_calls: Some(replayed.driver_calls.values().sum()),
+            warm_driver_calls: replayed.warm_driver_calls,
             driver_time_modelled_us: replayed.driver_time_modelled_us,
             warm_driver_time_modelled_us: replayed.warm_driver_time_modelled_us,
             worst_alloc_us: replayed.worst_alloc_us,
@@ -219,13 +217,13 @@ fn tabulate(rows: &[Row]) -> String {
         1,
         &[
             ("options", |row| options(&row.config).to_owned()),
-            ("takes", |row| optional(row.served(row.peak_reserved_bytes).map(Bytes))),
-            ("takes, ratio", |row| number(row.served(row.reserved_over_requested).flatten(), 3)),
-            ("first pass, ratio", |row| number(row.served(row.first_pass_reserved_over_requested).flatten(), 3)),
-            ("fits on", |row| optional(row.smallest_device_bytes.map(Bytes))),
-            ("fits on, ratio", |row| number(row.smallest_over_requested, 4)),
-            ("driver allocs", |row| optional(row.served(row.driver_allocs))),
-            ("warm allocs", |row| number(row.served(row.warm_driver_allocs).flatten(), 1)),
+            ("holds", |row| optional(row.served(row.peak_reserved_bytes).map(Bytes))),
+            ("ratio", |row| number(row.served(row.reserved_over_requested).flatten(), 3)),
+            ("ratio, first pass", |row| number(row.served(row.first_pass_reserved_over_requested).flatten(), 3)),
+            ("smallest device", |row| optional(row.smallest_device_bytes.map(Bytes))),
+            ("its ratio", |row| number(row.smallest_over_requested, 4)),
+            ("driver calls", |row| optional(row.served(row.driver_calls).flatten())),
+            ("warm calls", |row| number(row.served(row.warm_driver_calls).flatten(), 1)),
             ("driver ms, modelled", |row| {
                 number(row.served(row.driver_time_modelled_us).flatten().map(|us| us / 1e3), 1)
             }),
