@@ -169,6 +169,18 @@ pub enum Command {
     Demo(DemoArgs),
 }
 
+const RECORDING: &str = "\
+How to record a program:
+  PyTorch: before the program allocates, and at its end or where it catches the OutOfMemoryError:
+    torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+    torch.cuda.memory._dump_snapshot(\"snapshot.pickle\")
+  A program with Aquifer in it, with the option history:1000000, for example in AQUIFER_ALLOC_CONF:
+    memory.snapshot().save(\"snapshot.pickle\")?
+  The same without a change of the program, when it first runs out of memory:
+    AQUIFER_ALLOC_CONF=history:1000000,oom_snapshot:/tmp/oom.pickle
+  Any other program on CUDA:
+    aquifer-stress run --snapshot snapshot.pickle -- PROGRAM ARGS";
+
 const FILES: &str = "\
 Files, recognized by their content, not their names; - is standard input:
   allocation traces (.trace)

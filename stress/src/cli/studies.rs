@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::FILES;
+use super::{FILES, RECORDING};
 
 /// Arguments of `explain`.
 #[derive(Debug, Args)]
-#[command(after_long_help = format!("{FILES}\n\n{EXPLAIN_KEYS}"))]
+#[command(after_long_help = format!("{RECORDING}\n\n{FILES}\n\n{EXPLAIN_KEYS}"))]
 pub struct ExplainArgs {
     /// Recorded programs.
     #[arg(required = true, value_name = "FILE")]
@@ -53,7 +53,7 @@ JSON keys, per program:
 
 /// Arguments of `advise`.
 #[derive(Debug, Args)]
-#[command(after_long_help = format!("{FILES}\n\n{ADVISE_KEYS}"))]
+#[command(after_long_help = format!("{RECORDING}\n\n{FILES}\n\n{ADVISE_KEYS}"))]
 pub struct AdviseArgs {
     /// Recorded programs.
     #[arg(required = true, value_name = "FILE")]
@@ -84,7 +84,7 @@ JSON keys, per piece of advice:
 
 /// Arguments of `report`.
 #[derive(Debug, Args)]
-#[command(after_long_help = FILES)]
+#[command(after_long_help = format!("{RECORDING}\n\n{FILES}"))]
 pub struct ReportArgs {
     /// Recorded programs.
     #[arg(required = true, value_name = "FILE")]
