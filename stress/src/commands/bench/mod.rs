@@ -161,7 +161,10 @@ fn measure_all<T, R: Serialize>(
 ) -> Result<(Outcome, Vec<R>), Failure> {
     let (mut outcome, mut rows) = (Outcome::Done, Vec::new());
     let bar = session.progress(chosen.len() as u64, "bench");
-    for one in chosen {
+    for (number, one) in (1..).zip(chosen) {
+        if bar.is_hidden() {
+            session.message(format_args!("bench: {number} of {}: {}", chosen.len(), name(one)));
+        }
         bar.set_message(name(one));
         match measure(one) {
             Ok(measured) => {
