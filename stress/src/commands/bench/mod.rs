@@ -4,9 +4,13 @@
 //! yardstick run the same pairs alternately, round by round, so that other load on the machine
 //! affects both; medians are reported. Runs of several threads also alternate with one thread
 //! alone, so that their rates are comparable.
+//!
+//! `--scale` and `--peers` measure other things: see [`scale`] and [`peers`].
 
 mod handover;
+mod peers;
 mod scale;
+mod streams;
 mod team;
 
 use std::path::Path;
@@ -112,6 +116,9 @@ pub fn run(session: &Session, args: &BenchArgs) -> Result<Outcome, Failure> {
     let config = session.config()?;
     if args.scale {
         return scale::run(session, config, args);
+    }
+    if args.peers {
+        return peers::run(session, config, args);
     }
     let chosen = chosen(args.filter.as_deref().unwrap_or_default());
     if chosen.is_empty() {
