@@ -26,8 +26,8 @@ pub struct CompareArgs {
     #[arg(long, value_name = "FILE")]
     pub pytorch: Option<PathBuf>,
 
-    /// Also draw what programs hold, their smallest devices and their driver time as OUT, an .svg
-    /// file.
+    /// Also draw the memory that is held against the time in driver calls as OUT, an .svg file: a
+    /// point for each of the options, and the frontier of those that no other one beats in both.
     #[arg(long, value_name = "OUT", value_parser = svg_path())]
     pub plot: Option<PathBuf>,
 }
