@@ -456,7 +456,7 @@ benchmarks:
   peak_requested_bytes      the most memory that was requested and not yet freed
   peak_reserved_bytes, reserved_over_requested
                             the most memory that the device lacked after any request of two passes,
-                            and its ratio to requested
+                            and its ratio to requested; null with ooms
   driver_calls, driver_time_modelled_us, warm_driver_calls, warm_driver_time_modelled_us
                             driver calls of the first and of the second pass, and their modelled time;
                             null on a real device

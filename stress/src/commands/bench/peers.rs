@@ -250,7 +250,7 @@ impl Job<'_> {
         Ok(Memory {
             peak_requested_bytes: program.peak_requested_bytes,
             peak_reserved_bytes: held,
-            reserved_over_requested: ratio(held, program.peak_requested_bytes),
+            reserved_over_requested: ratio(held, program.peak_requested_bytes).filter(|_| ooms == 0),
             driver_calls: first.0,
             driver_time_modelled_us: first.1,
             warm_driver_calls: warm.0,
