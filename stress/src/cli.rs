@@ -130,7 +130,7 @@ pub struct Global {
 #[derive(Debug, Subcommand)]
 #[non_exhaustive]
 pub enum Command {
-    /// Explain a recorded program: what uses memory at its peak, what allocators take for it, how it
+    /// Explain a recorded program: what uses memory at its peak, what allocators hold for it, how it
     /// runs out of memory, and what helps.
     Explain(ExplainArgs),
     /// Find what wastes memory in recorded programs, and the options and changes that help.

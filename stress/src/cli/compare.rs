@@ -46,7 +46,7 @@ JSON keys, per program and config (\"row\": \"trace\"):
   peak_reserved_bytes_by_pass, first_pass_reserved_over_requested   the most memory that was held in
                             each pass, and the ratio of the first
   smallest_device_bytes, smallest_over_requested   as found by `fit`, and its ratio to requested;
-                            null if it fits on none
+                            null if there is none
   allocs, driver_calls      allocations and driver calls of the first pass
   warm_driver_calls         mean of driver_calls over the later passes
   driver_time_modelled_us, warm_driver_time_modelled_us, worst_alloc_us

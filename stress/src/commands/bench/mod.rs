@@ -5,7 +5,7 @@
 //! affects both; medians are reported. Runs of several threads also alternate with one thread
 //! alone, so that their rates are comparable.
 //!
-//! `--scale` and `--peers` measure other things: see [`scale`] and [`peers`].
+//! `--scale` and `--peers` measure other things: see `scale.rs` and `peers.rs`.
 
 mod handover;
 mod peers;
