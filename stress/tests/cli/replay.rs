@@ -199,6 +199,21 @@ fn a_soak_has_room_for_several_granules() {
     assert_eq!((bytes(&soak[0], "limit_bytes"), bytes(&soak[0], "mismatches")), (768 << 20, 0), "{soak:?}");
 }
 
+#[cfg(unix)]
+#[test]
+fn an_interrupted_soak_sums_up() {
+    let mut soak = program(&["--device", "sim:1GiB", "soak", "--minutes", "10", "--json"]);
+    let soak = soak.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    // Time for it to begin; before that the signal would end it.
+    std::thread::sleep(std::time::Duration::from_secs(2));
+    assert!(Command::new("kill").args(["-INT", &soak.id().to_string()]).status().unwrap().success());
+    let output = soak.wait_with_output().unwrap();
+    let row = &rows_of(0, &output)[0];
+    assert!(bytes(row, "operations") > 0 && row["seconds"].as_f64().unwrap() < 300.0, "{row}");
+    assert_eq!((bytes(row, "mismatches"), bytes(row, "not_given_back_bytes")), (0, 0), "{row}");
+    assert!(errors(&output).contains("interrupted; the result up to here:"), "{}", errors(&output));
+}
+
 #[test]
 fn soak_and_calls_print_their_figures() {
     let soak = &rows(0, &["--device", "sim:1GiB", "soak", "--ops", "500", "--seeds", "2", "--threads", "2"])[0];

@@ -34,7 +34,7 @@ const FRAGMENTATION_KEYS: [&str; 21] = [
     "probe_fits",
     "ooms",
     "retries",
-    "growths",
+    "driver_calls",
     "cross_stream_reuses",
     "inputs",
     "inputs_damaged",
@@ -90,7 +90,7 @@ fn the_map_of_a_scenario_is_drawn() {
     let text = text(&args);
     assert!(text.contains("+#-.+#-.") && text.contains("...____"), "{text}");
     assert!(text.contains("fragmented: ") && text.contains("a character"), "{text}");
-    assert!(text.contains(" growths ") && !text.contains("cuMemAlloc"), "the defaults map memory: {text}");
+    assert!(text.contains(" driver calls ") && !text.contains("cuMemAlloc"), "the defaults map memory: {text}");
     assert!(!text.contains('\x1b') && !text.contains('█'), "{text}");
 }
 
@@ -221,9 +221,9 @@ fn the_demonstration_shows_every_step() {
     let rows = rows(0, &["--config", "backing:segments,cross_stream:off"]);
     let steps: Vec<&str> = rows.iter().map(|row| row["step"].as_str().unwrap()).collect();
     assert_eq!(steps[..3], ["replay", "oom", "remap"]);
-    assert_eq!(steps[3..], ["compare"; 16], "seven options and split_frames:on for each of two programs");
+    assert_eq!(steps[3..], ["compare"; 18], "eight options and split_frames:on for each of two programs");
     assert!(rows[1..].iter().all(|row| row["hazards"] == 0));
-    assert!(rows.iter().filter(|row| row.get("ooms").is_some_and(|ooms| ooms == 0)).count() == 17, "{rows:?}");
+    assert!(rows.iter().filter(|row| row.get("ooms").is_some_and(|ooms| ooms == 0)).count() == 19, "{rows:?}");
     let (replay, oom, remap) = (&rows[0], &rows[1], &rows[2]);
     assert!(bytes(replay, "peak_reserved_bytes") > 3 * bytes(replay, "peak_requested_bytes"), "{replay}");
     assert!(bytes(oom, "free_bytes") > bytes(oom, "requested_bytes"), "{oom}");
@@ -234,7 +234,11 @@ fn the_demonstration_shows_every_step() {
     for compared in &rows[3..] {
         assert!(bytes(compared, "smallest_device_bytes") >= bytes(compared, "peak_requested_bytes"), "{compared}");
     }
+    assert!(rows.iter().any(|row| row["config"] == "backing:expandable"), "{rows:?}");
     let text = text(&["demo", "--ascii"]);
+    assert!(text.starts_with("Five chapters, a few seconds: "), "{text}");
+    assert_eq!(text.matches("When it held most").count(), 2, "of the bad outcome, and of the good one");
+    assert!(text.contains(" smallest device ") && !text.contains("OOMs"), "no column is always 0");
     let ways = super::rows(0, &["oom", "--list"]).len();
     assert!(text.contains(&format!("\n      {ways} ways to run out of memory")), "{text}");
     for part in [
@@ -284,7 +288,7 @@ fn options_that_fit_on_no_device_are_reported_and_the_others_compared() {
     let fits = |row: &&Value| !row["smallest_device_bytes"].is_null();
     let (fitting, limited): (Vec<&Value>, Vec<&Value>) =
         rows.iter().filter(|row| row["step"] == "compare").partition(fits);
-    assert_eq!((fitting.len(), limited.len()), (14, 2));
+    assert_eq!((fitting.len(), limited.len()), (16, 2));
     assert!(fitting.iter().all(|row| row["ooms"] == 0), "{fitting:?}");
     for row in limited {
         assert!(bytes(row, "ooms") > 0, "its peak covers served requests only: {row}");
