@@ -307,7 +307,7 @@ impl Allocator {
 
     /// Bytes in live blocks now: PyTorch's `memory_allocated()`.
     pub fn memory_allocated(&self) -> u64 {
-        self.inner.state.lock().counters.bytes.current_of_all()
+        self.inner.state.enter().counters.bytes.current_of_all()
     }
 
     /// Bytes held from the device now: PyTorch's `memory_reserved()`.

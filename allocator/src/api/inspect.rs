@@ -32,13 +32,13 @@ impl Allocator {
 
     /// Sets every peak to the current value.
     pub fn reset_peak_stats(&self) {
-        self.state().lock().counters.reset_peaks();
+        self.state().enter().counters.reset_peaks();
     }
 
     /// Starts the accumulated values (`allocated`, `freed`) and the numbers of events (`num_…`)
     /// from zero.
     pub fn reset_accumulated_stats(&self) {
-        self.state().lock().counters.reset_accumulated();
+        self.state().enter().counters.reset_accumulated();
     }
 
     /// Takes a snapshot of the memory and, if it is recorded, the history. The two agree: undoing
