@@ -431,16 +431,16 @@ JSON keys, per series, operation and n:
 
 Benchmarks of --peers, with the names and parameters of their sources (--quick: of the first, only
 those with 1000 allocations):
-  random_allocations/N/MAX  RMM: N allocations of 1 B to MAX MiB among random frees, with at most 16000
-                            MiB live; the same random numbers
+  random_allocations/N/MAX  RMM: N allocations of 1 B to MAX MiB among random frees, with at most
+                            16000 MiB live; the same random numbers
   ascending, comb, loophole_1mib
-                            PyTorch's devlog of 2026-06-01: 8 x 16 MiB, then 4 x 32 MiB; 32 MiB where
-                            every other block of 16 MiB is free; half a MiB after 2 MiB
+                            PyTorch's devlog of 2026-06-01: 8 x 16 MiB, then 4 x 32 MiB; 32 MiB
+                            where every other block of 16 MiB is free; half a MiB after 2 MiB
   stays_behind              PyTorch 193400: 91 and 45.5 MiB, of which 2 MiB stay behind, 100 times
   comb_1gib                 TorchRec 4584: 9 GiB where every other block of 1 GiB is free
   stride_1.75mib, stride_64kib
-                            kvcached: KV blocks of Qwen3-0.6B with their layers beside each other, or
-                            each by itself
+                            kvcached: KV blocks of Qwen3-0.6B with their layers beside each other,
+                            or each by itself
   grow_by_little            llama.cpp 22107: two buffers that grow by 4 KiB 20 000 times
   larson, xmalloc-test, mstress
                             mimalloc-bench: threads as streams; sizes are 1024 times as large, of
@@ -448,26 +448,27 @@ those with 1000 allocations):
   multi_stream_allocations/STREAMS/KERNELS/PREWARMED
                             RMM: kernels on streams in turn, each with a block of 8 B
   async_priming/primed, async_priming/unprimed
-                            RMM: two rounds of ten blocks of 9 % of the device; primed: after half of
-                            the device was allocated and freed
+                            RMM: two rounds of ten blocks of 9 % of the device; primed: after half
+                            of the device was allocated and freed
 JSON keys, per benchmark and allocator; a simulated device has at least 512 GiB but for the last two
 benchmarks:
-  benchmark, source, allocator, device   what was measured, who published it, with what, where
+  benchmark, source, allocator, device
+                            what was measured, who published it, with what, where
   peak_requested_bytes      the most memory that was requested and not yet freed
   peak_reserved_bytes, reserved_over_requested
                             the most memory that the device lacked after any request of two passes,
                             and its ratio to requested; null with ooms
   driver_calls, driver_time_modelled_us, warm_driver_calls, warm_driver_time_modelled_us
-                            driver calls of the first and of the second pass, and their modelled time;
-                            null on a real device
+                            driver calls of the first and of the second pass, and their modelled
+                            time; null on a real device
   ns_per_op                 time of an allocation or a free of a later pass; null for the driver's
                             pool and cuMemAlloc on a simulated device, where it is the simulator's
   ooms                      requests refused in both passes
   clock                     of the last two benchmarks: virtual on a simulated device, or host
   us_per_iteration          multi_stream_allocations: four kernels of 0.5 ms, and the wait for them
   latency_to_first_us, first_round_throughput_gb_s, second_round_throughput_gb_s
-                            async_priming: time of the first block; bytes of a round over its time, of
-                            the second one with the frees of the first";
+                            async_priming: time of the first block; bytes of a round over its time,
+                            of the second one with the frees of the first";
 
 /// Paths with the extension of a snapshot format, so that others are refused before anything runs.
 fn snapshot_path() -> impl TypedValueParser<Value = PathBuf> {
