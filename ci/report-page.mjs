@@ -187,6 +187,30 @@ async function checkZoom(page) {
   page.check(await page.text("zoom-range") == whole, "a double click does not reset the zoom");
 }
 
+// Two fingers that part zoom in, and that meet zoom out; one finger moves what is shown.
+async function checkTouch(page) {
+  await page.send("Emulation.setTouchEmulationEnabled", { enabled: true, maxTouchPoints: 2 });
+  await page.value(`document.getElementById("zoom-reset").click()`);
+  await page.settle();
+  const whole = await page.text("zoom-range");
+  const area = await page.place("#memory-chart .u-over");
+  const touch = async (...steps) => {
+    const points = shares => shares.map((share, id) => ({ x: area.left + area.width * share, y: area.y, id }));
+    for (const [i, shares] of steps.entries()) {
+      await page.send("Input.dispatchTouchEvent", { type: i ? "touchMove" : "touchStart", touchPoints: points(shares) });
+    }
+    await page.send("Input.dispatchTouchEvent", { type: "touchEnd", touchPoints: [] });
+    await page.settle();
+    return page.text("zoom-range");
+  };
+  const zoomed = await touch([0.4, 0.6], [0.3, 0.7], [0.2, 0.8]);
+  page.check(zoomed != whole, "two fingers do not zoom in");
+  const moved = await touch([0.5], [0.4], [0.3]);
+  page.check(moved != zoomed && moved != whole, "a finger does not move a zoomed chart");
+  page.check(await touch([0.1, 0.9], [0.3, 0.7], [0.45, 0.55]) == whole, "two fingers do not zoom out");
+  await page.send("Emulation.setTouchEmulationEnabled", { enabled: false });
+}
+
 async function checkChoices(page, data) {
   for (const id of ["memory-chooser", "alive-chooser"]) {
     const inputs = await page.value(`document.querySelectorAll("#${id} input").length`);
@@ -197,6 +221,10 @@ async function checkChoices(page, data) {
     }
   }
   const rows = await page.value(`document.querySelectorAll("#compare-table tbody tr").length`);
+  const empty = await page.value(`[...document.querySelectorAll("#compare-table thead th")].slice(1).map((_, i) =>
+    [...document.querySelectorAll("#compare-table tbody tr")].every(row => row.children[i + 1].innerText == "–")).includes(true)`);
+  page.check(!empty, "the table has a column without any value");
+  if (data.advice.length) page.check(await page.value(`document.querySelector("#body section:not([hidden])").id`) == "advice", "the advice is not first");
   page.check(rows == data.allocators.length, `the table has ${rows} allocators instead of ${data.allocators.length}`);
 }
 
@@ -278,6 +306,7 @@ async function checkReport(browser, report) {
       await checkSlider(page, last);
       await checkPointer(page, data);
       await checkZoom(page);
+      await checkTouch(page);
     }
     await checkChoices(page, data);
     if (last >= 0) {

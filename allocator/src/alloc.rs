@@ -8,9 +8,8 @@ use aquifer_device::{DevicePtr, Operation, Stream, fork};
 
 use crate::allocation::Allocation;
 use crate::allocator::{ALIGNMENT, Allocator};
-use crate::backing::paged::milestones::record_milestone;
+use crate::backing::paged::progress_events::record_progress;
 use crate::backing::segments::{releasable, release_where};
-use crate::cross_stream::reuse::reuse_borrowed;
 use crate::cross_stream::waiting::{is_poll_due, poll_waiting};
 use crate::error::AllocError;
 use crate::heap::BlockId;
@@ -18,9 +17,9 @@ use crate::pools::capture::refuse_capture;
 use crate::pools::lookup::{came_from_a_graph, route_and_note};
 use crate::recovery::ladder::climb;
 use crate::request::Request;
-use crate::size_class::REQUEST_LIMIT;
-use crate::state::arena::{Arena, Granted};
+use crate::size_class::{self, PoolKind, REQUEST_LIMIT};
 use crate::state::awake::{Keeper, KeptAwake};
+use crate::state::guard::Granted;
 use crate::state::special;
 use crate::tags::Tag;
 
@@ -35,11 +34,12 @@ pub(crate) fn alloc_bytes(allocator: &Allocator, bytes: u64, stream: &Stream) ->
     // read back with wider loads than it was written with, and these stall until the stores retire:
     // longer than the rest of a hit takes.
     let at = Location::caller();
-    let Granted { arena, block, addr } = match grant_cached(allocator, bytes, stream, at, false) {
+    let Granted { block, addr } = match grant_cached(allocator, bytes, stream, at, false) {
         Ok(granted) => granted,
         Err(searched) => grant_uncached(allocator, bytes, stream, searched, at)?,
     };
-    Ok(Allocation::new((arena, block), stream.id() | allocator.inner().mark, DevicePtr(addr), bytes))
+    let state = allocator.inner().state;
+    Ok(Allocation::new((state, block), stream.id() | allocator.inner().mark, DevicePtr(addr), bytes))
 }
 
 /// See [`Allocator::alloc_aligned`].
@@ -62,11 +62,11 @@ pub(crate) fn alloc_aligned(
     {
         return alloc_bytes(allocator, bytes, stream);
     }
-    let Granted { arena, block, addr } =
-        grant_rounded(allocator, bytes, allocator.inner().classes.round(padded), stream, false)?;
+    let inner = allocator.inner();
+    let Granted { block, addr } = grant_rounded(allocator, bytes, size_class::round(padded), stream, false)?;
     let ptr = DevicePtr(addr.next_multiple_of(alignment));
-    arena.report_block(block, ptr, bytes, Location::caller());
-    Ok(Allocation::new((arena, block), stream.id() | allocator.inner().mark, ptr, bytes))
+    inner.state.report_block(block, ptr, bytes, Location::caller());
+    Ok(Allocation::new((inner.state, block), stream.id() | inner.mark, ptr, bytes))
 }
 
 /// See [`Allocator::alloc_bytes_zeroed`].
@@ -92,9 +92,8 @@ pub(crate) fn grant_cached(
     at: &'static Location<'static>,
     raw: bool,
 ) -> Result<Granted, bool> {
-    let arena = allocator.inner().state.arenas.get(stream.id()).ok_or(false)?;
-    let (block, addr) = take_cached(allocator, arena, bytes, stream, at, raw);
-    if block == BlockId::NONE { Err(addr != 0) } else { Ok(Granted { arena, block, addr }) }
+    let (block, addr) = take_cached(allocator, bytes, stream, at, raw);
+    if block == BlockId::NONE { Err(addr != 0) } else { Ok(Granted { block, addr }) }
 }
 
 /// Takes a free block that the stream may reuse at once, and returns its number and address. If
@@ -103,7 +102,6 @@ pub(crate) fn grant_cached(
 #[inline(never)]
 fn take_cached(
     allocator: &Allocator,
-    own: &'static Arena,
     bytes: u64,
     stream: &Stream,
     at: &'static Location<'static>,
@@ -118,28 +116,27 @@ fn take_cached(
     {
         return (BlockId::NONE, 0);
     }
-    let Some(mut arena) = own.enter() else { return (BlockId::NONE, 0) };
-    let size = inner.classes.round(bytes);
-    let pool = inner.classes.pool(size) as u16;
+    let mut guard = inner.state.enter();
+    let size = size_class::round(bytes);
+    let pool = PoolKind::of(size) as u16;
     let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular: true };
-    let granted = arena.take_own_hot(&request);
-    let milestone_is_due = arena.is_milestone_due();
+    let granted = guard.take_own(&request);
+    let is_event_due = guard.is_progress_event_due(request.slot);
     if raw && let Some(granted) = &granted {
-        own.add_raw(granted.addr, granted.block);
+        inner.state.raw.insert(granted.addr, granted.block);
     }
-    drop(arena);
-    if milestone_is_due {
-        record_milestone(stream);
+    drop(guard);
+    if is_event_due {
+        record_progress(stream);
     }
     let Some(granted) = granted else { return (BlockId::NONE, 1) };
     if inner.mark != 0 {
-        own.report_block(granted.block, DevicePtr(granted.addr), bytes, at);
+        inner.state.report_block(granted.block, DevicePtr(granted.addr), bytes, at);
     }
     (granted.block, granted.addr)
 }
 
-/// Grants a block where the fast path does not apply: zero bytes, a stream's first allocation, a
-/// request that no free block serves, or any special bit. `searched` says whether the fast path
+/// Grants a block where the fast path does not apply: zero bytes, a request that no free block serves, or any special bit. `searched` says whether the fast path
 /// searched the heap.
 #[cold]
 #[inline(never)]
@@ -153,40 +150,28 @@ pub(crate) fn grant_uncached(
     fork::check(Operation::Alloc)?;
     let inner = &**allocator.inner();
     if bytes == 0 || bytes >= REQUEST_LIMIT || stream.device_id() != inner.device.id() {
-        return Ok(Granted { arena: zero_or_refuse(allocator, bytes, stream)?, block: BlockId::NONE, addr: 0 });
+        zero_or_refuse(allocator, bytes, stream)?;
+        return Ok(Granted { block: BlockId::NONE, addr: 0 });
     }
-    let size = inner.classes.round(bytes);
-    let away = if searched { reuse_away(allocator, bytes, size, stream)? } else { None };
-    let granted = match away {
-        Some(granted) => granted,
-        None => grant_rounded(allocator, bytes, size, stream, searched)?,
-    };
+    let size = size_class::round(bytes);
+    let granted = grant_rounded(allocator, bytes, size, stream, searched)?;
     if inner.mark != 0 {
-        granted.arena.report_block(granted.block, DevicePtr(granted.addr), bytes, at);
+        inner.state.report_block(granted.block, DevicePtr(granted.addr), bytes, at);
     }
     Ok(granted)
 }
 
-/// Serves a request that no block of its stream's arena serves, as the fast path found, from memory
-/// that the stream has away from home.
-fn reuse_away(allocator: &Allocator, bytes: u64, size: u64, stream: &Stream) -> Result<Option<Granted>, AllocError> {
-    let inner = &**allocator.inner();
-    let pool = inner.classes.pool(size) as u16;
-    let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular: true };
-    reuse_borrowed(allocator, &request, stream)
-}
-
-/// Returns the arena for a request of zero bytes. Refuses requests that are too large, and streams
-/// of another device.
+/// Refuses requests that are too large, and streams of another device: what is left is for zero
+/// bytes.
 #[cold]
-fn zero_or_refuse(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<&'static Arena, AllocError> {
+fn zero_or_refuse(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<(), AllocError> {
     if stream.device_id() != allocator.inner().device.id() {
         return Err(AllocError::wrong_device("stream", stream.device_id(), allocator.inner().device.id()));
     }
     if bytes >= REQUEST_LIMIT {
         return Err(AllocError::TooLarge { requested: bytes });
     }
-    Ok(allocator.inner().state.enter(stream).arena)
+    Ok(())
 }
 
 /// Grants a block of `size` bytes, the rounded size, for a valid request of `bytes`, with any
@@ -204,10 +189,6 @@ fn grant_rounded(
     stream.end_abandoned_captures()?;
     let inner = &**allocator.inner();
     let state = inner.state;
-    if state.has_deferred_frees() {
-        // Taking the locks applies deferred frees.
-        drop(state.lock(None));
-    }
     let special = state.special().load(Ordering::Relaxed);
     if special & special::ASLEEP != 0 {
         return Err(AllocError::Asleep);
@@ -218,8 +199,8 @@ fn grant_rounded(
         may_poll = false;
     }
     let tag = if special & special::SPANS != 0 { Tag::of_span() } else { inner.scope_tag() };
-    let is_regular = special == 0 && size == inner.classes.round(bytes);
-    let kind = inner.classes.pool(size);
+    let is_regular = special == 0 && size == size_class::round(bytes);
+    let kind = PoolKind::of(size);
     loop {
         let private = if special & special::ROUTED != 0 { route_and_note(allocator, stream) } else { None };
         let private = private.map(|numbers| numbers[kind as usize]);
@@ -233,7 +214,7 @@ fn grant_rounded(
             return Ok(granted);
         }
         // The block was not used: give it back and search the pool that captures do not use.
-        granted.arena.free(granted.block, None, bytes);
+        state.free(granted.block, stream.id(), None, bytes);
     }
 }
 
@@ -251,19 +232,18 @@ fn search_and_climb(
     let state = allocator.inner().state;
     // Private pools keep their memory also without a cache.
     let caches = special & special::NO_CACHE == 0 || request.pool >= 2;
-    let may_find_more = special != 0 || !searched || state.arenas.get(stream.id()).is_some_and(Arena::has_remote_frees);
+    let may_find_more = special != 0 || !searched;
     // Everything that can fail comes before a block is taken.
     if special & special::NO_CACHE != 0 {
         release_where(allocator, releasable)?;
     }
-    let mut granted = None;
-    if may_find_more {
-        let mut arena = state.enter(stream);
-        granted = if caches { arena.take_own(request) } else { None };
-    }
+    let mut guard = state.enter();
+    guard.stream(stream);
+    let mut granted = if caches && may_find_more { guard.take_own(request) } else { None };
+    drop(guard);
     if granted.is_none() && may_poll {
         poll_waiting(allocator)?;
-        granted = state.enter(stream).take_own(request);
+        granted = state.enter().take_own(request);
     }
     granted.map_or_else(|| climb(allocator, request), Ok)
 }

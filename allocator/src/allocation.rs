@@ -10,8 +10,6 @@ use aquifer_device::{Device, DevicePtr, Operation, Stream, fork};
 use crate::error::AllocError;
 use crate::heap::BlockId;
 use crate::state::AllocatorState;
-use crate::state::arena::Arena;
-use crate::sync::atomic::Ordering;
 
 /// Bit of [`Allocation::slot`], set if the device has a witness that watches how work uses the
 /// block.
@@ -28,8 +26,7 @@ pub(crate) const WATCHED: u32 = 1 << 31;
 #[repr(align(32))]
 #[must_use = "dropping the handle gives the memory back"]
 pub struct Allocation {
-    /// Where the block is.
-    arena: &'static Arena,
+    state: &'static AllocatorState,
     /// [`BlockId::NONE`] for an allocation of zero bytes, which has none, and for a handle that was
     /// given up.
     block: BlockId,
@@ -41,12 +38,17 @@ pub struct Allocation {
 
 impl Allocation {
     #[inline]
-    pub(crate) fn new((arena, block): (&'static Arena, BlockId), slot: u32, ptr: DevicePtr, bytes: u64) -> Allocation {
-        Allocation { arena, block, slot, ptr, bytes }
+    pub(crate) fn new(
+        (state, block): (&'static AllocatorState, BlockId),
+        slot: u32,
+        ptr: DevicePtr,
+        bytes: u64,
+    ) -> Allocation {
+        Allocation { state, block, slot, ptr, bytes }
     }
 
     pub(crate) fn state(&self) -> &'static AllocatorState {
-        self.arena.state
+        self.state
     }
 
     /// Its first address; null for zero bytes.
@@ -80,13 +82,13 @@ impl Allocation {
         if self.block == BlockId::NONE {
             return Ok(());
         }
-        let mut shared = self.arena.state.shared();
+        let mut shared = self.state.shared();
         let device_id = shared.device.as_ref().map(Device::id);
         if device_id != Some(stream.device_id()) {
             return Err(AllocError::wrong_device("stream", stream.device_id(), device_id.unwrap_or(u32::MAX)));
         }
-        let slot = shared.slot(stream);
-        shared.note_use(self.arena, self.block, slot);
+        let slot = shared.stream(stream);
+        shared.note_use(self.block, slot);
         Ok(())
     }
 
@@ -100,36 +102,35 @@ impl Allocation {
     #[track_caller]
     pub fn drop_on(self, stream: &Stream) -> Result<(), AllocError> {
         fork::check(Operation::Record)?;
-        let bytes = self.bytes;
+        let (bytes, own) = (self.bytes, self.stream_id());
         if self.slot & WATCHED != 0 {
-            self.arena.report_end(self.ptr, Some(Location::caller()));
+            self.state.report_end(self.ptr, Some(Location::caller()));
         }
-        let (arena, block) = self.into_block();
+        let (state, block) = self.into_block();
         if block == BlockId::NONE {
             return Ok(());
         }
-        let (device_id, known) = arena.look(|inner| (inner.device_id, inner.knows(stream.id())));
-        if device_id != stream.device_id() {
-            arena.free(block, None, bytes);
-            return Err(AllocError::wrong_device("stream", stream.device_id(), device_id));
+        let mut shared = state.shared();
+        let device_id = shared.device.as_ref().map(Device::id);
+        if device_id != Some(stream.device_id()) {
+            drop(shared);
+            state.free(block, own, None, bytes);
+            return Err(AllocError::wrong_device("stream", stream.device_id(), device_id.unwrap_or(u32::MAX)));
         }
-        if !known {
-            arena.state.shared().slot(stream);
-            arena.look(|inner| inner.know(stream.timeline()));
-            arena.has_lent.store(true, Ordering::Relaxed);
-        }
-        arena.free(block, Some(stream.id()), bytes);
+        let on = shared.stream(stream);
+        drop(shared);
+        state.free(block, own, Some(on), bytes);
         Ok(())
     }
 
-    /// Where its block is, if it has one.
-    pub(crate) fn place(&self) -> Option<(&'static Arena, BlockId)> {
-        Some((self.arena, self.block.some()?))
+    /// Its block, if it has one.
+    pub(crate) fn block(&self) -> Option<BlockId> {
+        self.block.some()
     }
 
     /// Gives up the handle; the block, if there is one, stays live.
-    pub(crate) fn into_block(mut self) -> (&'static Arena, BlockId) {
-        (self.arena, std::mem::replace(&mut self.block, BlockId::NONE))
+    pub(crate) fn into_block(mut self) -> (&'static AllocatorState, BlockId) {
+        (self.state, std::mem::replace(&mut self.block, BlockId::NONE))
     }
 }
 
@@ -140,9 +141,9 @@ impl Drop for Allocation {
     fn drop(&mut self) {
         if self.block != BlockId::NONE {
             if self.slot & WATCHED != 0 {
-                self.arena.report_end(self.ptr, None);
+                self.state.report_end(self.ptr, None);
             }
-            self.arena.free(self.block, None, self.bytes);
+            self.state.free(self.block, self.stream_id(), None, self.bytes);
         }
     }
 }

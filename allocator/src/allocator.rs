@@ -8,17 +8,17 @@ use aquifer_device::fork::{self, Mutex};
 use aquifer_device::{Device, DeviceError, Operation, Stream};
 
 use crate::accounting::attribution::Outside;
-use crate::accounting::counters::Hot;
 use crate::allocation::WATCHED;
 use crate::backing::choose::choose;
 use crate::backing::paged::gate::Gate;
 use crate::backing::why_segments::WhySegments;
 use crate::config::{Backing, Config, CrossStream, TagSource, listed};
 use crate::error::AllocError;
+use crate::heap::Heap;
 use crate::history::History;
 use crate::recovery::hooks::Hooks;
 use crate::request::Request;
-use crate::size_class::{MIN_BLOCK, SizeClasses};
+use crate::size_class::MIN_BLOCK;
 use crate::state::shared::SharedState;
 use crate::state::{AllocatorState, close_abandoned, special};
 use crate::tags::Tag;
@@ -76,7 +76,6 @@ pub(crate) struct Inner {
     pub(crate) state: &'static AllocatorState,
     pub(crate) device: Device,
     config: Config,
-    pub(crate) classes: SizeClasses,
     /// Bytes that may be held from the device; `u64::MAX` is no limit.
     pub(crate) limit: AtomicU64,
     hooks: Arc<Hooks>,
@@ -86,7 +85,7 @@ pub(crate) struct Inner {
     tagged: bool,
     /// [`WATCHED`] if the device has a witness that watches blocks, else 0.
     pub(crate) mark: u32,
-    /// Why memory comes in segments, whose free pieces are counted; `None` if it is mapped.
+    /// Why memory comes in segments; `None` if it is mapped.
     segments: Option<WhySegments>,
     /// See [`Allocator::ready_stream`].
     ready_stream: OnceLock<Stream>,
@@ -163,29 +162,27 @@ impl Allocator {
         if !ignored.is_empty() {
             tracing::warn!("options without effect: {}", listed(&ignored));
         }
-        let classes = SizeClasses::new(&config);
-        let classes = if paged.is_some() { classes.paged() } else { classes };
         let crosses_streams = config.cross_stream != CrossStream::Off;
         let mut bits = 0;
         bits |= if config.tags == TagSource::Span { special::SPANS } else { 0 };
         bits |= if config.no_cache { special::NO_CACHE } else { 0 };
+        let mut history = History::default();
+        history.record(config.history as usize, &[]);
         let shared = SharedState {
             device: Some(device.for_memory()),
-            classes: classes.clone(),
             crosses_streams,
+            heap: Heap::new(crosses_streams),
+            history,
             paged,
             ..SharedState::default()
         };
-        let mut history = History::default();
-        history.record(config.history as usize, &[]);
-        let state = AllocatorState::open(shared, history, bits);
+        let state = AllocatorState::open(shared, bits);
         let hooks = Arc::new(Hooks::default());
         let tagged = config.tags != TagSource::Off;
         let inner = Inner {
             state,
             device: device.for_memory(),
             config,
-            classes,
             limit: limit.into(),
             hooks,
             gate: Gate::default(),
@@ -250,17 +247,9 @@ impl Allocator {
         self.inner.mark != 0
     }
 
-    pub(crate) fn classes(&self) -> &SizeClasses {
-        &self.inner.classes
-    }
-
     /// Why memory comes in segments (plain driver allocations); `None` if it is mapped.
     pub fn why_segments(&self) -> Option<&WhySegments> {
         self.inner.segments.as_ref()
-    }
-
-    pub(crate) fn counts_pieces(&self) -> bool {
-        self.inner.segments.is_some()
     }
 
     pub(crate) fn state(&self) -> &'static AllocatorState {
@@ -308,13 +297,12 @@ impl Allocator {
 
     /// Bytes in live blocks now: PyTorch's `memory_allocated()`.
     pub fn memory_allocated(&self) -> u64 {
-        self.inner.state.apply_queued_frees();
-        self.inner.state.read(Hot::Bytes).all.current
+        self.inner.state.enter().counters.bytes.current_of_all()
     }
 
     /// Bytes held from the device now: PyTorch's `memory_reserved()`.
     pub fn memory_reserved(&self) -> u64 {
-        self.inner.state.counters.reserved_bytes.read().all.current
+        self.inner.state.shared().reserved
     }
 
     /// That memory has to be mapped for `what`, and why it is not.
@@ -324,7 +312,7 @@ impl Allocator {
         AllocError::NotMapped { what, why: Box::new(why) }
     }
 
-    /// As [`SharedState::paged_granule_for`]. The stream may have no arena: not every request is
+    /// As [`SharedState::paged_granule_for`]. The stream may be unknown: not every request is
     /// for a block of one.
     pub(crate) fn paged_granule_for(&self, request: &Request) -> Option<u64> {
         self.state().shared().paged_granule_for(request)

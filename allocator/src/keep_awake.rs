@@ -65,7 +65,7 @@ pub(crate) fn kept_awake_by(state: &'static AllocatorState, kept: [Kept; 4]) -> 
 fn used_at(state: &'static AllocatorState, addr: u64) -> Option<UsedAllocation> {
     let owned = state.shared().paged.as_ref().and_then(|paged| paged.owned.get(&addr).copied());
     let mut found = owned.map(|owned| (addr, owned.requested, owned.tag, owned.slot));
-    state.walk(|_, _, passed| {
+    state.walk(|_, passed| {
         let block = &passed.block;
         if block.state == State::Live && block.range().contains(&addr) {
             found = Some((block.addr, block.requested, Tag(block.tag), block.owner));

@@ -69,7 +69,7 @@ mod policy;
 mod pools;
 mod raw;
 mod recovery;
-pub mod replace_file;
+mod replace_file;
 mod request;
 pub mod size_class;
 pub mod snapshot;
@@ -102,6 +102,7 @@ pub use tags::TagScope;
 pub mod internal {
     use crate::Allocator;
 
+    pub use crate::replace_file::{Step, check_destination, replace_file};
     pub use crate::storage::ranges::resolve;
     pub use crate::storage::record::AccessRecord;
 

@@ -1,6 +1,5 @@
-//! A request on its way through the allocator, and the place of a block.
+//! A request on its way through the allocator.
 
-use crate::heap::BlockId;
 use crate::tags::Tag;
 
 /// A request on its way through the allocator.
@@ -19,11 +18,4 @@ pub(crate) struct Request {
     /// from the handle alone. Blocks of other requests are *irregular*: the heap marks them, and a
     /// free reads their record.
     pub(crate) is_regular: bool,
-}
-
-/// A block, named by its number and the stream in whose arena it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct Place {
-    pub(crate) arena: u32,
-    pub(crate) block: BlockId,
 }

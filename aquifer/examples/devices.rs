@@ -21,11 +21,13 @@ fn main() -> Result<(), aquifer::Error> {
     // and is added there.
     let arrived = parts[1].to(&memory[0], &streams[0])?;
     parts[0].add_assign(&arrived, &streams[0])?;
-    assert_eq!(parts[0].sum(&streams[0])?.item(&streams[0])?, 30.0 * 1024.0);
+    let sum = parts[0].sum(&streams[0])?.item(&streams[0])?;
+    assert_eq!(sum, 30.0 * 1024.0);
+    println!("both devices computed a half, and the first one added them: {sum}");
 
     // A buffer used on a stream of another device is an error that names both.
     if let Err(error) = parts[1].to_vec(&streams[0]) {
-        println!("{error}");
+        println!("a buffer on a stream of the other device is refused: {error}");
     }
     Ok(())
 }

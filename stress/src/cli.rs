@@ -37,10 +37,11 @@ Examples:
   aquifer-stress report snapshot.pickle --output report.html
   aquifer-stress replay training.trace.gz
   aquifer-stress replay --device sim:24GiB snapshot.pickle
-  aquifer-stress replay --config '' --config backing:segments,max_split_size_mb:128 *.trace.gz
+  aquifer-stress replay --config '' --config backing:pytorch,max_split_size_mb:128 *.trace.gz
   aquifer-stress fit --json training.trace.gz
   aquifer-stress compare --pytorch pytorch.json *.trace.gz
   aquifer-stress bench --filter churn
+  aquifer-stress bench --peers --quick
   aquifer-stress calls --device sim:a100
   aquifer-stress transfer --device sim:h100 --max-mb 16
   aquifer-stress soak --minutes 5 --threads 4
@@ -106,7 +107,7 @@ pub struct Global {
 
     /// Options of the allocator, as in PYTORCH_ALLOC_CONF; may be given several times to compare.
     ///
-    /// For example 'backing:segments,max_split_size_mb:128'; '' means the defaults. The commands
+    /// For example 'backing:segments,limit_mb:4096'; '' means the defaults. The commands
     /// explain, report, replay, fit, compare, fragmentation and demo use each in turn; other commands
     /// take only one. With 'backing:pytorch', explain, report, replay, fit and compare use a model of
     /// PyTorch's allocator instead, which takes PyTorch's options; 'backing:expandable' stands for
@@ -129,7 +130,7 @@ pub struct Global {
 #[derive(Debug, Subcommand)]
 #[non_exhaustive]
 pub enum Command {
-    /// Explain a recorded program: what uses memory at its peak, what allocators take for it, how it
+    /// Explain a recorded program: what uses memory at its peak, what allocators hold for it, how it
     /// runs out of memory, and what helps.
     Explain(ExplainArgs),
     /// Find what wastes memory in recorded programs, and the options and changes that help.
@@ -168,6 +169,18 @@ pub enum Command {
     /// helps (the default).
     Demo(DemoArgs),
 }
+
+const RECORDING: &str = "\
+How to record a program:
+  PyTorch: before the program allocates, and at its end or where it catches the OutOfMemoryError:
+    torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+    torch.cuda.memory._dump_snapshot(\"snapshot.pickle\")
+  A program with Aquifer in it, with the option history:1000000, for example in AQUIFER_ALLOC_CONF:
+    memory.snapshot().save(\"snapshot.pickle\")?
+  The same without a change of the program, when it first runs out of memory:
+    AQUIFER_ALLOC_CONF=history:1000000,oom_snapshot:/tmp/oom.pickle
+  Any other program on CUDA:
+    aquifer-stress run --snapshot snapshot.pickle -- PROGRAM ARGS";
 
 const FILES: &str = "\
 Files, recognized by their content, not their names; - is standard input:
@@ -351,6 +364,11 @@ pub struct BenchArgs {
     #[arg(long)]
     pub scale: bool,
 
+    /// Run benchmarks that other projects published, with this allocator, models of PyTorch's, the
+    /// driver's pool and the bare driver side by side.
+    #[arg(long, conflicts_with_all = ["scale", "plot"])]
+    pub peers: bool,
+
     /// Also draw the times as OUT, an .svg file.
     #[arg(long, value_name = "OUT", value_parser = svg_path())]
     pub plot: Option<PathBuf>,
@@ -409,7 +427,48 @@ JSON keys, per series, operation and n:
                             1 is as fast as n; null for the first n
   hot_p99_ns, hot_max_ns    time of the other thread's pairs meanwhile: 99th percentile of the first
                             million, and maximum; null if there were none. The table shows the
-                            greatest of all n";
+                            greatest of all n
+
+Benchmarks of --peers, with the names and parameters of their sources (--quick: of the first, only
+those with 1000 allocations):
+  random_allocations/N/MAX  RMM: N allocations of 1 B to MAX MiB among random frees, with at most
+                            16000 MiB live; the same random numbers
+  ascending, comb, loophole_1mib
+                            PyTorch's devlog of 2026-06-01: 8 x 16 MiB, then 4 x 32 MiB; 32 MiB
+                            where every other block of 16 MiB is free; half a MiB after 2 MiB
+  stays_behind              PyTorch 193400: 91 and 45.5 MiB, of which 2 MiB stay behind, 100 times
+  comb_1gib                 TorchRec 4584: 9 GiB where every other block of 1 GiB is free
+  stride_1.75mib, stride_64kib
+                            kvcached: KV blocks of Qwen3-0.6B with their layers beside each other,
+                            or each by itself
+  grow_by_little            llama.cpp 22107: two buffers that grow by 4 KiB 20 000 times
+  larson, xmalloc-test, mstress
+                            mimalloc-bench: threads as streams; sizes are 1024 times as large, of
+                            mstress 128 times
+  multi_stream_allocations/STREAMS/KERNELS/PREWARMED
+                            RMM: kernels on streams in turn, each with a block of 8 B
+  async_priming/primed, async_priming/unprimed
+                            RMM: two rounds of ten blocks of 9 % of the device; primed: after half
+                            of the device was allocated and freed
+JSON keys, per benchmark and allocator; a simulated device has at least 512 GiB but for the last two
+benchmarks:
+  benchmark, source, allocator, device
+                            what was measured, who published it, with what, where
+  peak_requested_bytes      the most memory that was requested and not yet freed
+  peak_reserved_bytes, reserved_over_requested
+                            the most memory that the device lacked after any request of two passes,
+                            and its ratio to requested; null with ooms
+  driver_calls, driver_time_modelled_us, warm_driver_calls, warm_driver_time_modelled_us
+                            driver calls of the first and of the second pass, and their modelled
+                            time; null on a real device
+  ns_per_op                 time of an allocation or a free of a later pass; null for the driver's
+                            pool and cuMemAlloc on a simulated device, where it is the simulator's
+  ooms                      requests refused in both passes
+  clock                     of the last two benchmarks: virtual on a simulated device, or host
+  us_per_iteration          multi_stream_allocations: four kernels of 0.5 ms, and the wait for them
+  latency_to_first_us, first_round_throughput_gb_s, second_round_throughput_gb_s
+                            async_priming: time of the first block; bytes of a round over its time,
+                            of the second one with the frees of the first";
 
 /// Paths with the extension of a snapshot format, so that others are refused before anything runs.
 fn snapshot_path() -> impl TypedValueParser<Value = PathBuf> {

@@ -49,10 +49,8 @@ impl DriverPool {
     /// # Errors
     /// Errors of the driver, and of a free that failed before.
     pub fn usage(&self) -> Result<PoolUsage, Failure> {
-        match &self.failed {
-            Some(error) => Err(error.clone().into()),
-            None => Ok(self.device.driver().pool_usage()?),
-        }
+        self.check()?;
+        Ok(self.device.driver().pool_usage()?)
     }
 
     /// Releases unused memory to the device.
@@ -87,6 +85,10 @@ impl Subject for DriverPool {
             self.device.free_later(block.ptr);
             self.failed.get_or_insert(error);
         }
+    }
+
+    fn check(&self) -> Result<(), Failure> {
+        self.failed.clone().map_or(Ok(()), |error| Err(error.into()))
     }
 
     #[inline]

@@ -111,6 +111,12 @@ pub enum Failure {
         /// The error of the operating system.
         cause: io::Error,
     },
+    /// Interrupts cannot be handled.
+    #[error("interrupts cannot be handled: {cause}")]
+    Signals {
+        /// The error of the operating system.
+        cause: io::Error,
+    },
     /// A snapshot could not be saved.
     #[error(transparent)]
     Save(#[from] SaveError),

@@ -4,7 +4,7 @@
 //! [`cli`] reads the command line; a [`session::Session`] has the device, the options and the
 //! output; one of the [`commands`] runs; [`exit`] defines the exit codes.
 //!
-//! [`input`] reads recorded programs, [`scenarios`] generates synthetic ones, and [`harness`]
+//! [`input`] reads recorded programs, [`scenarios`] and [`patterns`] generate synthetic ones, and [`harness`]
 //! replays them to an allocator, to one that is [`observe`]d, to a model of [`pytorch`]'s, or to the
 //! [`yardstick`].
 //! [`room`] and [`map`] show the memory that they leave free.
@@ -12,6 +12,7 @@
 //! A [`profile`] is a program's own use of memory over time.
 #![forbid(unsafe_code)]
 
+pub mod bare;
 pub mod cards;
 pub mod cli;
 pub mod commands;
@@ -27,6 +28,7 @@ mod live;
 pub mod map;
 pub mod observe;
 pub mod output;
+pub mod patterns;
 pub mod plot;
 pub mod profile;
 pub mod pytorch;

@@ -4,6 +4,7 @@
 mod terminal;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -16,8 +17,8 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Axis, Chart, Dataset, GraphType, LegendPosition, Paragraph};
 
 use crate::session::{Output, Session};
-use crate::text::{Bytes, one_line, plural};
-use terminal::{insert, open};
+use crate::text::{Bytes, one_line, plural, wrap};
+use terminal::{at_continuation, insert, open};
 
 /// The time between two readings.
 const INTERVAL: Duration = Duration::from_millis(500);
@@ -68,7 +69,14 @@ pub(crate) fn watch<T>(
     work: impl FnOnce(Option<&Sender<Output>>) -> T,
 ) -> T {
     let (sender, output) = channel::bounded(OUTPUTS);
-    let terminal = open(HEIGHT);
+    let terminal = open(HEIGHT, false);
+    let continued = at_continuation();
+    // Below what the shell wrote while this process was stopped, or on an empty screen, as terminals break the lines
+    // of a view differently when they get narrower.
+    let reopen = |is_resized: bool| match continued.swap(false, Ordering::Relaxed) {
+        false if !is_resized => None,
+        _ => open(HEIGHT, is_resized),
+    };
     let has_view = terminal.is_some();
     thread::scope(|scope| {
         if has_view {
@@ -77,7 +85,7 @@ pub(crate) fn watch<T>(
         let progress = &progress;
         // The view owns the receiver: if it panics, senders learn that nobody listens.
         let view = scope.spawn(move || match terminal {
-            Some(terminal) => in_terminal(terminal, title, progress, &output),
+            Some(terminal) => in_terminal(terminal, title, progress, &output, reopen),
             None => in_lines(session, title, progress, &output),
         });
         let done = catch_unwind(AssertUnwindSafe(|| work(has_view.then_some(&sender))));
@@ -88,16 +96,25 @@ pub(crate) fn watch<T>(
     })
 }
 
-/// Draws until the work ends. A terminal that fails shows no more.
+/// Draws until the work ends. A terminal that fails shows no more. `reopen` gets whether the terminal has another size
+/// than the view was drawn for, and gives another view if one has to be drawn.
 fn in_terminal<B: Backend>(
     mut terminal: Terminal<B>,
     title: &str,
     progress: impl Fn() -> Progress,
     output: &Receiver<Output>,
+    reopen: impl Fn(bool) -> Option<Terminal<B>>,
 ) {
     let mut view = View::new(title);
     let mut next = Instant::now();
+    let mut size = terminal.size().ok();
     loop {
+        let now = terminal.size().ok();
+        match reopen(now != size) {
+            Some(again) => (terminal, size) = (again, now),
+            None if now != size => size = None,
+            None => {}
+        }
         if Instant::now() >= next {
             view.add(progress(), view.start.elapsed());
             next = Instant::now() + INTERVAL;
@@ -106,7 +123,10 @@ fn in_terminal<B: Backend>(
                 let _ = terminal.clear();
             }
         }
-        let _ = terminal.draw(|frame| view.draw(frame));
+        // A terminal that became too small for the view shows none until it is larger.
+        if now == size {
+            let _ = terminal.draw(|frame| view.draw(frame));
+        }
         while let Ok(more) = output.recv_deadline(next) {
             if view.show(&mut terminal, more) {
                 // What is written next begins where the view was.
@@ -195,23 +215,30 @@ impl View<'_> {
     }
 
     fn draw(&self, frame: &mut Frame<'_>) {
-        let shown = self.progress.readings.len().clamp(1, DEVICES);
-        let devices = Constraint::Length(u16::try_from(shown).unwrap_or(1));
-        let one = Constraint::Length(1);
-        let [head, chart, devices, foot] =
-            Layout::vertical([one, Constraint::Fill(1), devices, one]).areas(frame.area());
-        frame.render_widget(Line::from(vec![self.title.bold(), "  ".into(), self.pace().into()]), head);
-        self.draw_chart(frame, chart);
-        let mut lines: Vec<Line<'_>> =
-            self.progress.readings.iter().take(DEVICES).map(|reading| Line::from(reading.to_string())).collect();
-        match self.progress.readings.len() {
-            0 => lines.push(NOTHING_YET.into()),
-            more if more > DEVICES => {
-                lines[DEVICES - 1] = format!("and {} more", more - DEVICES + 1).into();
-            }
+        let readings = &self.progress.readings;
+        let mut texts: Vec<String> = readings.iter().take(DEVICES).map(ToString::to_string).collect();
+        match readings.len() {
+            0 => texts.push(NOTHING_YET.to_owned()),
+            more if more > DEVICES => texts[DEVICES - 1] = format!("and {} more", more - DEVICES + 1),
             _ => {}
         }
-        frame.render_widget(Paragraph::new(lines), devices);
+        let width = usize::from(frame.area().width);
+        let rows = |text: &str| wrap(text, width).lines().map(str::to_owned).collect::<Vec<_>>();
+        let mut head: Vec<Line<'_>> =
+            rows(&format!("{} {}", self.title, self.pace())).into_iter().map(Line::from).collect();
+        if let Some(first) = head.first_mut()
+            && let Some(pace) = first.to_string().strip_prefix(self.title)
+        {
+            *first = Line::from(vec![self.title.bold(), pace.to_owned().into()]);
+        }
+        let texts: Vec<Line<'_>> = texts.iter().flat_map(|text| rows(text)).map(Line::from).collect();
+        let rows = |lines: &[Line<'_>]| Constraint::Length(u16::try_from(lines.len()).unwrap_or(u16::MAX));
+        let [top, chart, devices, foot] =
+            Layout::vertical([rows(&head), Constraint::Fill(1), rows(&texts), Constraint::Length(1)])
+                .areas(frame.area());
+        frame.render_widget(Paragraph::new(head), top);
+        self.draw_chart(frame, chart);
+        frame.render_widget(Paragraph::new(texts), devices);
         let partial = console::strip_ansi_codes(&self.partial);
         let partial = Span::from(one_line(&partial, usize::from(foot.width)));
         // A cursor that is shown stays visible if a signal ends this process. Answers are typed there.
@@ -232,7 +259,7 @@ impl View<'_> {
             Dataset::default().name(name).marker(Marker::Braille).graph_type(GraphType::Line).style(style).data(points)
         };
         let chart = Chart::new(vec![
-            line("reserved", &reserved, Style::new().yellow()),
+            line("held", &reserved, Style::new().yellow()),
             line("allocated", &allocated, Style::new().cyan()),
         ])
         .x_axis(Axis::default().bounds([0.0, across]).labels(["0 s".to_owned(), seconds(self.at)]))
@@ -278,7 +305,7 @@ impl std::fmt::Display for Reading {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (reserved, limit, allocated) = (Bytes(self.reserved), Bytes(self.limit), Bytes(self.allocated));
         let percent = self.external * 100.0;
-        write!(f, "{} {reserved} of {limit} reserved, {allocated} allocated, {percent:.0} % fragmented", self.name)
+        write!(f, "{} holds {reserved} of {limit}, {allocated} allocated, {percent:.0} % fragmented", self.name)
     }
 }
 
@@ -353,8 +380,8 @@ mod tests {
         let line = view_of(vec![reading(3_000)]).line();
         assert_eq!(
             line,
-            "soak: 1 min 2 s (3 min 6 s left), 1500 allocations/s, 1 OOM: cuda:0 3.00 GiB of 8.00 GiB \
-             reserved, 2.00 GiB allocated, 12 % fragmented"
+            "soak: 1 min 2 s (3 min 6 s left), 1500 allocations/s, 1 OOM: cuda:0 holds 3.00 GiB of \
+             8.00 GiB, 2.00 GiB allocated, 12 % fragmented"
         );
         assert!(view_of(vec![]).line().ends_with("0 allocations/s, 0 OOMs: no memory yet"));
     }
@@ -362,8 +389,7 @@ mod tests {
     #[test]
     fn a_view_has_a_chart_and_a_line_for_each_device_in_any_width() {
         let screen = drawn(&view_of(vec![reading(10)]), 90);
-        for part in ["soak  1 min 2 s", "3.00 GiB│", "1.50 GiB│", "reserved", "cuda:0 3.00 GiB of 8.00 GiB reserved"]
-        {
+        for part in ["soak 1 min 2 s", "3.00 GiB│", "1.50 GiB│", "held", "cuda:0 holds 3.00 GiB of 8.00 GiB"] {
             assert!(screen.contains(part), "{part}:\n{screen}");
         }
         let screen = drawn(&view_of(vec![reading(10); 5]), 90);
@@ -371,6 +397,37 @@ mod tests {
         for width in 1..40 {
             drawn(&view_of(vec![reading(10); 3]), width);
         }
+    }
+
+    #[test]
+    fn a_view_of_40_columns_cuts_no_text() {
+        let view = view_of(vec![reading(10); 3]);
+        let screen = drawn(&view, 40);
+        let words: Vec<&str> =
+            screen.lines().map(|line| line.trim_matches('"')).flat_map(str::split_whitespace).collect();
+        let shown = words.join(" ");
+        assert!(shown.contains(&format!("soak {}", view.pace())), "{screen}");
+        assert_eq!(shown.matches(&reading(10).to_string()).count(), 3, "{screen}");
+        assert!(screen.contains("9.00 GiB│"), "{screen}");
+    }
+
+    #[test]
+    fn a_terminal_of_another_size_gets_another_view() {
+        let (sender, output) = channel::bounded(OUTPUTS);
+        let view = |width| {
+            let options = TerminalOptions { viewport: Viewport::Inline(HEIGHT) };
+            Terminal::with_options(AtBottom(TestBackend::new(width, HEIGHT + 4)), options).unwrap()
+        };
+        let asked = std::cell::RefCell::new(Vec::new());
+        let reopen = |is_resized| {
+            asked.borrow_mut().push(is_resized);
+            if asked.borrow().len() == 2 {
+                let _ = sender.send(Output::End);
+            }
+            (asked.borrow().len() == 1).then(|| view(44))
+        };
+        in_terminal(view(60), "soak", Progress::default, &output, reopen);
+        assert_eq!(*asked.borrow(), [false, true], "the second view has another size than the first");
     }
 
     #[test]
@@ -400,20 +457,20 @@ mod tests {
         let (sender, output) = channel::bounded(OUTPUTS);
         let asked = std::sync::atomic::AtomicUsize::new(0);
         let progress = || {
-            asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            asked.fetch_add(1, Ordering::Relaxed);
             Progress::default()
         };
         thread::scope(|scope| {
             scope.spawn(|| {
                 // Until there were two readings.
-                while asked.load(std::sync::atomic::Ordering::Relaxed) < 2 {
+                while asked.load(Ordering::Relaxed) < 2 {
                     let _ = sender.send(Output::Line("y".to_owned()));
                 }
                 let _ = sender.send(Output::End);
             });
             let options = TerminalOptions { viewport: Viewport::Inline(HEIGHT) };
             let terminal = Terminal::with_options(AtBottom(TestBackend::new(40, HEIGHT + 4)), options).unwrap();
-            in_terminal(terminal, "yes", progress, &output);
+            in_terminal(terminal, "yes", progress, &output, |_| None);
         });
     }
 

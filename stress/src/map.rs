@@ -49,8 +49,9 @@ pub struct Figures {
     pub live: u64,
     pub free: u64,
     pub waiting: u64,
-    /// The largest piece of free memory.
+    /// The largest piece of free memory, and the bytes of the map before it.
     pub largest_free: u64,
+    pub largest_free_at: u64,
     pub segments: u64,
 }
 
@@ -201,7 +202,7 @@ impl Map {
 
     /// Sums over the memory that is held.
     pub fn figures(&self) -> Figures {
-        let mut figures = Figures::default();
+        let (mut figures, mut at) = (Figures::default(), 0);
         for piece in self.held() {
             figures.segments += u64::from(piece.starts);
             match piece.is {
@@ -209,9 +210,12 @@ impl Map {
                 Use::Waiting => figures.waiting += piece.bytes,
                 _ => {
                     figures.free += piece.bytes;
-                    figures.largest_free = figures.largest_free.max(piece.bytes);
+                    if piece.bytes > figures.largest_free {
+                        (figures.largest_free, figures.largest_free_at) = (piece.bytes, at);
+                    }
                 }
             }
+            at += piece.bytes;
         }
         figures
     }
@@ -234,7 +238,7 @@ impl Map {
     /// The memory that is held, as a character for each `cell` bytes: `.` is free, `~` waits for a
     /// stream, `_` is not taken, and a letter is live. Its number from A on is four times the stream
     /// that has most there, at most `STREAMS`, plus 0 to 3 for the live part: up to a quarter, up
-    /// to a half, less than 15 sixteenths, or more.
+    /// to a half, less than 15 sixteenths, or more. Memory that is free on the device is not shown.
     pub fn row(&self, cell: u64, columns: usize) -> String {
         let mut row = String::with_capacity(columns);
         let mut pieces = self.held().copied();
@@ -418,7 +422,7 @@ mod tests {
         );
         // Full; less than a half and nothing of stream 1; half of stream 9, waiting; a last part.
         assert_eq!(map.row(10, 8), "DDF.V~__");
-        let figures = Figures { live: 28, free: 17, waiting: 11, largest_free: 17, segments: 3 };
+        let figures = Figures { live: 28, free: 17, waiting: 11, largest_free: 17, largest_free_at: 23, segments: 3 };
         assert_eq!(map.figures(), figures);
         assert_eq!(Map::new(Vec::new(), 0, 0).row(10, 2), "__");
     }

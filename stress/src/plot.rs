@@ -56,6 +56,15 @@ pub(crate) struct Curves<'a> {
     pub(crate) lines: Vec<(&'a str, Vec<(f64, f64)>)>,
 }
 
+/// A mark for each series at two figures, of both of which less is better.
+#[derive(Debug)]
+pub(crate) struct Points<'a> {
+    pub(crate) title: &'a str,
+    pub(crate) across: Axis,
+    pub(crate) up: Axis,
+    pub(crate) series: Vec<(&'a str, f64, f64)>,
+}
+
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Drawn = Result<(), DrawingAreaErrorKind<io::Error>>;
 
@@ -127,6 +136,61 @@ pub(crate) fn save_curves(session: &Session, title: &str, panels: &[Curves<'_>],
         }
         Ok(())
     })
+}
+
+/// Writes points as a plot, with the frontier: the points that no other one beats in both figures. Of
+/// none at all, there is a message instead.
+///
+/// # Errors
+/// When the file cannot be written.
+pub(crate) fn save_points(session: &Session, points: &Points<'_>, path: &Path) -> Result<(), Failure> {
+    let Points { title, across, up, series } = points;
+    let placed = |&(_, x, y): &(&str, f64, f64)| Some((across.place(x)?, up.place(y)?));
+    let places: Vec<Option<(f64, f64)>> = series.iter().map(placed).collect();
+    let (xs, ys) = (places.iter().flatten().map(|at| at.0), places.iter().flatten().map(|at| at.1));
+    let (Some(xs), Some(ys)) = (across.scale(xs), up.scale(ys)) else {
+        session.message("no plot: nothing was measured");
+        return Ok(());
+    };
+    let legend = LINE * (series.len() as u32 + 3);
+    let names: Vec<&str> = series.iter().map(|one| one.0).collect();
+    let width = (label_width(&names) + 5 * MARGIN).max(760);
+    save(session, path, title, (width, legend + 420), |area| {
+        let (head, body) = area.split_vertically(legend);
+        draw_legend(&titled(&head, title)?, &names.iter().copied().enumerate().collect::<Vec<_>>())?;
+        let mut chart = ChartBuilder::on(&body)
+            .margin(MARGIN)
+            .x_label_area_size(3 * LINE)
+            .y_label_area_size(60)
+            .build_cartesian_2d(xs.clone(), ys)?;
+        chart
+            .configure_mesh()
+            .light_line_style(TRANSPARENT)
+            .bold_line_style(BLACK.mix(0.12))
+            .x_desc(across.name)
+            .y_desc(up.name)
+            .label_style((FONT, TEXT))
+            .draw()?;
+        let steps = frontier(places.iter().flatten().copied().collect(), xs.range.end);
+        chart.draw_series(LineSeries::new(steps, BLACK.mix(0.4).stroke_width(1)))?;
+        chart.draw_series(places.iter().enumerate().filter_map(|(number, at)| Some(mark((*at)?, number))))?;
+        Ok(())
+    })
+}
+
+/// The steps along the points that no other one beats in both figures, from the left to `end`.
+fn frontier(mut places: Vec<(f64, f64)>, end: f64) -> Vec<(f64, f64)> {
+    places.sort_by(|one, other| one.0.total_cmp(&other.0).then(one.1.total_cmp(&other.1)));
+    let mut steps: Vec<(f64, f64)> = Vec::new();
+    for (x, y) in places {
+        match steps.last().copied() {
+            Some((_, least)) if y >= least => {}
+            Some((_, least)) => steps.extend([(x, least), (x, y)]),
+            None => steps.push((x, y)),
+        }
+    }
+    steps.extend(steps.last().map(|&(_, least)| (end, least)));
+    steps
 }
 
 /// Draws on white and writes what is drawn.
@@ -319,6 +383,7 @@ impl Axis {
 }
 
 /// Places from the left or bottom to the right or top, with the labels of some.
+#[derive(Clone)]
 struct Scale {
     range: Range<f64>,
     ticks: Vec<(f64, String)>,
@@ -405,6 +470,19 @@ mod tests {
         let svg = drawn(|session, path| save_curves(session, "title", &panels, path));
         assert_eq!((svg.matches("<circle").count(), svg.matches("<polygon").count()), (3, 2), "{svg}");
         assert!([">32<", ">10 k<", ">pools<"].iter().all(|text| svg.replace('\n', "").contains(text)), "{svg}");
+    }
+
+    #[test]
+    fn the_frontier_leaves_out_points_that_another_one_beats() {
+        let steps = frontier(vec![(3.0, 1.0), (1.0, 4.0), (2.0, 5.0), (2.0, 2.0), (4.0, 1.0)], 9.0);
+        assert_eq!(steps, [(1.0, 4.0), (2.0, 4.0), (2.0, 2.0), (3.0, 2.0), (3.0, 1.0), (9.0, 1.0)]);
+        let series = vec![("one", 10.0, 1.5), ("two", 100.0, 1.1), ("none", 0.0, 1.0)];
+        let points = Points { title: "title", across: LOGARITHMIC, up: LINEAR, series };
+        let svg = drawn(|session, path| save_points(session, &points, path));
+        // One of each is in the legend.
+        let marks = ["<circle", "<polygon"].map(|mark| svg.matches(mark).count());
+        assert_eq!((marks, svg.matches("<polyline").count() >= 1), ([2, 2], true), "no logarithm of 0: {svg}");
+        assert!([">one<", ">two<", ">ratio<", ">ns<"].iter().all(|text| svg.replace('\n', "").contains(text)), "{svg}");
     }
 
     #[test]

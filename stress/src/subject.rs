@@ -33,6 +33,14 @@ pub trait Subject {
     /// A request was refused for lack of memory.
     fn refused(&mut self, _: Refusal) {}
 
+    /// Whether all frees so far succeeded.
+    ///
+    /// # Errors
+    /// The first error of a free.
+    fn check(&self) -> Result<(), Failure> {
+        Ok(())
+    }
+
     /// Notes that another stream uses the block; does nothing for subjects without streams.
     ///
     /// # Errors

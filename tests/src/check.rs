@@ -3,57 +3,43 @@
 use std::collections::BTreeSet;
 
 use aquifer::Allocator;
-use aquifer_allocator::size_class::{PoolKind, SizeClasses};
+use aquifer_allocator::size_class::{self, PoolKind};
 use aquifer_allocator::snapshot::{BlockState, Segment, Snapshot};
 use aquifer_allocator::{MemoryStats, OomReport, PoolStats, Stat};
 
 /// Values for each pool, in one order; see [`NAMES`].
-type Sums = [u64; 9];
+type Sums = [u64; 7];
 
 /// The names of the values of [`Sums`].
-const NAMES: [&str; 9] = [
-    "allocation",
-    "segment",
-    "active",
-    "inactive_split",
-    "allocated_bytes",
-    "reserved_bytes",
-    "active_bytes",
-    "inactive_split_bytes",
-    "requested_bytes",
-];
+const NAMES: [&str; 7] =
+    ["allocation", "segment", "active", "allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes"];
 
-/// Sums over the segments of one pool. As in PyTorch, mapped memory is in no segment, and its free
-/// pieces are not counted.
+/// Sums over the segments of one pool. As in PyTorch, mapped memory is in no segment.
 fn sums(segments: &mut dyn Iterator<Item = &Segment>) -> Sums {
-    let mut sums = [0; 9];
+    let mut sums = [0; 7];
     for segment in segments {
-        let is_segment = !segment.is_expandable;
-        sums[1] += u64::from(is_segment);
-        sums[5] += segment.total_size;
+        sums[1] += u64::from(!segment.is_expandable);
+        sums[4] += segment.total_size;
         for block in &segment.blocks {
             let (is_live, is_active) = (block.state == BlockState::ActiveAllocated, block.state.is_active());
-            let is_split = block.state == BlockState::Inactive && is_segment && block.size < segment.total_size;
-            for (number, bytes, counts) in [(0, 4, is_live), (2, 6, is_active), (3, 7, is_split)] {
+            for (number, bytes, counts) in [(0, 3, is_live), (2, 5, is_active)] {
                 (sums[number], sums[bytes]) =
                     (sums[number] + u64::from(counts), sums[bytes] + u64::from(counts) * block.size);
             }
-            sums[8] += if is_active { block.requested_size } else { 0 };
+            sums[6] += if is_active { block.requested_size } else { 0 };
         }
     }
     sums
 }
 
-fn pooled(stats: &MemoryStats) -> [PoolStats; 9] {
+fn pooled(stats: &MemoryStats) -> [PoolStats; 7] {
     [
         stats.allocation,
         stats.segment,
         stats.active,
-        stats.inactive_split,
         stats.allocated_bytes,
         stats.reserved_bytes,
         stats.active_bytes,
-        stats.inactive_split_bytes,
         stats.requested_bytes,
     ]
 }
@@ -67,7 +53,7 @@ pub fn statistics(allocator: &Allocator, live: (u64, u64)) {
     let spare = allocator.fragmentation(0).spare_bytes;
     // Spare memory is in no segment, and counts as the large pool's.
     let with_spare = |mut sums: Sums| {
-        sums[5] += spare;
+        sums[4] += spare;
         sums
     };
     let current = |of: fn(&PoolStats) -> Stat| pooled(&stats).map(|stats| of(&stats).current);
@@ -75,7 +61,7 @@ pub fn statistics(allocator: &Allocator, live: (u64, u64)) {
     assert_eq!(current(|stats| stats.large_pool), with_spare(sums(&mut kind(PoolKind::Large))), "{NAMES:?}");
     assert_eq!(current(|stats| stats.small_pool), sums(&mut kind(PoolKind::Small)), "{NAMES:?}");
     for PoolStats { all, large_pool, small_pool, .. } in pooled(&stats) {
-        for stat in [all, large_pool, small_pool, stats.oversize_allocations, stats.oversize_segments] {
+        for stat in [all, large_pool, small_pool] {
             assert_eq!(stat.allocated.wrapping_sub(stat.freed), stat.current, "{stat:?}");
             assert!(stat.peak >= stat.current, "{stat:?}");
         }
@@ -83,13 +69,6 @@ pub fn statistics(allocator: &Allocator, live: (u64, u64)) {
         assert!(all.peak <= large_pool.peak + small_pool.peak && all.peak >= large_pool.peak.max(small_pool.peak));
     }
     let granule = allocator.granule_bytes();
-    // No block that can be mapped elsewhere is oversize.
-    let oversize = allocator.config().max_split_size.filter(|_| granule.is_none()).unwrap_or(u64::MAX);
-    let active = snapshot.blocks().filter(|(_, block)| block.state == BlockState::ActiveAllocated);
-    let oversize_live = active.filter(|(_, block)| block.size >= oversize).count() as u64;
-    let oversize_segments = snapshot.segments.iter().filter(|segment| segment.total_size >= oversize).count() as u64;
-    let found = (stats.oversize_allocations.current, stats.oversize_segments.current);
-    assert_eq!(found, (oversize_live, oversize_segments));
     match granule {
         Some(granule) => assert!(spare.is_multiple_of(granule)),
         None => assert_eq!(stats.num_device_alloc - stats.num_device_free, stats.segment.all.current),
@@ -162,10 +141,9 @@ pub fn out_of_memory_was_right(allocator: &Allocator, report: &OomReport, padded
     let default = |segment: &&Segment| segment.segment_pool_id == (0, 0);
     let waiting = snapshot.blocks().any(|(_, block)| block.state == BlockState::ActivePendingFree);
     assert!(!waiting, "refused while blocks wait: {report}");
-    if config.max_split_size.is_none() && report.pool.is_none() && !config.no_cache {
-        let classes = SizeClasses::new(config);
-        let Some(rounded) = classes.round_checked(padded) else { return };
-        let kind = classes.pool(rounded);
+    if report.pool.is_none() && !config.no_cache {
+        let Some(rounded) = size_class::round_checked(padded) else { return };
+        let kind = PoolKind::of(rounded);
         let of_kind = snapshot.segments.iter().filter(default).filter(|segment| segment.segment_type == kind);
         let free = |segment: &Segment| {
             let blocks = segment.blocks.iter().filter(|block| block.state == BlockState::Inactive);

@@ -45,30 +45,22 @@ fn config(backing: Backing) -> impl Strategy<Value = Config> {
     let cross_stream = prop::sample::select(vec![CrossStream::Off, CrossStream::Ready, CrossStream::Wait]);
     let mib = |from: u64, to: u64| (from..to).prop_map(|mib| mib * MIB);
     (
-        (cross_stream, prop_oneof![3 => Just(20 * MIB), 1 => mib(11, 33)]),
-        (prop::option::weighted(0.4, mib(33, 80)), prop::option::weighted(0.2, mib(33, 80))),
+        cross_stream,
         (prop::option::weighted(0.3, mib(20, 200)), prop_oneof![4 => Just(0), 1 => mib(1, 40)]),
-        (
-            prop_oneof![4 => Just(0_u64), 1 => Just(4), 1 => Just(16)],
-            prop::option::weighted(0.5, prop::sample::select(vec![2 * MIB, 4 * MIB, 8 * MIB, 32 * MIB])),
-        ),
+        prop::option::weighted(0.5, prop::sample::select(vec![2 * MIB, 4 * MIB, 8 * MIB, 32 * MIB])),
         prop_oneof![4 => Just(0_u32), 1 => 1_u32..2000],
         (prop::bool::weighted(0.1), prop::bool::weighted(0.08)),
     )
-        .prop_map(
-            move |(streams, split, (limit, headroom), (divisions, frame), history, (fail_fast, no_cache))| {
-                let mut config = Config::default();
-                config.backing = backing;
-                (config.cross_stream, config.large_segment_size) = streams;
-                (config.max_split_size, config.max_non_split_rounding) = split;
-                (config.limit, config.headroom) = (limit, headroom);
-                config.roundup_power2_divisions = [divisions; 16];
-                config.frame = frame;
-                config.history = history;
-                (config.fail_fast, config.no_cache) = (fail_fast, no_cache);
-                config
-            },
-        )
+        .prop_map(move |(cross_stream, (limit, headroom), frame, history, (fail_fast, no_cache))| {
+            let mut config = Config::default();
+            config.backing = backing;
+            config.cross_stream = cross_stream;
+            (config.limit, config.headroom) = (limit, headroom);
+            config.frame = frame;
+            config.history = history;
+            (config.fail_fast, config.no_cache) = (fail_fast, no_cache);
+            config
+        })
 }
 
 /// Any setup with memory from the given backing.

@@ -1,54 +1,12 @@
-//! Accounting: the counters behind every statistic, written under the heap's lock and read without
-//! it.
+//! Accounting: the counters behind every statistic, under the allocator's lock.
 //!
 //! Identities: for each counter `current = allocated − freed` and `peak ≥ current`; `all` is the
-//! sum of the two pools, its peak its own; `allocated ≤ active ≤ reserved` in bytes. A reader sees
-//! each value exactly as of some moment, and all of them as of the same moment when no call is in
-//! flight.
-//!
-//! Writers: counters of slow paths are written by the holder of the shared state's lock. Those of
-//! every operation ([`Hot`]) are in two places: here, while one thread does all the work, and in
-//! each arena (`writer.rs`) once several threads do. A value is the sum of all places. So threads
-//! on different streams write to different cache lines.
-//!
-//! Peaks of sums are exact in the first case. In the second case an arena *publishes* here how far
-//! its values may rise before it has to publish again. So the peak of the published values is at
-//! least the true one, and exceeds it by at most 2 × [`Hot::credit`] for each arena and pool.
+//! sum of the two pools, its peak its own; `allocated ≤ active ≤ reserved` in bytes, and in
+//! requested bytes.
 
-use std::sync::atomic::AtomicU64;
-
-use crate::accounting::counter::{Counter, PooledCounter, Sum, get, raise, set};
-use crate::accounting::reserved::Reserved;
+use crate::accounting::counter::{Counter, PooledCounter};
 use crate::accounting::stat::{PoolStats, Stat};
 use crate::size_class::PoolKind;
-
-/// A quantity that every allocation and free may change.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Hot {
-    /// Live blocks.
-    Blocks,
-    /// Bytes in live blocks.
-    Bytes,
-    /// Requested bytes of live and waiting blocks.
-    Requested,
-    /// Free pieces of segments that are partly in use.
-    Pieces,
-    /// Bytes in these pieces.
-    PieceBytes,
-}
-
-impl Hot {
-    pub(crate) const ALL: [Hot; 5] = [Hot::Blocks, Hot::Bytes, Hot::Requested, Hot::Pieces, Hot::PieceBytes];
-
-    /// By how much an arena's value may move, up or down, without being published.
-    #[inline]
-    pub(crate) fn credit(self) -> u64 {
-        match self {
-            Hot::Blocks | Hot::Pieces => 64,
-            Hot::Bytes | Hot::Requested | Hot::PieceBytes => 16 << 20,
-        }
-    }
-}
 
 /// Every counter of an allocator.
 ///
@@ -57,15 +15,16 @@ impl Hot {
 /// blocks were waiting at the time; only that case is noted.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
-    /// The counters of [`Hot`] quantities, in its order.
-    hot: [PooledCounter; 5],
+    /// Live blocks, and their bytes.
+    pub(crate) blocks: PooledCounter,
+    pub(crate) bytes: PooledCounter,
+    /// Requested bytes of live and waiting blocks.
+    pub(crate) requested: PooledCounter,
     waiting: PooledCounter,
     waiting_bytes: PooledCounter,
     active_peaks: ActivePeaks,
     pub(crate) segment: PooledCounter,
-    pub(crate) reserved_bytes: Reserved,
-    pub(crate) oversize_allocations: Counter,
-    pub(crate) oversize_segments: Counter,
+    pub(crate) reserved_bytes: PooledCounter,
     pub(crate) num_alloc_retries: Counter,
     pub(crate) num_ooms: Counter,
     pub(crate) num_sync_all_streams: Counter,
@@ -88,147 +47,125 @@ pub(crate) struct Counters {
 /// pool, and both.
 #[derive(Debug, Default)]
 struct ActivePeaks {
-    blocks: [AtomicU64; 3],
-    bytes: [AtomicU64; 3],
+    blocks: [u64; 3],
+    bytes: [u64; 3],
 }
 
 impl Counters {
-    #[inline]
-    pub(crate) fn hot(&self, quantity: Hot) -> &PooledCounter {
-        &self.hot[quantity as usize]
-    }
-
     /// Counts that a block of `size` bytes became live.
     #[inline]
-    pub(crate) fn allocated(&self, kind: PoolKind, size: u64, requested: u64) {
-        self.hot(Hot::Blocks).add(kind, 1);
-        self.hot(Hot::Bytes).add(kind, size);
-        self.hot(Hot::Requested).add(kind, requested);
-        if !self.waiting.is_zero() {
+    pub(crate) fn allocated(&mut self, kind: PoolKind, size: u64, requested: u64) {
+        self.blocks.add(kind, 1);
+        self.bytes.add(kind, size);
+        self.requested.add(kind, requested);
+        if self.waiting.current_of_all() != 0 {
             self.note_active_peaks();
         }
     }
 
-    /// Counts that a live block was freed at once.
+    /// Counts that a block is not live any more. `requested` is 0 if other streams still use the
+    /// block.
     #[inline]
-    pub(crate) fn freed(&self, kind: PoolKind, size: u64, requested: u64) {
-        self.hot(Hot::Blocks).sub(kind, 1);
-        self.hot(Hot::Bytes).sub(kind, size);
-        self.hot(Hot::Requested).sub(kind, requested);
+    pub(crate) fn freed(&mut self, kind: PoolKind, size: u64, requested: u64) {
+        self.blocks.sub(kind, 1);
+        self.bytes.sub(kind, size);
+        self.requested.sub(kind, requested);
     }
 
-    /// Counts that a block, not live any more, waits for other streams. Needs the lock for
-    /// publishing.
-    pub(crate) fn waits(&self, kind: PoolKind, size: u64) {
+    /// Counts that a block, not live any more, waits for other streams.
+    pub(crate) fn waits(&mut self, kind: PoolKind, size: u64) {
         self.waiting.add(kind, 1);
         self.waiting_bytes.add(kind, size);
         self.note_active_peaks();
     }
 
     /// Counts that a waiting block became free.
-    pub(crate) fn waited(&self, kind: PoolKind, size: u64) {
+    pub(crate) fn waited(&mut self, kind: PoolKind, size: u64, requested: u64) {
         self.waiting.sub(kind, 1);
         self.waiting_bytes.sub(kind, size);
-    }
-
-    /// Changes the values that arenas have published. Needs the lock for publishing.
-    pub(crate) fn published(&self, quantity: Hot, kind: PoolKind, change: u64) {
-        self.hot(quantity).publish(kind, change);
-        if !self.waiting.is_zero() {
-            self.note_active_peaks();
-        }
+        self.requested.sub(kind, requested);
     }
 
     #[cold]
-    fn note_active_peaks(&self) {
-        let quantities = [
-            (&self.active_peaks.blocks, self.hot(Hot::Blocks), &self.waiting),
-            (&self.active_peaks.bytes, self.hot(Hot::Bytes), &self.waiting_bytes),
-        ];
-        for (peaks, live, waiting) in quantities {
-            let active = |pool: usize| live.bound(pool).wrapping_add(waiting.bound(pool));
-            raise(&peaks[0], active(0));
-            raise(&peaks[1], active(1));
-            raise(&peaks[2], active(0).wrapping_add(active(1)));
+    fn note_active_peaks(&mut self) {
+        let ActivePeaks { blocks, bytes } = &mut self.active_peaks;
+        for (peaks, live, waiting) in [(blocks, &self.blocks, &self.waiting), (bytes, &self.bytes, &self.waiting_bytes)]
+        {
+            let (live, waiting) = (live.read(), waiting.read());
+            let active =
+                [(live.small_pool, waiting.small_pool), (live.large_pool, waiting.large_pool), (live.all, waiting.all)];
+            for (peak, (live, waiting)) in peaks.iter_mut().zip(active) {
+                *peak = (*peak).max(live.current + waiting.current);
+            }
         }
     }
 
-    /// Number of live and waiting blocks, given that of the live ones.
-    pub(crate) fn active(&self, live: PoolStats) -> PoolStats {
-        active(live, self.waiting.read(), &self.active_peaks.blocks)
+    /// Number of live and waiting blocks.
+    pub(crate) fn active(&self) -> PoolStats {
+        active(self.blocks.read(), self.waiting.read(), &self.active_peaks.blocks)
     }
 
-    /// Bytes in live and waiting blocks, given those in live ones.
-    pub(crate) fn active_bytes(&self, live: PoolStats) -> PoolStats {
-        active(live, self.waiting_bytes.read(), &self.active_peaks.bytes)
+    /// Bytes in live and waiting blocks.
+    pub(crate) fn active_bytes(&self) -> PoolStats {
+        active(self.bytes.read(), self.waiting_bytes.read(), &self.active_peaks.bytes)
     }
 
-    fn pooled(&self) -> impl Iterator<Item = &PooledCounter> {
-        self.hot.iter().chain([&self.waiting, &self.waiting_bytes, &self.segment])
-    }
-
-    fn plain(&self) -> [&Counter; 13] {
+    fn pooled(&mut self) -> [&mut PooledCounter; 7] {
         [
-            &self.oversize_allocations,
-            &self.oversize_segments,
-            &self.num_alloc_retries,
-            &self.num_ooms,
-            &self.num_sync_all_streams,
-            &self.num_device_alloc,
-            &self.num_device_free,
-            &self.num_oom_rejections,
-            &self.remaps,
-            &self.granules_moved,
-            &self.frames_split,
-            &self.cross_stream_reuses,
-            &self.cross_stream_waits,
+            &mut self.blocks,
+            &mut self.bytes,
+            &mut self.requested,
+            &mut self.waiting,
+            &mut self.waiting_bytes,
+            &mut self.segment,
+            &mut self.reserved_bytes,
         ]
     }
 
-    fn active_peaks(&self) -> impl Iterator<Item = &AtomicU64> {
-        self.active_peaks.blocks.iter().chain(&self.active_peaks.bytes)
+    fn plain(&mut self) -> [&mut Counter; 11] {
+        [
+            &mut self.num_alloc_retries,
+            &mut self.num_ooms,
+            &mut self.num_sync_all_streams,
+            &mut self.num_device_alloc,
+            &mut self.num_device_free,
+            &mut self.num_oom_rejections,
+            &mut self.remaps,
+            &mut self.granules_moved,
+            &mut self.frames_split,
+            &mut self.cross_stream_reuses,
+            &mut self.cross_stream_waits,
+        ]
     }
 
-    /// Sets all counters to zero, for the next allocator in the same allocator state.
-    pub(crate) fn clear(&self) {
-        self.pooled().for_each(PooledCounter::clear);
-        self.reserved_bytes.clear();
-        self.plain().into_iter().for_each(Counter::clear);
-        self.active_peaks().for_each(|cell| set(cell, 0));
-    }
-
-    /// Sets every peak to the current value. Needs every lock, and exact published values.
-    pub(crate) fn reset_peaks(&self) {
-        self.pooled().for_each(PooledCounter::reset_peak);
-        self.reserved_bytes.reset_peak();
+    /// Sets every peak to the current value.
+    pub(crate) fn reset_peaks(&mut self) {
+        self.pooled().into_iter().for_each(PooledCounter::reset_peak);
         self.plain().into_iter().for_each(Counter::reset_peak);
-        self.active_peaks().for_each(|cell| set(cell, 0));
+        self.active_peaks = ActivePeaks::default();
         self.note_active_peaks();
     }
 
-    /// Starts every accumulated value from zero. Needs every lock. `others` gives the arenas' own
-    /// sums.
-    pub(crate) fn reset_accumulated(&self, others: impl Fn(Hot) -> [Sum; 2]) {
-        self.pooled().for_each(|counter| counter.reset_accumulated([Sum::default(); 2]));
-        self.reserved_bytes.reset_accumulated();
-        Hot::ALL.into_iter().for_each(|quantity| self.hot(quantity).reset_accumulated(others(quantity)));
-        self.plain().into_iter().for_each(|counter| counter.reset_accumulated(Sum::default()));
+    /// Starts every accumulated value from zero.
+    pub(crate) fn reset_accumulated(&mut self) {
+        self.pooled().into_iter().for_each(PooledCounter::reset_accumulated);
+        self.plain().into_iter().for_each(Counter::reset_accumulated);
     }
 }
 
 /// Sums the statistics of live and waiting blocks. A block that starts to wait is freed in the
 /// first and allocated in the second; in the sum it is neither.
-fn active(live: PoolStats, waiting: PoolStats, peaks: &[AtomicU64; 3]) -> PoolStats {
-    let sum = |live: Stat, waiting: Stat, peak: &AtomicU64| Stat {
+fn active(live: PoolStats, waiting: PoolStats, peaks: &[u64; 3]) -> PoolStats {
+    let sum = |live: Stat, waiting: Stat, peak: u64| Stat {
         current: live.current + waiting.current,
-        peak: live.peak.max(get(peak)).max(live.current + waiting.current),
+        peak: live.peak.max(peak).max(live.current + waiting.current),
         allocated: live.allocated,
         freed: live.freed.wrapping_sub(waiting.allocated).wrapping_add(waiting.freed),
     };
     PoolStats {
-        all: sum(live.all, waiting.all, &peaks[2]),
-        large_pool: sum(live.large_pool, waiting.large_pool, &peaks[1]),
-        small_pool: sum(live.small_pool, waiting.small_pool, &peaks[0]),
+        all: sum(live.all, waiting.all, peaks[2]),
+        large_pool: sum(live.large_pool, waiting.large_pool, peaks[1]),
+        small_pool: sum(live.small_pool, waiting.small_pool, peaks[0]),
     }
 }
 
@@ -238,22 +175,19 @@ mod tests {
 
     #[test]
     fn waiting_blocks_stay_active() {
-        let counters = Counters::default();
-        let (live, requested) = (|| counters.hot(Hot::Bytes).read(), || counters.hot(Hot::Requested).read());
+        let mut counters = Counters::default();
         counters.allocated(PoolKind::Large, 100, 90);
         counters.freed(PoolKind::Large, 100, 0);
         counters.waits(PoolKind::Large, 100);
         counters.allocated(PoolKind::Small, 10, 10);
-        assert_eq!(counters.active_bytes(live()).all, Stat { current: 110, peak: 110, allocated: 110, freed: 0 });
-        assert_eq!(live().all, Stat { current: 10, peak: 100, allocated: 110, freed: 100 });
-        counters.waited(PoolKind::Large, 100);
-        counters.hot(Hot::Requested).sub(PoolKind::Large, 90);
+        assert_eq!(counters.active_bytes().all, Stat { current: 110, peak: 110, allocated: 110, freed: 0 });
+        assert_eq!(counters.bytes.read().all, Stat { current: 10, peak: 100, allocated: 110, freed: 100 });
+        counters.waited(PoolKind::Large, 100, 90);
         counters.freed(PoolKind::Small, 10, 10);
-        assert_eq!(counters.active_bytes(live()).all, Stat { current: 0, peak: 110, allocated: 110, freed: 110 });
-        let blocks = counters.active(counters.hot(Hot::Blocks).read()).all;
-        assert_eq!(blocks, Stat { current: 0, peak: 2, allocated: 2, freed: 2 });
-        assert_eq!(requested().all.current, 0);
+        assert_eq!(counters.active_bytes().all, Stat { current: 0, peak: 110, allocated: 110, freed: 110 });
+        assert_eq!(counters.active().all, Stat { current: 0, peak: 2, allocated: 2, freed: 2 });
+        assert_eq!(counters.requested.read().all.current, 0);
         counters.reset_peaks();
-        assert_eq!(counters.active_bytes(live()).all.peak, 0);
+        assert_eq!(counters.active_bytes().all.peak, 0);
     }
 }

@@ -5,8 +5,8 @@ use std::fmt;
 
 use crate::allocator::Allocator;
 use crate::format::Bytes;
-use crate::heap::{Block, BlockId, Heap, Passed, Region, State, kind_of};
-use crate::size_class::PoolKind;
+use crate::heap::{Block, BlockId, Passed, Region, State, kind_of};
+use crate::size_class::{self, PoolKind};
 use crate::state::shared::SharedState;
 
 /// The share of free memory that a request of `size` bytes cannot use: 0 when every free block
@@ -88,16 +88,16 @@ pub struct FreeSizes {
 }
 
 pub(crate) fn measure(allocator: &Allocator, request_bytes: u64, counts: impl Fn(PoolKind) -> bool) -> Fragmentation {
-    let request_bytes = allocator.classes().round_checked(request_bytes).unwrap_or(u64::MAX);
+    let request_bytes = size_class::round_checked(request_bytes).unwrap_or(u64::MAX);
     let mut found = Fragmentation { request_bytes, ..Fragmentation::default() };
     let mut free = Free { request_bytes, ..Free::default() };
     let shared = allocator.state().shared();
     add_shared(&shared, &mut found, &mut free, &counts);
     let is_asleep = shared.is_asleep();
     drop(shared);
-    allocator.state().walk(|shared, heap, passed| {
+    allocator.state().walk(|shared, passed| {
         if counts(kind_of(passed.block.pool)) {
-            add_block(shared, &mut found, &mut free, heap, passed);
+            add_block(shared, &mut found, &mut free, passed);
         }
     });
     free.tell(&mut found);
@@ -131,10 +131,10 @@ fn add_shared(shared: &SharedState, found: &mut Fragmentation, free: &mut Free, 
 }
 
 /// Adds a block, and with the first one of a region what depends on the region.
-fn add_block(shared: &SharedState, found: &mut Fragmentation, free: &mut Free, heap: &Heap, passed: &Passed) {
+fn add_block(shared: &SharedState, found: &mut Fragmentation, free: &mut Free, passed: &Passed) {
     let block = &passed.block;
     if passed.is_first {
-        let region = heap.region(block.region);
+        let region = shared.heap.region(block.region);
         let bytes = if region.is_paged() { &mut found.address_bytes } else { &mut found.reserved_bytes };
         *bytes += region.bytes;
     }
@@ -145,7 +145,7 @@ fn add_block(shared: &SharedState, found: &mut Fragmentation, free: &mut Free, h
             found.internal_waste += block.size.saturating_sub(block.requested);
         }
         State::Waiting => found.waiting_bytes += block.size,
-        State::Free => free.add(block.size, &releasable_part(shared, heap, block)),
+        State::Free => free.add(block.size, &releasable_part(shared, block)),
         State::Hole => {
             found.address_holes += 1;
             found.largest_address_hole = found.largest_address_hole.max(block.size);
@@ -199,7 +199,8 @@ pub(crate) struct Releasable {
     pub(crate) pinned: u64,
 }
 
-pub(crate) fn releasable_part(shared: &SharedState, heap: &Heap, block: &Block) -> Releasable {
+pub(crate) fn releasable_part(shared: &SharedState, block: &Block) -> Releasable {
+    let heap = &shared.heap;
     let is_paged = heap.region(block.region).is_paged();
     let Some(paged) = shared.paged.as_ref().filter(|_| is_paged) else {
         let whole = !block.is_split();

@@ -3,26 +3,16 @@
 use std::collections::BTreeMap;
 
 use crate::accounting::counter::Counter;
-use crate::accounting::counters::Hot;
+use crate::accounting::counters::Counters;
 use crate::accounting::fragmentation::held_in;
 use crate::accounting::stat::{PoolStats, Stat};
 use crate::allocator::Allocator;
-use crate::state::AllocatorState;
 
 /// Everything that an allocator counts. Names and meanings are those of PyTorch's `memory_stats()`.
 /// Fields that PyTorch lacks say so.
 ///
-/// Current values are exact whenever no call is in flight. While other threads make calls, each
-/// stream's share of a value is exact as of some moment, but not all shares are as of the same
-/// moment.
-///
-/// `reserved_bytes`, `segment` and their peaks are always exact. Other peaks are exact while one
-/// thread does all the work, on however many streams, and passes it on to another one at most 8
-/// times between resets of peaks. With several threads at the same time they are never less than
-/// the true peak, and exceed it by at most 32 MiB (128 blocks) for each stream and pool; peaks in
-/// bytes never exceed that of `reserved_bytes`, unless they were reset while the allocator slept.
-/// Peaks of `inactive_split` and its bytes are exact while the work is on one stream: a freed block
-/// counts as a piece once its stream's memory is used next, or the statistics are read.
+/// All values are exact, and of one moment. A block that a thread gave back while another one held
+/// the allocator's lock counts as live until the next allocation, or until statistics are read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryStats {
@@ -33,22 +23,14 @@ pub struct MemoryStats {
     pub segment: PoolStats,
     /// Number of live blocks and of freed ones that other streams still use.
     pub active: PoolStats,
-    /// Number of free pieces of segments that are partly in use: they cannot go back to the device.
-    pub inactive_split: PoolStats,
     /// Bytes in live blocks.
     pub allocated_bytes: PoolStats,
     /// Bytes held from the device.
     pub reserved_bytes: PoolStats,
     /// Bytes in live blocks and in freed ones that other streams still use.
     pub active_bytes: PoolStats,
-    /// Bytes in free pieces of segments that are partly in use.
-    pub inactive_split_bytes: PoolStats,
     /// Bytes requested for active blocks, before rounding.
     pub requested_bytes: PoolStats,
-    /// Number of live blocks of at least `max_split_size`.
-    pub oversize_allocations: Stat,
-    /// Number of segments of at least `max_split_size`.
-    pub oversize_segments: Stat,
     /// How often the cache was flushed to serve a request.
     pub num_alloc_retries: u64,
     /// How often a request failed for lack of memory.
@@ -61,8 +43,6 @@ pub struct MemoryStats {
     pub num_device_free: u64,
     /// How often the limit refused a request at once (`throw_on_cudamalloc_oom`).
     pub num_oom_rejections: u64,
-    /// The least size in bytes of oversize blocks; `None` if no size counts as oversize.
-    pub max_split_size: Option<u64>,
     /// How often granules moved to where contiguous memory was needed. Not in PyTorch.
     pub remaps: u64,
     /// Number of granules that moved. Not in PyTorch.
@@ -78,33 +58,22 @@ pub struct MemoryStats {
 }
 
 impl MemoryStats {
-    fn read(state: &AllocatorState, max_split_size: Option<u64>) -> MemoryStats {
-        let counters = &state.counters;
-        let (allocation, reserved_bytes) = (state.read(Hot::Blocks), counters.reserved_bytes.read());
-        // Bounds of peaks, which arise with several threads, are cut off at the peak of reserved
-        // memory.
-        let bytes = |stats: PoolStats| stats.with_peaks_within(reserved_bytes);
-        let allocated_bytes = state.read(Hot::Bytes);
+    fn read(counters: &Counters) -> MemoryStats {
         let events = |counter: &Counter| counter.read().allocated;
         MemoryStats {
-            allocation,
+            allocation: counters.blocks.read(),
             segment: counters.segment.read(),
-            active: counters.active(allocation),
-            inactive_split: state.read(Hot::Pieces),
-            allocated_bytes: bytes(allocated_bytes),
-            reserved_bytes,
-            active_bytes: bytes(counters.active_bytes(allocated_bytes)),
-            inactive_split_bytes: bytes(state.read(Hot::PieceBytes)),
-            requested_bytes: bytes(state.read(Hot::Requested)),
-            oversize_allocations: counters.oversize_allocations.read(),
-            oversize_segments: counters.oversize_segments.read(),
+            active: counters.active(),
+            allocated_bytes: counters.bytes.read(),
+            reserved_bytes: counters.reserved_bytes.read(),
+            active_bytes: counters.active_bytes(),
+            requested_bytes: counters.requested.read(),
             num_alloc_retries: events(&counters.num_alloc_retries),
             num_ooms: events(&counters.num_ooms),
             num_sync_all_streams: events(&counters.num_sync_all_streams),
             num_device_alloc: events(&counters.num_device_alloc),
             num_device_free: events(&counters.num_device_free),
             num_oom_rejections: events(&counters.num_oom_rejections),
-            max_split_size,
             remaps: events(&counters.remaps),
             granules_moved: events(&counters.granules_moved),
             frames_split: events(&counters.frames_split),
@@ -114,7 +83,14 @@ impl MemoryStats {
     }
 
     /// The 123 entries of PyTorch's `memory_stats()`, by its keys, such as
-    /// `allocated_bytes.all.peak`. `max_split_size` is -1 when unlimited.
+    /// `allocated_bytes.all.peak`.
+    ///
+    /// Some are always the same here. Free pieces of segments (`inactive_split` and
+    /// `inactive_split_bytes`) are not counted, and are 0: [`Snapshot::totals`] sums them up. No block
+    /// is oversize, so `oversize_allocations` and `oversize_segments` are 0, and `max_split_size` is
+    /// -1 for unlimited.
+    ///
+    /// [`Snapshot::totals`]: crate::Snapshot::totals
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -135,11 +111,11 @@ impl MemoryStats {
             ("allocation", &self.allocation),
             ("segment", &self.segment),
             ("active", &self.active),
-            ("inactive_split", &self.inactive_split),
+            ("inactive_split", &PoolStats::default()),
             ("allocated_bytes", &self.allocated_bytes),
             ("reserved_bytes", &self.reserved_bytes),
             ("active_bytes", &self.active_bytes),
-            ("inactive_split_bytes", &self.inactive_split_bytes),
+            ("inactive_split_bytes", &PoolStats::default()),
             ("requested_bytes", &self.requested_bytes),
         ];
         let plain = [
@@ -157,9 +133,9 @@ impl MemoryStats {
             insert(&mut map, &format!("{name}.large_pool"), stats.large_pool);
             insert(&mut map, &format!("{name}.small_pool"), stats.small_pool);
         }
-        insert(&mut map, "oversize_allocations", self.oversize_allocations);
-        insert(&mut map, "oversize_segments", self.oversize_segments);
-        map.insert("max_split_size".to_owned(), self.max_split_size.map_or(-1, integer));
+        insert(&mut map, "oversize_allocations", Stat::default());
+        insert(&mut map, "oversize_segments", Stat::default());
+        map.insert("max_split_size".to_owned(), -1);
         map
     }
 }
@@ -179,12 +155,7 @@ fn integer(value: u64) -> i64 {
 
 /// See [`Allocator::stats`].
 pub(crate) fn stats(allocator: &Allocator) -> MemoryStats {
-    if allocator.counts_pieces() {
-        drop(allocator.state().lock(None));
-    } else {
-        allocator.state().apply_queued_frees();
-    }
-    MemoryStats::read(allocator.state(), allocator.classes().max_split_size())
+    MemoryStats::read(&allocator.state().enter().counters)
 }
 
 /// See [`Allocator::reserved_by_private_pools`].
@@ -192,15 +163,12 @@ pub(crate) fn reserved_by_private_pools(allocator: &Allocator) -> BTreeMap<(u64,
     let shared = allocator.state().shared();
     let open = shared.pools.iter().filter(|private| private.open);
     let mut bytes: BTreeMap<(u64, u64), u64> = open.map(|private| (private.id, 0)).collect();
-    drop(shared);
-    allocator.state().each_arena(|shared, arena| {
-        for region in arena.heap.regions() {
-            let Some(private) = shared.pools.owner_of(region.pool) else { continue };
-            let held = held_in(shared, region);
-            if held > 0 {
-                *bytes.entry(private.id).or_default() += held;
-            }
+    for region in shared.heap.regions() {
+        let Some(private) = shared.pools.owner_of(region.pool) else { continue };
+        let held = held_in(&shared, region);
+        if held > 0 {
+            *bytes.entry(private.id).or_default() += held;
         }
-    });
+    }
     bytes
 }

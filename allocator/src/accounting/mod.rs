@@ -1,8 +1,7 @@
 //! Accounting: an allocator's counters, and the statistics made of them.
 //!
-//! `counter.rs` counts one quantity, `reserved.rs` the bytes held from the device, and
-//! `counters.rs` has all of an allocator's counters. `writer.rs` decides which thread writes to
-//! which. The other files present them: PyTorch's statistics, the summary table, and measures of
+//! `counter.rs` counts one quantity, and `counters.rs` has all of an allocator's counters. The other
+//! files present them: PyTorch's statistics, the summary table, and measures of
 //! fragmentation.
 
 pub(crate) mod attribute;
@@ -11,10 +10,8 @@ pub(crate) mod counter;
 pub(crate) mod counters;
 pub(crate) mod fragmentation;
 pub(crate) mod memory_stats;
-mod reserved;
 mod stat;
 pub(crate) mod summary;
-pub(crate) mod writer;
 
 pub use attribution::Attribution;
 pub use fragmentation::{Fragmentation, FreeSizes, unusable_index};

@@ -25,16 +25,3 @@ pub struct PoolStats {
     /// Allocations up to 1 MiB.
     pub small_pool: Stat,
 }
-
-impl PoolStats {
-    /// The same statistic with peaks cut off: at those of `most`, and that of both pools also at
-    /// the sum of the two pools' peaks. None is cut off below its current value, which is above
-    /// `most` where peaks began while memory was away.
-    pub(crate) fn with_peaks_within(self, most: PoolStats) -> PoolStats {
-        let within = |stat: Stat, most: u64| Stat { peak: stat.peak.min(most.max(stat.current)), ..stat };
-        let large_pool = within(self.large_pool, most.large_pool.peak);
-        let small_pool = within(self.small_pool, most.small_pool.peak);
-        let all = within(self.all, most.all.peak.min(large_pool.peak.saturating_add(small_pool.peak)));
-        PoolStats { all, large_pool, small_pool }
-    }
-}

@@ -123,20 +123,12 @@ fn write_summary(title: &str, stats: &MemoryStats, memory: Option<&Attribution>)
         ("Active memory", Unit::Bytes, &stats.active_bytes),
         ("Requested memory", Unit::Bytes, &stats.requested_bytes),
         ("GPU reserved memory", Unit::Bytes, &stats.reserved_bytes),
-        ("Non-releasable memory", Unit::Bytes, &stats.inactive_split_bytes),
         ("Allocations", Unit::Count, &stats.allocation),
         ("Active allocs", Unit::Count, &stats.active),
         ("GPU reserved segments", Unit::Count, &stats.segment),
-        ("Non-releasable allocs", Unit::Count, &stats.inactive_split),
     ];
     for (name, unit, stats) in rows {
         table.rows(name, unit, stats);
-    }
-    let oversize =
-        [("Oversize allocations", stats.oversize_allocations), ("Oversize GPU segments", stats.oversize_segments)];
-    for (name, stat) in oversize {
-        table.rule('-');
-        table.row(name, Unit::Count, stat, stat);
     }
     table.rule('=');
     if let Some(memory) = memory {
@@ -173,7 +165,7 @@ mod tests {
         let long = "x".repeat(100);
         for title in ["short", &*long] {
             let text = write_summary(title, &MemoryStats::default(), None);
-            assert_eq!(text.lines().count(), 47, "{text}");
+            assert_eq!(text.lines().count(), 35, "{text}");
             assert!(text.lines().all(|line| line.len() == WIDTH + 2), "{text}");
         }
     }

@@ -13,9 +13,7 @@ use crate::size_class::PoolKind;
 use crate::snapshot::{Snapshot, take};
 
 impl Allocator {
-    /// The allocator's statistics. With mapped memory this takes no lock, unless other threads'
-    /// frees are queued and must be applied first. With segments it looks into every arena in which
-    /// anything happened, because pieces of segments are counted when blocks are merged.
+    /// The allocator's statistics.
     pub fn stats(&self) -> MemoryStats {
         memory_stats::stats(self)
     }
@@ -34,24 +32,21 @@ impl Allocator {
 
     /// Sets every peak to the current value.
     pub fn reset_peak_stats(&self) {
-        self.state().lock_all().reset_peaks();
+        self.state().enter().counters.reset_peaks();
     }
 
     /// Starts the accumulated values (`allocated`, `freed`) and the numbers of events (`num_…`)
     /// from zero.
     pub fn reset_accumulated_stats(&self) {
-        self.state().lock_all().reset_accumulated();
+        self.state().enter().counters.reset_accumulated();
     }
 
     /// Takes a snapshot of the memory and, if it is recorded, the history. The two agree: undoing
     /// the history's entries from the last to the first, starting from the segments, meets no
     /// contradiction.
     ///
-    /// While the history is recorded, all locks are held as blocks and entries are copied.
-    /// Otherwise they are held for some blocks at a time: while other threads allocate, each block
-    /// is as it was at some moment of the call, or a part of it if it grew meanwhile, and the
-    /// blocks of a segment lie side by side without gaps. As in PyTorch, an [`crate::Action::Snapshot`] is
-    /// recorded, which later snapshots show.
+    /// All of it is of one moment: other threads that allocate wait while the blocks are copied. As in
+    /// PyTorch, an [`crate::Action::Snapshot`] is recorded, which later snapshots show.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};
@@ -74,13 +69,11 @@ impl Allocator {
     ///
     /// Entries recorded before are kept, as far as there is room, unless `clear` is set.
     pub fn record_history(&self, options: HistoryOptions) {
-        let mut guard = self.state().lock_all();
-        let mut history = self.state().history.lock();
+        let mut guard = self.state().lock();
         if options.clear {
-            history.clear();
+            guard.history.clear();
         }
-        history.record(options.entries, &options.skip);
-        guard.record_history(history.is_on());
+        guard.history.record(options.entries, &options.skip);
     }
 
     /// Stops recording history and forgets all entries.

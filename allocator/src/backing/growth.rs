@@ -3,7 +3,8 @@
 use crate::allocator::Allocator;
 use crate::backing::growing::Refusal;
 use crate::request::Request;
-use crate::state::arena::Granted;
+use crate::size_class;
+use crate::state::guard::Granted;
 use crate::state::shared::SharedState;
 
 /// How an attempt to grow ended.
@@ -16,7 +17,7 @@ pub(crate) enum Growth {
 
 /// Size of the segment for a request: its own size without caching, where nothing is shared.
 pub(crate) fn segment_bytes(allocator: &Allocator, size: u64) -> u64 {
-    if allocator.config().no_cache { size } else { allocator.classes().segment_bytes(size) }
+    if allocator.config().no_cache { size } else { size_class::segment_bytes(size) }
 }
 
 /// Bytes that the device must give for a request that nothing cached helps to serve.

@@ -15,16 +15,13 @@ use crate::allocator::Allocator;
 use crate::backing::growing::Refusal;
 use crate::backing::growth::{Growth, segment_bytes};
 use crate::backing::headroom::{ASKS, Room, buyable, room};
-use crate::cross_stream::lending::forget_unborrowed;
 use crate::error::AllocError;
-use crate::heap::{Block, BlockId, Heap, Key, Region, State, kind_of};
+use crate::heap::{Block, BlockId, Region, State, kind_of};
 use crate::history::{Action, Subject};
-use crate::pools::lookup::{heap_with_pool, heaps_with, look_for_in};
+use crate::pools::lookup::{heap_with_pool, numbers_of};
 use crate::pools::table::{Private, Which};
-use crate::request::{Place, Request};
-use crate::state::AllocatorState;
+use crate::request::Request;
 use crate::state::guard::StateGuard;
-use crate::state::settled::Sought;
 use crate::state::shared::SharedState;
 use crate::tags::Tag;
 
@@ -40,22 +37,22 @@ struct Releasing {
 
 /// A segment to be released.
 struct Chosen {
-    place: Place,
+    block: BlockId,
     addr: u64,
     /// Whether it was chosen although graphs of other libraries may use it.
     kept_for_graphs: bool,
 }
 
 impl Chosen {
-    fn new(guard: &StateGuard, place: Place) -> Chosen {
-        let block = guard.block(place);
-        let owner = guard.pools.owner_of(block.pool);
+    fn new(shared: &SharedState, id: BlockId) -> Chosen {
+        let block = &shared.heap.blocks[id];
+        let owner = shared.pools.owner_of(block.pool);
         let kept_for_graphs = owner.is_some_and(|private| private.keeps_for_graphs(block.pool));
-        Chosen { place, addr: block.addr, kept_for_graphs }
+        Chosen { block: id, addr: block.addr, kept_for_graphs }
     }
 }
 
-/// The most segments that are taken out of heaps while locks are held without a break.
+/// The most segments that are taken out of the heap while the lock is held without a break.
 const BATCH: usize = if cfg!(debug_assertions) { 2 } else { 32 };
 
 /// Takes a segment for the request from the device and serves the request from it.
@@ -76,13 +73,13 @@ pub(crate) fn grow_segment_of(allocator: &Allocator, request: &Request, bytes: u
         return Ok(Growth::Refused(refusal));
     }
     let allocated = allocator.device().alloc(bytes);
-    let mut guard = allocator.state().lock(Some(request.slot));
+    let mut guard = allocator.state().lock();
     guard.growing.end(bytes);
     match allocated {
         Ok(ptr) => {
             allocator.state().tell_witness(|witness| witness.managed(ptr.range(bytes)));
             let first = add_segment(&mut guard, request, ptr.0, bytes);
-            Ok(Growth::Grown(guard.arena(request.slot).take(request, first)))
+            Ok(Growth::Grown(guard.take(request, first)))
         }
         Err(error) if error.is_out_of_memory() => Ok(Growth::Refused(Refusal::Device)),
         Err(error) => Err(error.into()),
@@ -115,19 +112,19 @@ fn begin_growing(allocator: &Allocator, bytes: u64) -> Result<Option<Refusal>, A
 /// among them. While a stream captures, waiting would break that: none goes then.
 pub(crate) fn release_where(
     allocator: &Allocator,
-    choose: impl FnOnce(&mut StateGuard) -> Vec<Place>,
+    choose: impl FnOnce(&SharedState) -> Vec<BlockId>,
 ) -> Result<u64, AllocError> {
     if allocator.device().still_captures() {
         return Ok(0);
     }
-    let mut guard = allocator.state().lock(None);
-    let chosen = choose(&mut guard);
-    let chosen: Vec<Chosen> = chosen.into_iter().map(|place| Chosen::new(&guard, place)).collect();
+    let mut guard = allocator.state().lock();
+    let chosen = choose(&guard);
+    let chosen: Vec<Chosen> = chosen.into_iter().map(|id| Chosen::new(&guard, id)).collect();
     let mut segments = Vec::with_capacity(chosen.len());
     for (at, chosen) in chosen.iter().enumerate() {
         if at > 0 && at.is_multiple_of(BATCH) {
             drop(guard);
-            guard = allocator.state().lock(None);
+            guard = allocator.state().lock();
         }
         segments.extend(begin_release(&mut guard, chosen));
     }
@@ -137,53 +134,48 @@ pub(crate) fn release_where(
     while let Some(segment) = segments.next() {
         let freed = allocator.device().free(DevicePtr(segment.region.addr));
         if let Err(error) = freed {
-            let mut guard = allocator.state().lock(None);
+            let mut guard = allocator.state().lock();
             std::iter::once(segment).chain(segments).for_each(|segment| cancel_release(&mut guard, segment));
             // A capture that began meanwhile.
             return if error.kind == ErrorKind::Capture { Ok(released) } else { Err(error.into()) };
         }
         released += segment.region.bytes;
-        segment_released(&mut allocator.state().shared(), allocator.state(), &segment.region);
+        segment_released(&mut allocator.state().shared(), &segment.region);
     }
     Ok(released)
 }
 
-impl StateGuard {
-    /// Wholly free segments of one pool in a heap that are not pinned.
-    pub(crate) fn whole_segments_in<'a>(&'a self, heap: &'a Heap, pool: u16) -> impl Iterator<Item = Place> + 'a {
-        let segments =
-            heap.free_blocks(pool).filter(move |key| is_whole_segment(self, heap, &heap.blocks[key.block()]));
-        segments.map(|key| Place { arena: heap.home, block: key.block() })
+impl SharedState {
+    /// Wholly free segments of one pool of the heap that are not pinned.
+    pub(crate) fn whole_segments_in(&self, pool: u16) -> impl Iterator<Item = BlockId> + '_ {
+        let blocks = self.heap.free_blocks(pool).map(|key| key.block());
+        blocks.filter(move |&id| is_whole_segment(self, &self.heap.blocks[id]))
     }
 }
 
 fn add_segment(guard: &mut StateGuard, request: &Request, addr: u64, bytes: u64) -> BlockId {
-    guard.counters().num_device_alloc.add(1);
+    guard.counters.num_device_alloc.add(1);
     count_segment(guard, request.pool, request.slot, request.tag, addr, bytes);
-    guard.pools.note_region(request.pool, request.slot);
-    heap_with_pool(guard, request.slot, request.pool).add_region(addr, bytes, request.pool)
+    guard.pools.note_region(request.pool);
+    heap_with_pool(guard, request.pool).add_region(addr, bytes, request.slot, request.pool)
 }
 
 fn count_segment(guard: &mut StateGuard, pool: u16, slot: u32, tag: Tag, addr: u64, bytes: u64) {
-    let (kind, counters) = (kind_of(pool), &guard.state.counters);
+    let kind = kind_of(pool);
     guard.reserved += bytes;
-    counters.segment.add(kind, 1);
-    counters.reserved_bytes.add(kind, bytes);
-    if guard.classes.is_oversize(bytes) {
-        counters.oversize_segments.add(1);
-    }
+    guard.counters.segment.add(kind, 1);
+    guard.counters.reserved_bytes.add(kind, bytes);
     guard.segments.insert(addr, tag);
     let pool = guard.pools.history_id(pool);
     let subject = Subject { addr, size: bytes, slot, tag, pool };
-    guard.state.history.lock().note(Action::SegmentAlloc, subject);
+    guard.history.note(Action::SegmentAlloc, subject);
 }
 
 /// Takes a segment out of the heap. `None` if it is not wholly free any more, or if a graph may use
 /// it by now.
-fn begin_release(guard: &mut StateGuard, &Chosen { place, addr, kept_for_graphs }: &Chosen) -> Option<Releasing> {
-    guard.try_arena(place.arena)?;
-    let (block, heap) = (guard.block(place), guard.heap_of(place.arena));
-    if block.state != State::Free || block.addr != addr || !is_whole_segment(guard, heap, block) {
+fn begin_release(guard: &mut StateGuard, &Chosen { block: id, addr, kept_for_graphs }: &Chosen) -> Option<Releasing> {
+    let block = &guard.heap.blocks[id];
+    if block.state != State::Free || block.addr != addr || !is_whole_segment(guard, block) {
         return None;
     }
     let owner = guard.pools.owner_of(block.pool);
@@ -193,81 +185,45 @@ fn begin_release(guard: &mut StateGuard, &Chosen { place, addr, kept_for_graphs 
     if owner.is_some_and(kept) {
         return None;
     }
-    let heap = &mut guard.arena(place.arena).heap;
-    let (owner, after) = (heap.blocks[place.block].owner, heap.blocks[place.block].after);
-    let region = heap.remove_region(place.block);
-    let (kind, reserved) = (kind_of(region.pool), guard.reserved - region.bytes);
-    forget_unborrowed(guard, reserved);
-    guard.reserved = reserved;
+    let (owner, after) = (block.owner, block.after);
+    let region = guard.heap.remove_region(id);
+    let kind = kind_of(region.pool);
+    guard.reserved -= region.bytes;
     guard.leaving += region.bytes;
-    let counters = &guard.state.counters;
-    counters.segment.sub(kind, 1);
-    counters.reserved_bytes.sub(kind, region.bytes);
-    if guard.classes.is_oversize(region.bytes) {
-        counters.oversize_segments.sub(1);
-    }
+    guard.counters.segment.sub(kind, 1);
+    guard.counters.reserved_bytes.sub(kind, region.bytes);
     let tag = guard.segments.remove(&region.addr).unwrap_or_default();
     let pool = guard.pools.history_id(region.pool);
-    let subject = Subject { addr: region.addr, size: region.bytes, slot: region.home, tag, pool };
-    guard.state.history.lock().note(Action::SegmentFree, subject);
+    let subject = Subject { addr: region.addr, size: region.bytes, slot: region.stream, tag, pool };
+    guard.history.note(Action::SegmentFree, subject);
     Some(Releasing { region, tag, owner, after })
 }
 
 /// The driver did not take a segment back.
 fn cancel_release(guard: &mut StateGuard, Releasing { region, tag, owner, after }: Releasing) {
     guard.leaving -= region.bytes;
-    count_segment(guard, region.pool, region.home, tag, region.addr, region.bytes);
-    heap_with_pool(guard, region.home, region.pool).restore_region(&region, owner, after);
+    count_segment(guard, region.pool, region.stream, tag, region.addr, region.bytes);
+    heap_with_pool(guard, region.pool).restore_region(&region, owner, after);
 }
 
 /// Wholly free segments of some pools that are not pinned.
-pub(crate) fn whole_segments(guard: &mut StateGuard, which: Which) -> Vec<Place> {
-    look_for_in(guard, which, Sought::Free(1));
-    heaps_with(guard, which).flat_map(|(heap, pool)| guard.whole_segments_in(heap, pool)).collect()
+pub(crate) fn whole_segments(shared: &SharedState, which: Which) -> Vec<BlockId> {
+    numbers_of(shared, which).flat_map(|pool| shared.whole_segments_in(pool)).collect()
 }
 
 /// Whether a free block is a whole segment that may go back to the device.
-fn is_whole_segment(guard: &StateGuard, heap: &Heap, block: &Block) -> bool {
-    !block.is_split() && !heap.region(block.region).is_paged() && !guard.pins.contains(block.addr)
+fn is_whole_segment(shared: &SharedState, block: &Block) -> bool {
+    !block.is_split() && !shared.heap.region(block.region).is_paged() && !shared.pins.contains(block.addr)
 }
 
 /// Wholly free segments that no pool keeps: those of the default pools and of closed private
 /// pools.
-pub(crate) fn releasable(guard: &mut StateGuard) -> Vec<Place> {
-    whole_segments(guard, Which::Unpromised)
+pub(crate) fn releasable(shared: &SharedState) -> Vec<BlockId> {
+    whole_segments(shared, Which::Unpromised)
 }
 
-/// The oversize segments that PyTorch releases before it flushes the whole cache: the one that is
-/// just large enough, else the largest ones until their sum is; `None` if there is not that much,
-/// or a graph may use it.
-pub(crate) fn oversize_to_release(guard: &mut StateGuard, request: &Request) -> Option<Vec<Place>> {
-    guard.try_arena(request.slot)?;
-    let least = guard.classes.max_split_size()?;
-    if guard.pools.owner_of(request.pool).is_some_and(|private| private.keeps_for_graphs(request.pool)) {
-        return None;
-    }
-    let need = request.size.max(least);
-    let heap = guard.heap_of(request.slot);
-    let index = heap.index(request.pool, request.slot)?;
-    let is_whole = |key: &Key| is_whole_segment(guard, heap, &heap.blocks[key.block()]);
-    let place = |key: Key| Place { arena: request.slot, block: key.block() };
-    if let Some(key) = index.iter_from(need).find(is_whole) {
-        return Some(vec![place(key)]);
-    }
-    let oversize: Vec<Key> = index.iter_from(least).filter(is_whole).collect();
-    let (mut chosen, mut sum) = (Vec::new(), 0);
-    for key in oversize.into_iter().rev() {
-        if sum >= need {
-            break;
-        }
-        chosen.push(place(key));
-        sum += key.size();
-    }
-    Some(chosen)
-}
-
-fn segment_released(shared: &mut SharedState, state: &AllocatorState, region: &Region) {
+fn segment_released(shared: &mut SharedState, region: &Region) {
     shared.leaving -= region.bytes;
-    shared.pools.forget_region(region.pool, region.home);
-    state.counters.num_device_free.add(1);
+    shared.pools.forget_region(region.pool);
+    shared.counters.num_device_free.add(1);
 }

@@ -12,10 +12,10 @@ use crate::backing::segments::{release_where, whole_segments};
 use crate::cross_stream::progress::synchronize_all;
 use crate::cross_stream::waiting::synchronize_pending;
 use crate::error::AllocError;
+use crate::heap::BlockId;
 use crate::pools::capture::poll_launches;
 use crate::pools::table::Which;
-use crate::request::Place;
-use crate::state::guard::StateGuard;
+use crate::state::shared::SharedState;
 
 /// See [`Allocator::trim_to`].
 pub(crate) fn trim_to(allocator: &Allocator, bytes: u64) -> Result<u64, AllocError> {
@@ -39,7 +39,7 @@ pub(crate) fn trim_to(allocator: &Allocator, bytes: u64) -> Result<u64, AllocErr
 /// As [`Allocator::trim_to`], of what is known done.
 fn trim_done(allocator: &Allocator, bytes: u64) -> Result<u64, AllocError> {
     allocator.state().shared().pools.forget_those_over();
-    let segments = release_where(allocator, |guard| excess(guard, bytes, Which::Unpromised))?;
+    let segments = release_where(allocator, |shared| excess(shared, bytes, Which::Unpromised))?;
     Ok(segments + trim_paged(allocator, bytes)?)
 }
 
@@ -48,19 +48,19 @@ fn trim_done(allocator: &Allocator, bytes: u64) -> Result<u64, AllocError> {
 pub(crate) fn trim_idle_pools(allocator: &Allocator, bytes: u64) -> Result<u64, AllocError> {
     let last: Vec<_> = allocator.state().shared().pools.iter().flat_map(|pool| pool.graphs.last_launches()).collect();
     synchronize_all(&last)?;
-    let segments = release_where(allocator, |guard| excess(guard, bytes, Which::Idle))?;
+    let segments = release_where(allocator, |shared| excess(shared, bytes, Which::Idle))?;
     Ok(segments + trim_pools(allocator, bytes, Which::Idle)?)
 }
 
 /// Unused segments of some pools to release, largest first, for at most `bytes` to stay reserved.
-fn excess(guard: &mut StateGuard, bytes: u64, which: Which) -> Vec<Place> {
-    let mut segments = whole_segments(guard, which);
-    let size = |place: &Place| guard.block(*place).size;
-    segments.sort_by_key(|place| (Reverse(size(place)), guard.block(*place).addr));
-    let mut left = guard.reserved;
-    segments.retain(|place| {
+fn excess(shared: &SharedState, bytes: u64, which: Which) -> Vec<BlockId> {
+    let mut segments = whole_segments(shared, which);
+    let block = |id: &BlockId| &shared.heap.blocks[*id];
+    segments.sort_by_key(|id| (Reverse(block(id).size), block(id).addr));
+    let mut left = shared.reserved;
+    segments.retain(|id| {
         let take = left > bytes;
-        left -= if take { size(place) } else { 0 };
+        left -= if take { block(id).size } else { 0 };
         take
     });
     segments

@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::Config;
 use super::keys::Key;
-use super::values::{INTERVALS, MIB};
+use super::values::MIB;
 
 /// The options that differ from the default, in the order of the documentation: an option string
 /// that gives this configuration again. Limit and headroom may be no whole MiB; they are then
@@ -26,12 +26,6 @@ impl fmt::Display for Config {
 pub(super) fn text_of(config: &Config, key: Key) -> Option<String> {
     let default = Config::default();
     match key {
-        Key::LargeSegmentSize => differing(config.large_segment_size, default.large_segment_size).map(mib),
-        Key::MaxSplitSize => config.max_split_size.map(mib),
-        Key::MaxNonSplitRounding => config.max_non_split_rounding.map(mib),
-        Key::RoundupPower2Divisions => {
-            differing(config.roundup_power2_divisions, default.roundup_power2_divisions).map(|all| divisions(&all))
-        }
         Key::PerProcessMemoryFraction => {
             // A sum, because zero may have a sign, which option strings do not take.
             differing(config.per_process_memory_fraction + 0.0, default.per_process_memory_fraction).map(plain)
@@ -51,7 +45,11 @@ pub(super) fn text_of(config: &Config, key: Key) -> Option<String> {
         Key::Tags => differing(config.tags, default.tags).map(plain),
         Key::NoCache => flag(config.no_cache),
         Key::Backend | Key::ReleaseLock => None,
-        Key::GarbageCollectionThreshold
+        Key::LargeSegmentSize
+        | Key::MaxSplitSize
+        | Key::MaxNonSplitRounding
+        | Key::GarbageCollectionThreshold
+        | Key::RoundupPower2Divisions
         | Key::ExpandableReserve
         | Key::ExpandableReserveByClass
         | Key::GraphCaptureReuse
@@ -89,22 +87,5 @@ pub(super) fn mib(bytes: u64) -> String {
         text.push(char::from(b"0123456789"[(rest / MIB) as usize % 10]));
         rest %= MIB;
     }
-    text
-}
-
-/// One number if all intervals agree; else a list that starts at the last interval of the first run
-/// and puts `>` for the last run.
-fn divisions(all: &[u64; INTERVALS]) -> String {
-    let first_run = all.iter().take_while(|value| **value == all[0]).count();
-    if first_run == INTERVALS {
-        return all[0].to_string();
-    }
-    let last = all[INTERVALS - 1];
-    let last_run = all.iter().rev().take_while(|value| **value == last).count();
-    let mut text = String::from("[");
-    for (index, value) in all.iter().enumerate().take(INTERVALS - last_run).skip(first_run - 1) {
-        text.push_str(&format!("{}:{value},", 1_u64 << index));
-    }
-    text.push_str(&format!(">:{last}]"));
     text
 }

@@ -11,9 +11,9 @@ use super::tokens::Span;
 /// string with a caret under the spot:
 ///
 /// ```text
-/// AQUIFER_ALLOC_CONF: unknown option `max_split_mb` (at byte 0); did you mean `max_split_size_mb`?
-///   max_split_mb:40
-///   ^^^^^^^^^^^^
+/// AQUIFER_ALLOC_CONF: unknown option `limits_mb` (at byte 0); did you mean `limit_mb`?
+///   limits_mb:40
+///   ^^^^^^^^^
 /// ```
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{}", self.render())]
@@ -107,18 +107,6 @@ pub enum ConfigErrorKind {
         value: String,
         /// What to use instead.
         instead: &'static str,
-    },
-    /// Two options contradict each other.
-    #[error("`{key}` is {value}, less than `{other}`, which is {other_value}; expected at least that")]
-    Conflict {
-        /// The option that is too small.
-        key: &'static str,
-        /// Its value.
-        value: String,
-        /// The option that it must reach.
-        other: &'static str,
-        /// The value of that one, given or default.
-        other_value: String,
     },
     /// An environment variable holds something that is not Unicode.
     #[error("the value is not Unicode text")]

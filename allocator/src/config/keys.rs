@@ -32,9 +32,9 @@ macro_rules! keys {
 }
 
 keys! {
-    LargeSegmentSize = "large_segment_size_mb" takes "a whole number of MiB greater than 10 and at most 1048576",
-    MaxSplitSize = "max_split_size_mb" takes "a whole number of MiB, at least `large_segment_size_mb`",
-    MaxNonSplitRounding = "max_non_split_rounding_mb" takes "a whole number of MiB, at least `large_segment_size_mb`",
+    LargeSegmentSize = "large_segment_size_mb" takes "a whole number of MiB greater than 10",
+    MaxSplitSize = "max_split_size_mb" takes "a whole number of MiB greater than 10",
+    MaxNonSplitRounding = "max_non_split_rounding_mb" takes "a whole number of MiB greater than 10",
     GarbageCollectionThreshold = "garbage_collection_threshold" takes "a fraction in (0, 1), both ends excluded",
     RoundupPower2Divisions = "roundup_power2_divisions"
         takes "a power of two or 0, or a list such as `[64:8,128:4,>:1]`",

@@ -1,10 +1,10 @@
 //! The allocator's options: a [`Config`] in code, or an option string as PyTorch takes it.
 //!
 //! An option string is a list of `name:value` pairs with commas between them, such as
-//! `max_split_size_mb:128,cross_stream:off`. Whitespace around names, values and punctuation is
+//! `limit_mb:4096,cross_stream:off`. Whitespace around names, values and punctuation is
 //! ignored; everything else is taken literally, and what is not understood is an error that points
 //! at it. If an option is given twice, the later one counts. The option strings of PyTorch work
-//! unchanged, with the ranges that PyTorch checks.
+//! unchanged.
 //!
 //! [`Config`] lists the options and their ranges.
 
@@ -30,7 +30,6 @@ pub use error::{ConfigError, ConfigErrorKind};
 pub use options::IgnoredOption;
 pub(crate) use options::listed;
 
-use crate::size_class;
 use keys::Key;
 
 /// The options in words, as the documentation of [`Config`] has them.
@@ -46,21 +45,18 @@ pub const OPTIONS: &str = include_str!("options.md");
 /// use aquifer_allocator::config::{Config, CrossStream};
 ///
 /// # fn main() -> Result<(), aquifer_allocator::config::ConfigError> {
-/// let mut config: Config = "max_split_size_mb:128, roundup_power2_divisions:[256:1,512:2,>:4]".parse()?;
-/// assert_eq!(config.max_split_size, Some(128 << 20));
+/// let mut config: Config = "limit_mb:4096, split_frames:on".parse()?;
+/// assert_eq!(config.limit, Some(4096 << 20));
 ///
 /// config.apply("cross_stream:off")?;
 /// config.history = 10_000;
 /// config.validate()?;
 /// assert_eq!(config.cross_stream, CrossStream::Off);
-/// assert_eq!(
-///     config.to_string(),
-///     "max_split_size_mb:128,roundup_power2_divisions:[256:1,512:2,>:4],cross_stream:off,history:10000",
-/// );
+/// assert_eq!(config.to_string(), "split_frames:on,cross_stream:off,limit_mb:4096,history:10000");
 ///
-/// let error = Config::parse("max_split_mb:128").unwrap_err();
+/// let error = Config::parse("limits_mb:128").unwrap_err();
 /// assert_eq!(error.offset(), Some(0));
-/// println!("{error}"); // … did you mean `max_split_size_mb`?
+/// println!("{error}"); // … did you mean `limit_mb`?
 /// # Ok(())
 /// # }
 /// ```
@@ -71,29 +67,6 @@ pub const OPTIONS: &str = include_str!("options.md");
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Config {
-    /// Size in bytes of the segments that serve requests above 1 MiB and below 10 MiB: whole MiB,
-    /// more than 10 and at most 1048576 (1 TiB). Default 20 MiB. Option `large_segment_size_mb`.
-    pub large_segment_size: u64,
-    /// Size in bytes from which on a block is *oversize*: never split, and given only to requests
-    /// that are oversize themselves. Whole MiB, at least `large_segment_size`; `None`, the default,
-    /// means that no block is oversize. Option `max_split_size_mb`.
-    pub max_split_size: Option<u64>,
-    /// A block serves an oversize request only if it is larger by less than this many bytes. Whole
-    /// MiB, at least `large_segment_size`, which is also what `None`, the default, stands for.
-    /// Option `max_non_split_rounding_mb`.
-    pub max_non_split_rounding: Option<u64>,
-    /// How many steps there are between a power of two and the next, to which requests are rounded
-    /// up. Entry `i` holds for requests of 2^i to 2^(i+1) MiB, entry 0 also for smaller and entry
-    /// 15 for larger ones. Each is a power of two, or 0 for off, the default. Requests up to 512
-    /// bytes times the entry are rounded to 512 bytes as without it.
-    ///
-    /// As in PyTorch, 1 has the same effect as 0: such requests are *not* rounded up to the power
-    /// of two.
-    ///
-    /// Option `roundup_power2_divisions`: one number for all entries, or a list such as
-    /// `[64:8,128:4,>:1]` with sizes in MiB. The first entry of a list holds for smaller sizes too,
-    /// `>` for all sizes above the entry before it; entries that are passed over are 0.
-    pub roundup_power2_divisions: [u64; 16],
     /// Limit on the bytes held from the device, as a share of all its memory, in [0, 1]; 1, the
     /// default, is no limit. Option `per_process_memory_fraction`.
     pub per_process_memory_fraction: f64,
@@ -154,10 +127,6 @@ pub struct Config {
 impl Default for Config {
     fn default() -> Config {
         Config {
-            large_segment_size: size_class::LARGE_SEGMENT,
-            max_split_size: None,
-            max_non_split_rounding: None,
-            roundup_power2_divisions: [0; 16],
             per_process_memory_fraction: 1.0,
             fail_fast: false,
             expandable_segments: false,
@@ -192,9 +161,7 @@ impl Config {
         Ok(config)
     }
 
-    /// Sets the options that an option string names and leaves the others as they are. PyTorch,
-    /// when its settings change at run time, first takes back `max_split_size_mb` and
-    /// `roundup_power2_divisions`; this does not.
+    /// Sets the options that an option string names and leaves the others as they are.
     ///
     /// # Errors
     ///
@@ -244,12 +211,12 @@ impl Config {
     /// let config: Config = "max_split_size_mb:128,granule_mb:4".parse()?;
     /// let ignored = |backing| config.ignored(backing).into_iter().map(|option| option.key).collect::<Vec<_>>();
     /// assert_eq!(ignored(Backing::Paged), ["max_split_size_mb"]);
-    /// assert_eq!(ignored(Backing::Segments), ["granule_mb"]);
+    /// assert_eq!(ignored(Backing::Segments), ["max_split_size_mb", "granule_mb"]);
     /// # Ok::<(), aquifer_allocator::config::ConfigError>(())
     /// ```
     pub fn ignored(&self, backing: Backing) -> Vec<IgnoredOption> {
         let ignored = Key::ALL.iter().filter_map(|&key| {
-            let reason = options::without_effect(key, backing).or_else(|| options::without_effect_beside(key, self))?;
+            let reason = options::without_effect(key, backing)?;
             Some(IgnoredOption { key: key.name(), value: display::text_of(self, key)?, reason })
         });
         ignored.collect()

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use super::error::ConfigError;
 use super::keys::Key;
 use super::parse::{Pair, Value};
-use super::values::{Reader, divisions, reserve};
+use super::values::{MIB, Reader, divisions, reserve};
 use super::{Backing, Config, CrossStream, SplitFrames, TagSource};
 
 /// An option that was given, is valid, and has no effect: [`Config::ignored`].
@@ -44,13 +44,10 @@ pub(crate) fn listed(ignored: &[IgnoredOption]) -> String {
 
 /// Why an option has no effect on memory that comes as `backing` says; `None` if it has one.
 ///
-/// Mapped memory splits every block, so none is oversize. Private
-/// pools that hand out whole blocks have segments on either backing, but it is rare to set these
-/// options for them alone.
 pub(super) const fn without_effect(key: Key, backing: Backing) -> Option<&'static str> {
     Some(match (key, backing) {
-        (Key::LargeSegmentSize | Key::MaxSplitSize | Key::MaxNonSplitRounding, Backing::Paged) => {
-            "for `backing:segments` only, and this memory is mapped"
+        (Key::LargeSegmentSize | Key::MaxSplitSize | Key::MaxNonSplitRounding | Key::RoundupPower2Divisions, _) => {
+            "the sizes of blocks and segments follow fixed rules"
         }
         (Key::GarbageCollectionThreshold, _) => "unused memory goes back when a request needs it, whatever its age",
         (Key::Granule | Key::Frame, Backing::Segments) => "for mapped memory only, and this memory comes in segments",
@@ -72,32 +69,23 @@ pub(super) const fn without_effect(key: Key, backing: Backing) -> Option<&'stati
     })
 }
 
-/// Why an option has no effect on memory in segments, given the others; `None` if it has one.
-pub(super) const fn without_effect_beside(key: Key, config: &Config) -> Option<&'static str> {
-    Some(match key {
-        Key::LargeSegmentSize | Key::MaxSplitSize | Key::MaxNonSplitRounding if config.no_cache => {
-            "for memory that is cached, and none is (`no_cache:True`)"
-        }
-        Key::MaxNonSplitRounding if config.max_split_size.is_none() => {
-            "for blocks of at least `max_split_size_mb`, which is not set"
-        }
-        _ => return None,
-    })
-}
-
 /// Sets one option.
 pub(super) fn set(config: &mut Config, pair: &Pair<'_>) -> Result<(), ConfigError> {
     let key = pair.key;
     let word = || Reader::word_of(pair);
     match key {
-        Key::LargeSegmentSize => config.large_segment_size = word()?.mib()?,
-        Key::MaxSplitSize => config.max_split_size = Some(word()?.mib()?),
-        Key::MaxNonSplitRounding => config.max_non_split_rounding = Some(word()?.mib()?),
+        Key::LargeSegmentSize | Key::MaxSplitSize | Key::MaxNonSplitRounding => {
+            let bytes = word()?.mib()?;
+            if bytes <= 10 * MIB {
+                return Err(word()?.out_of_range());
+            }
+            keep_if(key != Key::LargeSegmentSize || bytes != 20 * MIB, config, pair);
+        }
         Key::GarbageCollectionThreshold => {
             word()?.fraction(Excluded(0.0), Excluded(1.0))?;
             keep(config, pair);
         }
-        Key::RoundupPower2Divisions => config.roundup_power2_divisions = divisions(pair)?,
+        Key::RoundupPower2Divisions => keep_if(divisions(pair)?, config, pair),
         Key::PerProcessMemoryFraction => {
             config.per_process_memory_fraction = word()?.fraction(Included(0.0), Included(1.0))?;
         }
@@ -120,11 +108,7 @@ pub(super) fn set(config: &mut Config, pair: &Pair<'_>) -> Result<(), ConfigErro
             keep(config, pair);
         }
         Key::GraphCaptureReuse | Key::PinnedBackgroundThreads | Key::PinnedHostRegister | Key::PinnedFreeCatchAll => {
-            if word()?.flag()? {
-                keep(config, pair);
-            } else {
-                config.inert.0.remove(&key);
-            }
+            keep_if(word()?.flag()?, config, pair);
         }
         Key::PinnedMaxRoundThreshold | Key::PinnedMaxCachedSize => {
             word()?.mib()?;
@@ -135,11 +119,7 @@ pub(super) fn set(config: &mut Config, pair: &Pair<'_>) -> Result<(), ConfigErro
             if !threads.is_power_of_two() || threads > 128 {
                 return Err(word()?.out_of_range());
             }
-            if threads == 1 {
-                config.inert.0.remove(&key);
-            } else {
-                keep(config, pair);
-            }
+            keep_if(threads != 1, config, pair);
         }
         Key::PinnedReserveSegment => {
             if word()?.mib()? == 0 {
@@ -182,6 +162,15 @@ fn backend(value: Reader<'_>) -> Result<(), ConfigError> {
             "the driver's own pool is not used; leave `backend` out, or use `no_cache:True` to cache nothing here",
         )),
         _ => Err(value.invalid()),
+    }
+}
+
+/// [`keep`]s an option if it asks for something other than the default.
+fn keep_if(asks: bool, config: &mut Config, pair: &Pair<'_>) {
+    if asks {
+        keep(config, pair);
+    } else {
+        config.inert.0.remove(&pair.key);
     }
 }
 

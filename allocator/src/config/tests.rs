@@ -19,7 +19,6 @@ fn parse(text: &str) -> Config {
 #[test]
 fn nothing_gives_the_defaults() {
     let default = Config::default();
-    assert_eq!(default.large_segment_size, 20 * MIB);
     assert_eq!(default.per_process_memory_fraction, 1.0);
     assert_eq!(default.cross_stream, CrossStream::Ready);
     assert_eq!(default.tags, TagSource::Scope);
@@ -34,15 +33,10 @@ fn nothing_gives_the_defaults() {
 #[test]
 fn every_option_is_read() {
     let config = parse(
-        "large_segment_size_mb:32,max_split_size_mb:40,max_non_split_rounding_mb:50,\
-         roundup_power2_divisions:8,per_process_memory_fraction:0.5,\
+        "per_process_memory_fraction:0.5,\
          throw_on_cudamalloc_oom:True,backing:segments,cross_stream:wait,limit_mb:7,limit_free_fraction:0.25,\
          headroom_mb:3,history:99,oom_snapshot:/tmp/oom.pickle,tags:span,no_cache:True",
     );
-    assert_eq!(config.large_segment_size, 32 * MIB);
-    assert_eq!(config.max_split_size, Some(40 * MIB));
-    assert_eq!(config.max_non_split_rounding, Some(50 * MIB));
-    assert_eq!(config.roundup_power2_divisions, [8; 16]);
     assert_eq!(config.per_process_memory_fraction, 0.5);
     assert!(config.fail_fast);
     assert_eq!(config.backing, Backing::Segments);
@@ -54,8 +48,7 @@ fn every_option_is_read() {
     assert_eq!(config.oom_snapshot.as_deref(), Some("/tmp/oom.pickle".as_ref()));
     assert_eq!(config.tags, TagSource::Span);
     assert!(config.no_cache);
-    let cached = Config { no_cache: false, ..config.clone() };
-    assert_eq!(cached.ignored(config.backing), []);
+    assert_eq!(config.ignored(config.backing), []);
 }
 
 #[test]
@@ -75,8 +68,7 @@ fn every_choice_is_read() {
 fn ends_of_ranges_are_accepted() {
     for text in [
         "large_segment_size_mb:11",
-        "large_segment_size_mb:1048576",
-        "max_split_size_mb:20",
+        "max_split_size_mb:11",
         "max_split_size_mb:17592186044415",
         "max_non_split_rounding_mb:20",
         "per_process_memory_fraction:0",
@@ -112,49 +104,23 @@ fn later_options_count() {
     assert_eq!(config, parse("limit_mb:3,history:5"));
     config.apply("").unwrap();
     assert_eq!(config, parse("limit_mb:3,history:5"));
-    // A second list replaces the first instead of being laid over it.
     let replaced = parse("roundup_power2_divisions:4,roundup_power2_divisions:[2:2]");
-    assert_eq!(replaced.roundup_power2_divisions[..3], [2, 2, 0]);
+    assert_eq!(replaced, parse("roundup_power2_divisions:[2:2]"));
 }
 
 #[test]
 fn an_error_changes_nothing() {
     let mut config = parse("limit_mb:1");
-    for text in ["limit_mb:2,foo:1", "limit_mb:2,max_split_size_mb:2", "limit_mb:2,,"] {
+    for text in ["limit_mb:2,foo:1", "limit_mb:2,granule_mb:3", "limit_mb:2,,"] {
         assert!(config.apply(text).is_err());
         assert_eq!(config, parse("limit_mb:1"));
     }
 }
 
 #[test]
-fn the_combination_counts_and_not_the_order() {
-    let expected = parse("large_segment_size_mb:12,max_split_size_mb:12");
-    assert_eq!(parse("max_split_size_mb:12,large_segment_size_mb:12"), expected);
-    for text in ["large_segment_size_mb:40,max_split_size_mb:30", "max_split_size_mb:30,large_segment_size_mb:40"] {
-        assert!(Config::parse(text).is_err());
-    }
-    // The default of the rounding follows the segment size, so this is no conflict.
-    parse("large_segment_size_mb:40");
-}
-
-#[test]
-fn lists_of_divisions() {
-    let vectors: [(&str, [u64; 16]); 6] = [
-        ("4", [4; 16]),
-        ("[>:4]", [0, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4]),
-        ("[64:8,128:4,>:1]", [8, 8, 8, 8, 8, 8, 8, 4, 1, 1, 1, 1, 1, 1, 1, 1]),
-        ("[64:8,256:2]", [8, 8, 8, 8, 8, 8, 8, 0, 2, 0, 0, 0, 0, 0, 0, 0]),
-        ("[4:2,2:16]", [2, 16, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
-        ("[1048576:2]", [2; 16]),
-    ];
-    for (list, expected) in vectors {
-        assert_eq!(parse(&format!("roundup_power2_divisions:{list}")).roundup_power2_divisions, expected, "{list}");
-    }
-}
-
-#[test]
 fn inert_options_are_named_when_they_ask_for_something() {
-    let all = "expandable_segments:True,expandable_segments_reserve:0.5,\
+    let all = "large_segment_size_mb:32,max_split_size_mb:64,max_non_split_rounding_mb:64,\
+               garbage_collection_threshold:0.5,roundup_power2_divisions:[64:8,>:1],expandable_segments:True,expandable_segments_reserve:0.5,\
                expandable_segments_reserve_by_class:[weights:40G,kv:0.25],graph_capture_record_stream_reuse:True,\
                pinned_use_background_threads:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:1024,\
                pinned_use_cuda_host_register:True,pinned_num_register_threads:8,pinned_reserve_segment_size_mb:16,\
@@ -171,7 +137,8 @@ fn inert_options_are_named_when_they_ask_for_something() {
     let mut config = config;
     config
         .apply(
-            "expandable_segments:False,graph_capture_record_stream_reuse:False,pinned_use_background_threads:False,\
+            "large_segment_size_mb:20,roundup_power2_divisions:[64:1,>:0],expandable_segments:False,\
+             graph_capture_record_stream_reuse:False,pinned_use_background_threads:False,\
              pinned_use_hip_host_register:False,pinned_num_register_threads:1,pinned_free_catch_all:False",
         )
         .unwrap();
@@ -179,6 +146,9 @@ fn inert_options_are_named_when_they_ask_for_something() {
     assert_eq!(
         left,
         [
+            "max_split_size_mb",
+            "max_non_split_rounding_mb",
+            "garbage_collection_threshold",
             "expandable_segments_reserve",
             "expandable_segments_reserve_by_class",
             "pinned_max_round_threshold_mb",
@@ -205,23 +175,9 @@ fn an_ignored_option_describes_itself() {
 }
 
 #[test]
-fn options_of_one_backing_are_ignored_on_the_other() {
+fn options_of_mapped_memory_are_ignored_on_segments() {
     let ignored = |text: &str, backing| listed(&parse(text).ignored(backing));
-    let segments = "large_segment_size_mb:32,max_split_size_mb:64,max_non_split_rounding_mb:64";
-    assert_eq!(
-        ignored(segments, Backing::Paged),
-        format!("{} (for `backing:segments` only, and this memory is mapped)", segments.replace(',', ", "))
-    );
-    assert_eq!(ignored(segments, Backing::Segments), "");
-    assert_eq!(
-        ignored("no_cache:True,large_segment_size_mb:40", Backing::Segments),
-        "large_segment_size_mb:40 (for memory that is cached, and none is (`no_cache:True`))"
-    );
-    assert_eq!(
-        ignored("max_non_split_rounding_mb:64", Backing::Segments),
-        "max_non_split_rounding_mb:64 (for blocks of at least `max_split_size_mb`, which is not set)"
-    );
-    assert_eq!(ignored("granule_mb:4,roundup_power2_divisions:8", Backing::Paged), "");
+    assert_eq!(ignored("granule_mb:4,frame_mb:8", Backing::Paged), "");
     assert_eq!(
         ignored("granule_mb:4,pinned_free_catch_all:True,pinned_max_cached_size_mb:1", Backing::Segments),
         "pinned_max_cached_size_mb:1, pinned_free_catch_all:True (page-locked memory has a pool of its own, which has \
@@ -232,9 +188,11 @@ fn options_of_one_backing_are_ignored_on_the_other() {
             ignored("garbage_collection_threshold:0.5", backing)
                 .starts_with("garbage_collection_threshold:0.5 (unused")
         );
+        assert_eq!(
+            ignored("large_segment_size_mb:32,max_split_size_mb:64", backing),
+            "large_segment_size_mb:32, max_split_size_mb:64 (the sizes of blocks and segments follow fixed rules)"
+        );
     }
-    // What is as by default asks for nothing.
-    assert_eq!(ignored("large_segment_size_mb:20", Backing::Paged), "");
     assert!(ignored("expandable_segments:True", Backing::Paged).contains("does what it asks for"));
     assert!(ignored("expandable_segments:True", Backing::Segments).contains("what it asks for is `backing:paged`"));
 }

@@ -153,41 +153,23 @@ pub(super) fn decimal(text: &str) -> Option<f64> {
     text.parse().ok().filter(|value: &f64| value.is_finite())
 }
 
-/// The number of size intervals of `roundup_power2_divisions`: 1 MiB, 2 MiB, … 32 GiB.
-pub(super) const INTERVALS: usize = 16;
-
-/// `roundup_power2_divisions`: one number for every interval, or a list of intervals.
-///
-/// In a list, the first entry also holds for every smaller interval, `>` for every interval above
-/// that of the entry before it, and intervals that nothing covers are off.
-pub(super) fn divisions(pair: &Pair<'_>) -> Result<[u64; INTERVALS], ConfigError> {
+/// Checks `roundup_power2_divisions`: one number, or a list of numbers for intervals of sizes.
+/// Returns whether any of them asks for rounding, as numbers above 1 do.
+pub(super) fn divisions(pair: &Pair<'_>) -> Result<bool, ConfigError> {
     let entries = match &pair.value {
-        Value::Word(word) => return Ok([power_of_two_or_zero(Reader::part(pair.key, *word))?; INTERVALS]),
+        Value::Word(word) => return Ok(power_of_two_or_zero(Reader::part(pair.key, *word))? > 1),
         Value::List(_, entries) => entries,
     };
-    let mut divisions = [0; INTERVALS];
-    let mut first = true;
-    let mut last = 0;
+    let mut asks = false;
     for entry in entries {
-        let value = power_of_two_or_zero(Reader::part(pair.key, entry.value))?;
-        if entry.name.text() == ">" {
-            divisions.iter_mut().skip(last + 1).for_each(|slot| *slot = value);
-            continue;
-        }
+        asks |= power_of_two_or_zero(Reader::part(pair.key, entry.value))? > 1;
         let name = Reader::part(pair.key, entry.name);
-        let expects_interval = || "a power of two, a size in MiB, or `>` before the `:`".to_owned();
-        let interval = name.integer().map_err(|_| name.invalid_expecting(expects_interval()))?;
-        if !interval.is_power_of_two() {
-            return Err(name.invalid_expecting(expects_interval()));
+        if name.text() != ">" && !name.integer().is_ok_and(u64::is_power_of_two) {
+            let expected = "a power of two, a size in MiB, or `>` before the `:`";
+            return Err(name.invalid_expecting(expected.to_owned()));
         }
-        last = (interval.ilog2() as usize).min(INTERVALS - 1);
-        if first {
-            divisions[..last].fill(value);
-            first = false;
-        }
-        divisions[last] = value;
     }
-    Ok(divisions)
+    Ok(asks)
 }
 
 fn power_of_two_or_zero(reader: Reader<'_>) -> Result<u64, ConfigError> {

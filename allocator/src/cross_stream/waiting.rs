@@ -16,7 +16,6 @@ use std::collections::BTreeMap;
 
 use aquifer_device::internal::Clock;
 
-use crate::accounting::counters::Hot;
 use crate::allocator::Allocator;
 use crate::cross_stream::progress::{Pending, poll, synchronize_all};
 use crate::cross_stream::waiting_list::Waiting;
@@ -25,9 +24,7 @@ use crate::heap::{Block, kind_of};
 use crate::history::Action;
 use crate::policy::EVENT_SHARE;
 use crate::pools::table::Which;
-use crate::request::Place;
 use crate::state::guard::StateGuard;
-use crate::state::settled::Sought;
 use crate::state::shared::SharedState;
 use crate::state::special;
 use crate::sync::atomic::Ordering;
@@ -39,7 +36,7 @@ pub(crate) fn poll_waiting(allocator: &Allocator) -> Result<(), AllocError> {
     poll(&pending)?;
     let got_further = note_asked(&mut allocator.state().shared());
     if got_further {
-        sweep_done(&mut allocator.state().lock(None));
+        sweep_done(&mut allocator.state().lock());
     }
     Ok(())
 }
@@ -49,32 +46,31 @@ pub(crate) fn poll_waiting(allocator: &Allocator) -> Result<(), AllocError> {
 /// cannot be waited for now.
 pub(crate) fn synchronize_pending(allocator: &Allocator, which: Which) -> Result<bool, AllocError> {
     let mut waited = false;
-    // Twice, because a block that waited may become a foreign free block (a free block away from
-    // home), with a tick of its own stream.
+    // Twice, because a block that waited may become a stray, with a tick of its own stream.
     for _ in 0..2 {
-        let mut guard = allocator.state().lock(None);
-        let waits = !guard.waiting.is_empty() || guard.has_foreign();
+        let mut guard = allocator.state().lock();
+        let waits = !guard.waiting.is_empty() || guard.heap.has_strays();
         let mut pending = pending(&guard, which);
-        pending.extend(pending_foreign(&mut guard, which));
-        drop(guard);
+        pending.extend(pending_strays(&guard, which));
         if !waits {
             break;
         }
         if !waited && !pending.is_empty() {
-            allocator.state().count(|counters| &counters.num_sync_all_streams);
+            guard.counters.num_sync_all_streams.add(1);
         }
+        drop(guard);
         waited = true;
         synchronize_all(&pending)?;
-        let mut guard = allocator.state().lock(None);
+        let mut guard = allocator.state().lock();
         sweep_done(&mut guard);
-        send_foreign_home(&mut guard);
+        while guard.return_strays() {}
     }
     Ok(waited)
 }
 
 /// The latest tick of each stream that waiting blocks depend on, in some pools. Ticks known to be
 /// done are left out.
-fn pending(guard: &StateGuard, which: Which) -> Pending {
+fn pending(guard: &SharedState, which: Which) -> Pending {
     if let Which::All = which {
         return pending_of_all(guard);
     }
@@ -86,12 +82,10 @@ fn pending(guard: &StateGuard, which: Which) -> Pending {
     unknown(guard, latest.into_iter())
 }
 
-/// The ticks of free blocks away from home that are not known to be done, in some pools.
-fn pending_foreign(guard: &mut StateGuard, which: Which) -> Pending {
-    guard.look_for(Sought::Foreign);
-    let foreign = guard.heaps().flat_map(|heap| heap.foreign().map(|id| &heap.blocks[id]));
-    let foreign = foreign.filter(|block| guard.pools.is_among(block.pool, which));
-    unknown(guard, foreign.map(|block| (block.owner, block.after)))
+/// The ticks of strays that are not known to be done, in some pools.
+fn pending_strays(shared: &SharedState, which: Which) -> Pending {
+    let ticks = shared.heap.ticks_of_strays().filter(|&(_, _, pool)| shared.pools.is_among(pool, which));
+    unknown(shared, ticks.map(|(owner, after, _)| (owner, after)))
 }
 
 /// Frees the waiting blocks that need not wait any more, if a stream got further since the last
@@ -132,18 +126,15 @@ fn sweep(guard: &mut StateGuard, ordered: Option<(u32, &Clock)>) {
 
 /// Frees a block that need not wait any more.
 pub(crate) fn end_wait(guard: &mut StateGuard, waiting: &Waiting) {
-    let &Waiting { place: Place { arena, block: id }, block: Block { owner, pool, size, requested, .. }, .. } = waiting;
-    let kind = kind_of(pool);
-    guard.counters().waited(kind, size);
+    let &Waiting { id, block: Block { owner, pool, size, requested, .. }, own_use, .. } = waiting;
+    guard.counters.waited(kind_of(pool), size, requested);
     // The tick is taken now, because the owner's later events also cover the work that it is
     // ordered after.
     let tick = guard.tick_of(owner);
     let done = waiting.uses.iter().all(|&(slot, after)| guard.is_known_done(slot, after));
-    let last_use = if done { waiting.own_use } else { tick };
-    let arena = guard.arena(arena);
-    arena.counter_target().change(Hot::Requested, kind, -requested.cast_signed());
-    arena.note(Action::FreeCompleted, id);
-    arena.complete(id, owner, tick, last_use);
+    let last_use = if done { own_use } else { tick };
+    guard.note(Action::FreeCompleted, id);
+    guard.complete(id, owner, tick, last_use);
 }
 
 /// Bytes of waiting blocks, by the stream that they wait for.
@@ -180,7 +171,7 @@ pub(crate) fn is_poll_due(shared: &mut SharedState) -> bool {
     shared.waiting.is_to_be_asked_for(is_little)
 }
 
-/// True if less memory waits than makes a milestone due, where memory is mapped.
+/// True if less memory waits than makes a progress event due, where memory is mapped.
 fn waits_little(shared: &SharedState) -> bool {
     shared.paged.is_some() && shared.waiting.bytes < shared.reserved / EVENT_SHARE
 }
@@ -205,18 +196,6 @@ pub(crate) fn unknown(shared: &SharedState, ticks: impl Iterator<Item = (u32, u6
 
 fn frontier(shared: &SharedState, slot: u32) -> u64 {
     shared.timeline(slot).map_or(0, |timeline| timeline.frontier())
-}
-
-/// Returns foreign free blocks that are done to their home streams.
-pub(crate) fn send_foreign_home(guard: &mut StateGuard) {
-    guard.look_for(Sought::Foreign);
-    let (shared, arenas) = guard.shared_and_arenas();
-    for arena in arenas {
-        for (pool, change) in arena.heap.send_home(|owner, after| shared.is_known_done(owner, after)) {
-            arena.split_changed(kind_of(pool), change);
-        }
-        arena.heap.prune_foreign();
-    }
 }
 
 #[cfg(all(test, not(aquifer_shuttle)))]

@@ -3,8 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::cross_stream::ticks::{TickIndex, Use};
-use crate::heap::Block;
-use crate::request::Place;
+use crate::heap::{Block, BlockId};
 
 /// The most allocations in a row that do not ask, after one that asked in vain. A larger number
 /// saves few queries, and memory comes back later.
@@ -48,7 +47,7 @@ pub(crate) struct Pause {
 /// A block that waits.
 #[derive(Debug)]
 pub(crate) struct Waiting {
-    pub(crate) place: Place,
+    pub(crate) id: BlockId,
     /// Its record in the heap, of which only the links may have changed since.
     pub(crate) block: Block,
     /// The other streams that used it, each with the tick that its timeline must reach.

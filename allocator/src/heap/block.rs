@@ -24,6 +24,13 @@ impl BlockId {
     }
 }
 
+impl From<BlockId> for u32 {
+    #[inline]
+    fn from(id: BlockId) -> u32 {
+        id.0
+    }
+}
+
 impl Default for BlockId {
     fn default() -> BlockId {
         BlockId::NONE
@@ -77,7 +84,7 @@ pub(crate) struct Block {
     /// Neighbours in the region, by address.
     pub(crate) prev: BlockId,
     pub(crate) next: BlockId,
-    /// While free: neighbours in its bin, for an index that keeps lists.
+    /// While free: neighbours in its bin.
     pub(crate) bin_prev: BlockId,
     pub(crate) bin_next: BlockId,
     pub(crate) region: u32,
@@ -88,25 +95,13 @@ pub(crate) struct Block {
     pub(crate) tag: u32,
     pub(crate) pool: u16,
     pub(crate) state: State,
-    /// While live: true if other streams use the block, too. The shared state lists them.
+    /// While live: true if other streams use the block, too. The allocator's state lists them.
     pub(crate) used_elsewhere: bool,
 }
 
 const _: () = assert!(size_of::<Block>() == 64, "a block record fills a cache line");
 
 impl Block {
-    /// While free, in an index that gives out slots: the block's slot. It is where lists have their
-    /// links.
-    #[inline]
-    pub(super) fn slot(&self) -> u32 {
-        self.bin_prev.0
-    }
-
-    #[inline]
-    pub(super) fn set_slot(&mut self, slot: u32) {
-        self.bin_prev = BlockId(slot);
-    }
-
     /// Its addresses.
     #[inline]
     pub(crate) fn range(&self) -> std::ops::Range<u64> {
@@ -149,7 +144,7 @@ const FEW: usize = 1 << 12;
 /// instead stalls an allocation for 28 ms.
 const RESERVED: usize = 1 << 22;
 
-/// All blocks of a heap.
+/// All blocks of the heap.
 #[derive(Debug)]
 pub(crate) struct Slab {
     /// The records. The first one is that of [`BlockId::NONE`].
@@ -214,11 +209,6 @@ impl Slab {
     #[inline]
     pub(crate) fn get(&self, id: BlockId) -> Option<&Block> {
         id.some().map(|id| &self[id])
-    }
-
-    #[inline]
-    pub(crate) fn get_mut(&mut self, id: BlockId) -> Option<&mut Block> {
-        id.some().map(|id| &mut self[id])
     }
 
     /// Number of records, vacant ones included.

@@ -25,9 +25,12 @@ impl Heap {
                     free += block.size;
                     free_count += 1;
                     self.check_indexed(id, block)?;
+                    if block.owner != region.stream && !self.strays.has(id) {
+                        return Err(format!("H3: {id:?} {block:?} is not among the strays"));
+                    }
                 }
                 match block.state {
-                    State::Hole if !self.holes.is_noted(block.pool, block.addr, id) => {
+                    State::Hole if !self.holes.is_noted(block.pool, region.stream, block.addr, id) => {
                         return Err(format!("H4: {id:?} {block:?} is not among the holes"));
                     }
                     State::Hole | State::Filling => holes += block.size,
@@ -49,10 +52,6 @@ impl Heap {
             let (noted_total, noted_free) = (self.total, self.free);
             return Err(format!("H2: total {total} free {free}, noted {noted_total} {noted_free}"));
         }
-        let foreign = self.foreign().count();
-        if foreign != self.foreign {
-            return Err(format!("H4: {foreign} foreign free blocks, noted {}", self.foreign));
-        }
         if (holes, held) != (self.hole_bytes, self.held_bytes) {
             let (noted_holes, noted_held) = (self.hole_bytes, self.held_bytes);
             return Err(format!("H2: holes {holes} held {held}, noted {noted_holes} {noted_held}"));
@@ -63,10 +62,9 @@ impl Heap {
         if !self.holes.is_consistent() {
             return Err("H4: other blocks are among the holes".to_owned());
         }
-        for pool in self.pools.numbers() {
-            if let Some((owner, _)) = self.indexes(pool).find(|(_, index)| !index.is_consistent()) {
-                return Err(format!("H4: the index of pool {pool} and stream {owner} takes others for its blocks"));
-            }
+        let noted = self.free_blocks.count();
+        if noted != free_count {
+            return Err(format!("H4: {free_count} free blocks, noted {noted}"));
         }
         let indexed: usize =
             self.pools.numbers().flat_map(|pool| self.indexes(pool)).map(|(_, index)| index.len()).sum();
@@ -82,7 +80,7 @@ impl Heap {
     }
 
     fn check_indexed(&self, id: BlockId, block: &Block) -> Result<(), String> {
-        let found = self.index(block.pool, block.owner).is_some_and(|index| index.contains(id));
+        let found = self.index(block.pool, self.owner_of(id)).is_some_and(|index| index.contains(id));
         if !found {
             return Err(format!("H4: {id:?} {block:?} is in no index"));
         }
@@ -94,8 +92,6 @@ impl Heap {
         if both(State::Hole) {
             return true;
         }
-        let free = both(State::Free);
-        let done = || [left, right].iter().all(|id| self.blocks[*id].after == 0);
-        free && (self.blocks[left].owner == self.blocks[right].owner || done())
+        both(State::Free) && self.blocks[left].owner == self.blocks[right].owner
     }
 }

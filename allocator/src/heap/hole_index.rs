@@ -1,4 +1,4 @@
-//! The holes that are not held: by pool and address, and whether a block is one.
+//! The holes that are not held: by pool, stream and address, and whether a block is one.
 
 use std::collections::BTreeMap;
 
@@ -8,20 +8,20 @@ use super::members::Members;
 /// A set of holes.
 #[derive(Debug, Default)]
 pub(super) struct HoleIndex {
-    by_address: BTreeMap<(u16, u64), BlockId>,
+    by_address: BTreeMap<(u16, u32, u64), BlockId>,
     /// The same holes. Their bits are close together in the cache, where blocks' records are not.
     members: Members,
 }
 
 impl HoleIndex {
-    pub(super) fn insert(&mut self, pool: u16, addr: u64, id: BlockId) {
-        self.by_address.insert((pool, addr), id);
+    pub(super) fn insert(&mut self, pool: u16, stream: u32, addr: u64, id: BlockId) {
+        self.by_address.insert((pool, stream, addr), id);
         self.members.insert(id);
     }
 
-    /// Takes out the hole of a pool at an address, which must be in the set.
-    pub(super) fn remove(&mut self, pool: u16, addr: u64) {
-        let id = self.by_address.remove(&(pool, addr));
+    /// Takes out the hole of a pool and stream at an address, which must be in the set.
+    pub(super) fn remove(&mut self, pool: u16, stream: u32, addr: u64) {
+        let id = self.by_address.remove(&(pool, stream, addr));
         id.into_iter().for_each(|id| self.members.remove(id));
     }
 
@@ -33,9 +33,9 @@ impl HoleIndex {
         self.by_address.len()
     }
 
-    /// The holes of a pool, by address.
-    pub(super) fn of_pool(&self, pool: u16) -> impl Iterator<Item = BlockId> + '_ {
-        self.by_address.range((pool, 0)..=(pool, u64::MAX)).map(|(_, &id)| id)
+    /// The holes of a pool in a stream's regions, by address.
+    pub(super) fn of(&self, pool: u16, stream: u32) -> impl Iterator<Item = BlockId> + '_ {
+        self.by_address.range((pool, stream, 0)..=(pool, stream, u64::MAX)).map(|(_, &id)| id)
     }
 
     /// Every hole, pool by pool.
@@ -46,8 +46,8 @@ impl HoleIndex {
 
     /// True if a hole is in the set, at its place.
     #[cfg(any(test, debug_assertions))]
-    pub(super) fn is_noted(&self, pool: u16, addr: u64, id: BlockId) -> bool {
-        self.by_address.get(&(pool, addr)) == Some(&id) && self.members.contains(id)
+    pub(super) fn is_noted(&self, pool: u16, stream: u32, addr: u64, id: BlockId) -> bool {
+        self.by_address.get(&(pool, stream, addr)) == Some(&id) && self.members.contains(id)
     }
 
     /// True if no other blocks are taken for holes.

@@ -6,8 +6,9 @@
 //! and in [`State::Filling`] if they are holes. Every hole starts and ends at a border between
 //! granules.
 //!
-//! The last use of each granule is noted ([`super::last_use`]) when a block of the home stream is
-//! given back. Blocks of other owners need no note, because they come home only once they are done.
+//! The last use of each granule is noted ([`super::last_use`]) when a block is given back that
+//! belongs to the region's stream. A block of another owner merges with those only once it is done;
+//! until then its own tick counts for all of it.
 
 use super::last_use::{Granules, LastUses};
 use super::recent::Use;
@@ -29,19 +30,25 @@ impl Region {
     pub(crate) fn is_paged(&self) -> bool {
         !self.granules.is_empty()
     }
+
+    /// True if the last uses by a stream are noted for each granule.
+    #[inline]
+    pub(super) fn notes_uses_of(&self, stream: u32) -> bool {
+        self.stream == stream && self.is_paged()
+    }
 }
 
 impl Heap {
-    /// Adds a region of addresses without memory, which is one hole. `granule` is a power of two
-    /// that divides address and length.
-    pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64, pool: u16, granule: u64) {
-        let number = self.add_region_record(addr, bytes, pool);
-        let hole =
-            Block { addr, size: bytes, region: number, owner: self.home, pool, state: State::Hole, ..Block::default() };
+    /// Adds a region of addresses of a stream without memory, which is one hole. `granule` is a power
+    /// of two that divides address and length.
+    pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64, stream: u32, pool: u16, granule: u64) {
+        let number = self.add_region_record(addr, bytes, stream, pool);
+        let state = State::Hole;
+        let hole = Block { addr, size: bytes, region: number, owner: stream, pool, state, ..Block::default() };
         let first = self.blocks.insert(hole);
         let region = self.region_mut(number);
         (region.first, region.granules) = (first, Granules::new(bytes, granule));
-        self.holes.insert(pool, addr, first);
+        self.holes.insert(pool, stream, addr, first);
         self.empty_reservations.insert(first);
         self.hole_bytes += bytes;
     }
@@ -49,59 +56,59 @@ impl Heap {
     /// Removes a region that is one hole, and returns it.
     pub(crate) fn remove_reservation(&mut self, hole: BlockId) -> Region {
         debug_assert!(self.blocks[hole].state == State::Hole && !self.blocks[hole].is_split());
-        let Block { addr, size, pool, .. } = self.blocks[hole];
-        self.holes.remove(pool, addr);
+        let Block { addr, size, pool, region, .. } = self.blocks[hole];
+        self.holes.remove(pool, self.region(region).stream, addr);
         self.empty_reservations.remove(&hole);
         self.hole_bytes -= size;
         self.remove_region_record(hole)
     }
 
-    /// Notes that the memory of a block, which the home stream gives back now, is used until the
-    /// tick `after`.
+    /// Notes that the memory of a block, which its owner gives back now, is used until the tick
+    /// `after`.
     #[inline]
     pub(crate) fn note_last_use(&mut self, id: BlockId, owner: u32, after: u64) {
         let Block { addr, size, region, .. } = self.blocks[id];
-        let home = self.home;
         let region = self.region_mut(region);
-        if region.is_paged() && owner == home {
+        if region.notes_uses_of(owner) {
             region.granules.note(addr - region.addr, size, after);
         }
     }
 
-    /// Empties the log of last uses into the granules' ticks. Uses that are done are dropped: the
-    /// home stream's timeline has reached `done`.
-    pub(crate) fn note_recent_uses(&mut self, done: u64) {
-        let mut recent = std::mem::take(&mut self.recent);
-        recent.drop_done(done);
-        recent.settle(|Use { addr, bytes, region, after }| {
-            let region = self.region_mut(region);
-            if region.is_paged() {
-                region.granules.note(addr - region.addr, bytes, after);
+    /// Empties the logs of last uses into the granules' ticks. Uses that are done are dropped: `done`
+    /// gives the tick that a stream's timeline has reached.
+    pub(crate) fn note_recent_uses(&mut self, done: impl Fn(u32) -> u64) {
+        for stream in self.active_streams.iter().collect::<Vec<_>>() {
+            self.note_recent_uses_of(stream, done(stream));
+            if !self.of_stream(stream).deferred.is_some() {
+                self.active_streams.remove(stream);
             }
-        });
-        self.recent = recent;
-    }
-
-    /// Makes room in the log of last uses: drops the uses that are done, and notes the others in
-    /// the granules' ticks if that is not enough.
-    pub(crate) fn thin_recent_uses(&mut self, done: u64) {
-        if !self.recent.drop_done(done) {
-            self.note_recent_uses(done);
         }
     }
 
-    /// True if the log of last uses is so long that room should be made.
-    #[inline]
-    pub(crate) fn has_many_recent_uses(&self) -> bool {
-        self.recent.are_many()
+    fn note_recent_uses_of(&mut self, stream: u32, done: u64) {
+        let mut recent = std::mem::take(&mut self.of_stream(stream).recent);
+        recent.drop_done(done);
+        recent.settle(|Use { addr, bytes, region, after }| {
+            let region = self.region_mut(region);
+            region.granules.note(addr - region.addr, bytes, after);
+        });
+        self.of_stream(stream).recent = recent;
+    }
+
+    /// Makes room in a stream's log of last uses: drops the uses that are done, and notes the others
+    /// in the granules' ticks if that is not enough.
+    pub(crate) fn thin_recent_uses(&mut self, stream: u32, done: u64) {
+        if !self.of_stream(stream).recent.drop_done(done) {
+            self.note_recent_uses_of(stream, done);
+        }
     }
 
     /// For each granule of a free block, the tick that the owner's timeline must reach for the
-    /// granule to be done. The log of last uses must be empty.
+    /// granule to be done. The logs of last uses must be empty.
     pub(crate) fn last_uses_of(&self, block: &Block) -> LastUses<'_> {
-        debug_assert!(self.recent.is_empty());
+        debug_assert!(self.streams.iter().all(|of_stream| of_stream.recent.is_empty()));
         let region = self.region(block.region);
-        let granules = Some(&region.granules).filter(|granules| block.owner == self.home && !granules.is_empty());
+        let granules = region.notes_uses_of(block.owner).then_some(&region.granules);
         LastUses { start: region.addr, granules, latest: block.after }
     }
 
@@ -120,9 +127,9 @@ impl Heap {
         self.holes.contains(id)
     }
 
-    /// The holes of a pool that are not held, by address.
-    pub(crate) fn holes_of(&self, pool: u16) -> impl Iterator<Item = BlockId> + '_ {
-        self.holes.of_pool(pool)
+    /// The holes of a pool in a stream's regions that are not held, by address.
+    pub(crate) fn holes_of(&self, pool: u16, stream: u32) -> impl Iterator<Item = BlockId> + '_ {
+        self.holes.of(pool, stream)
     }
 
     /// Every hole that is not held, pool by pool.
@@ -134,7 +141,7 @@ impl Heap {
     /// Holds `from..to`, which lies in one free block or one hole. The remainders on either side
     /// stay what they are.
     pub(crate) fn hold(&mut self, id: BlockId, from: u64, to: u64) -> Holding {
-        self.note_recent_uses(0);
+        self.note_recent_uses(|_| 0);
         let block = self.blocks[id];
         debug_assert!(block.addr <= from && from < to && to <= block.addr + block.size);
         let held = if block.state == State::Free {
@@ -144,7 +151,7 @@ impl Heap {
             State::Held
         } else {
             debug_assert_eq!(block.state, State::Hole);
-            self.holes.remove(block.pool, block.addr);
+            self.holes.remove(block.pool, self.region(block.region).stream, block.addr);
             self.empty_reservations.remove(&id);
             State::Filling
         };
@@ -163,13 +170,13 @@ impl Heap {
     /// Returns a piece beside the held part to its earlier state. Its other neighbours are
     /// unchanged, so nothing merges.
     fn back(&mut self, id: BlockId, state: State) {
-        let Block { addr, size, pool, .. } = self.blocks[id];
+        let Block { addr, size, pool, region, .. } = self.blocks[id];
         self.blocks[id].state = state;
         if state == State::Free {
             self.free += size;
             self.index_alone(id);
         } else {
-            self.holes.insert(pool, addr, id);
+            self.holes.insert(pool, self.region(region).stream, addr, id);
         }
     }
 
@@ -193,7 +200,7 @@ impl Heap {
         self.unhold_as_used(id, 0)
     }
 
-    /// As [`Heap::unhold_as_free`]. Memory that was a hole was used by the home stream until the
+    /// As [`Heap::unhold_as_free`]. Memory that was a hole was used by the region's stream until the
     /// tick `until`, at other addresses; 0 if it is done for every stream.
     pub(crate) fn unhold_as_used(&mut self, id: BlockId, until: u64) -> BlockId {
         let Block { state, owner, after, addr, size, region, .. } = self.blocks[id];
@@ -204,14 +211,14 @@ impl Heap {
             if until > 0 {
                 region.granules.note(addr - region.addr, size, until);
             }
-            (self.home, until)
+            (region.stream, until)
         } else {
             debug_assert_eq!(state, State::Held);
             self.held_bytes -= size;
             (owner, after)
         };
         self.blocks[id].state = State::Waiting;
-        self.give(id, owner, after).0
+        self.give(id, owner, after)
     }
 
     /// Has a held block count as one without memory: the driver is about to take it away, or it moved
@@ -227,19 +234,19 @@ impl Heap {
     /// Ends the holding of a block that has no memory any more, or still none: it becomes a hole
     /// and merges with holes beside it.
     pub(crate) fn unhold_as_hole(&mut self, id: BlockId) -> BlockId {
-        let Block { state, size, addr, pool, .. } = self.blocks[id];
+        let Block { state, size, addr, pool, region, .. } = self.blocks[id];
+        let stream = self.region(region).stream;
         if state == State::Held {
             self.held_bytes -= size;
             self.hole_bytes += size;
         }
-        let home = self.home;
         let block = &mut self.blocks[id];
-        (block.state, block.owner, block.after) = (State::Hole, home, 0);
+        (block.state, block.owner, block.after) = (State::Hole, stream, 0);
         let prev = block.prev.some().filter(|&prev| self.blocks[prev].state == State::Hole);
         let next = self.blocks[id].next.some().filter(|&next| self.blocks[next].state == State::Hole);
         if let Some(next) = next {
             let at = self.blocks[next].addr;
-            self.holes.remove(pool, at);
+            self.holes.remove(pool, stream, at);
             self.absorb_next(id, next);
         }
         let hole = match prev {
@@ -248,7 +255,7 @@ impl Heap {
                 prev
             }
             None => {
-                self.holes.insert(pool, addr, id);
+                self.holes.insert(pool, stream, addr, id);
                 id
             }
         };
@@ -286,16 +293,14 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::config::Config;
-    use crate::size_class::SizeClasses;
+    use crate::heap::Owner;
 
     const GRANULE: u64 = 4096;
     const BASE: u64 = 1 << 20;
 
     fn heap(granules: u64) -> Heap {
-        let mut heap = Heap::default();
-        heap.add_pools();
-        heap.add_reservation(BASE, granules * GRANULE, 0, GRANULE);
+        let mut heap = Heap::new(true);
+        heap.add_reservation(BASE, granules * GRANULE, 0, 0, GRANULE);
         heap
     }
 
@@ -304,7 +309,7 @@ mod tests {
         let mut heap = heap(4);
         let held = heap.hold(hole_at(&heap, BASE), BASE, BASE + 2 * GRANULE).id;
         let free = heap.unhold_as_used(held, 7);
-        assert_eq!((heap.blocks[free].after, heap.blocks[free].owner), (7, heap.home));
+        assert_eq!((heap.blocks[free].after, heap.blocks[free].owner), (7, 0));
         let uses = heap.last_uses_of(&heap.blocks[free]);
         assert_eq!(uses.highest_run(&(BASE..BASE + 2 * GRANULE)), (7, BASE));
         assert_eq!(heap.check(), Ok(()));
@@ -343,9 +348,8 @@ mod tests {
     fn a_granule_has_a_last_use_of_its_own() {
         let mut heap = heap(4);
         fill(&mut heap, 0, 4);
-        let classes = SizeClasses::new(&Config::default());
-        let (one, _) = heap.take_best(&classes, 0, 2 * GRANULE, 1).unwrap();
-        let (two, _) = heap.take_best(&classes, 0, 2 * GRANULE, 1).unwrap();
+        let one = heap.take_best(Owner::in_own_regions(0), 0, 2 * GRANULE, 1).unwrap();
+        let two = heap.take_best(Owner::in_own_regions(0), 0, 2 * GRANULE, 1).unwrap();
         for (id, after) in [(one, 5), (two, 9)] {
             heap.note_last_use(id, 0, after);
             heap.give(id, 0, after);
@@ -368,8 +372,7 @@ mod tests {
     fn what_was_held_is_not_done_before_what_it_merges_with() {
         let mut heap = heap(4);
         fill(&mut heap, 0, 4);
-        let classes = SizeClasses::new(&Config::default());
-        let [one, two] = [(); 2].map(|()| heap.take_best(&classes, 0, 2 * GRANULE, 1).unwrap().0);
+        let [one, two] = [(); 2].map(|()| heap.take_best(Owner::in_own_regions(0), 0, 2 * GRANULE, 1).unwrap());
         heap.give(one, 0, 5);
         let held = heap.hold(one, BASE, BASE + 2 * GRANULE).id;
         // Used for longer, and given back while the other is in the hands of the driver.
@@ -384,16 +387,13 @@ mod tests {
 
     #[test]
     fn what_rested_is_not_done_before_what_it_merges_with() {
-        let mut heap = Heap::new(0, super::super::IndexKind::Bins);
-        heap.add_pools();
-        heap.add_reservation(BASE, 4 * GRANULE, 0, GRANULE);
+        let mut heap = heap(4);
         fill(&mut heap, 0, 4);
-        let classes = SizeClasses::new(&Config::default());
-        let [one, two] = [(); 2].map(|()| heap.take_best(&classes, 0, 2 * GRANULE, 1).unwrap().0);
-        heap.defer(one, 5);
+        let [one, two] = [(); 2].map(|()| heap.take_best(Owner::in_own_regions(0), 0, 2 * GRANULE, 1).unwrap());
+        heap.give_deferred(0, one, 2 * GRANULE, 5);
         // As memory that was lent comes back, by a way on which nothing rests.
         heap.give(two, 0, 9);
-        heap.coalesce_deferred();
+        heap.coalesce_all();
         let (_, block) = heap.blocks.iter().find(|(_, block)| block.state == State::Free).unwrap();
         assert_eq!((block.size, block.after), (4 * GRANULE, 9));
     }
@@ -403,8 +403,7 @@ mod tests {
         #[test]
         fn regions_stay_tiled(steps in prop::collection::vec((0..5u8, 0..16u64, 1..6u64, any::<bool>()), 1..120)) {
             let mut heap = heap(16);
-            let classes = SizeClasses::new(&Config::default());
-            let mut live = Vec::new();
+                let mut live = Vec::new();
             for (what, at, n, as_free) in steps {
                 let (from, to) = (BASE + at * GRANULE, (BASE + (at + n) * GRANULE).min(BASE + 16 * GRANULE));
                 match what {
@@ -418,7 +417,7 @@ mod tests {
                             if as_free { heap.unhold_as_free(held); } else { heap.unhold_as_hole(held); }
                         }
                     }
-                    2 | 3 => live.extend(heap.take_best(&classes, 0, n * 1024, n).map(|(id, _)| id)),
+                    2 | 3 => live.extend(heap.take_best(Owner::in_own_regions(0), 0, n * 1024, n)),
                     _ if !live.is_empty() => {
                         let id = live.swap_remove(usize::try_from(at).unwrap() % live.len());
                         heap.note_last_use(id, 0, n);

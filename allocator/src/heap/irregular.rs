@@ -4,7 +4,7 @@
 //! A handle knows the bytes that were requested, and from these follow the size and the kind of
 //! most blocks. So most frees need not read the block's record, which is missed in the cache if
 //! there are many. A bit tells which blocks are *irregular*: their size or pool is another one
-//! (alignment, private pools), their owner is not the home stream, or other streams use them, too.
+//! (alignment, private pools), or other streams use them, too.
 //!
 //! Invariant: a live block without its bit is regular. A bit that is left over costs its next block
 //! a look at the record, no more.
@@ -12,8 +12,8 @@
 use super::{BlockId, Heap};
 
 impl Heap {
-    /// True if size and kind of a live block follow from its requested bytes, it is the home
-    /// stream's, and no other stream uses it. Its record is not read.
+    /// True if size and kind of a live block follow from its requested bytes, and no other stream
+    /// uses it. Its record is not read.
     #[inline]
     pub(crate) fn is_regular(&self, id: BlockId) -> bool {
         !self.irregular.contains(id)

@@ -2,7 +2,7 @@
 //!
 //! A free block has one tick, the latest of all blocks that were merged into it. Whether memory may
 //! be unmapped depends on the memory's own last use, so the last use of each granule is noted after
-//! a block in it was given back ([`super::recent`]), as a tick of the home stream. A block may
+//! a block in it was given back ([`super::recent`]), as a tick of the region's stream. A block may
 //! cover thousands of granules, so ticks are kept in a tree of three levels, whose nodes cover 1,
 //! 16 and 256 granules. A note raises the fewest nodes that make up its range, about 90 for 16 GiB
 //! in granules of 2 MiB. A granule's last use is the latest of the three nodes that cover it.
@@ -18,7 +18,7 @@ const LEVELS: usize = 3;
 pub(crate) struct Granules {
     /// Binary logarithm of a granule's size in bytes.
     shift: u32,
-    /// For each node, the tick that the home stream's timeline must reach before other streams may
+    /// For each node, the tick that the region's stream must reach before other streams may
     /// use all that the node covers, as far as this node says; 0 if they may now. The level of
     /// single granules comes first. A level ends with the last node that was ever raised: a region
     /// has room for all memory of the device, and most of it is never used.

@@ -6,23 +6,23 @@
 //!   length;
 //! * **H2** live + waiting + free + holes + held = Σ region lengths, and each equals its running
 //!   total;
-//! * **H3** no two neighbours are mergeable, that is, both free and either of the same owner or
-//!   both done for every stream;
+//! * **H3** no two neighbours are holes, or free and of one owner. A free block in a region of another
+//!   stream than its owner is noted as a *stray*, and belongs to the region's stream once it is known
+//!   done;
 //! * **H4** a block is in an index if and only if it is free, and then in the index of its pool and
 //!   owner;
 //! * **H5** a free block's tick is the latest of all blocks that were merged into it, in whatever
 //!   order.
 //!
-//! Ownership: a heap belongs to one stream, its *home*. A free block belongs to the stream of its
-//! last use, its *owner*, which may reuse it at once. A block whose owner is not the home stream is
-//! a *foreign free block*. Once a foreign free block is done it goes home, so that borrowing memory
-//! across streams leaves no lasting borders between free blocks.
+//! A free block belongs to the stream of its last use, its *owner*, which may use it again at once.
+//! Another stream may once it is done. A region has a stream, too, for which its addresses were
+//! reserved: memory grows in a stream's own regions, so that blocks of different streams mostly do
+//! not lie side by side. A request may be served from any of them.
 
 mod block;
 #[cfg(any(test, debug_assertions))]
 mod check;
 mod deferred;
-mod foreign;
 mod hole_index;
 mod holes;
 mod index;
@@ -32,71 +32,69 @@ mod members;
 mod moves;
 mod pools;
 mod recent;
+mod search;
+mod strays;
 mod walk;
 
 use std::collections::BTreeSet;
 
 pub(crate) use block::{Block, BlockId, Slab, State};
 use deferred::Deferred;
-pub(crate) use deferred::DeferredBlock;
 use hole_index::HoleIndex;
 pub(crate) use holes::Holding;
-use index::{Bins, Exact, FreeIndex, Index};
-pub(crate) use index::{IndexKind, IndexView, Key};
+pub(crate) use index::{IndexView, Key};
 use last_use::Granules;
 pub(crate) use last_use::LastUses;
 use members::Members;
-use moves::{Joined, Piece, Rules, Taken};
+use moves::{Joined, Piece, Taken};
 use pools::Pools;
-pub(crate) use pools::{HeapPoolOptions, kind_of};
+pub(crate) use pools::{HeapPoolOptions, Owner, kind_of};
 use recent::RecentUses;
+use strays::Strays;
 pub(crate) use walk::{Passed, Walk};
-
-use crate::size_class::SizeClasses;
 
 /// A contiguous range of device addresses.
 #[derive(Clone, Debug)]
 pub(crate) struct Region {
     pub(crate) addr: u64,
     pub(crate) bytes: u64,
-    pub(crate) home: u32,
+    /// The stream for which it was reserved.
+    pub(crate) stream: u32,
     pub(crate) pool: u16,
     pub(crate) first: BlockId,
     /// Last uses of its granules; empty for a segment.
     pub(crate) granules: Granules,
 }
 
-/// By how much an operation changed the count and the bytes of free pieces of regions
-/// (`inactive_split`). They are counted only with [`IndexKind::Exact`], which is for segments.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct SplitChange {
-    pub(crate) count: i64,
-    pub(crate) bytes: i64,
+/// What the heap keeps for each stream.
+#[derive(Debug, Default)]
+struct OfStream {
+    /// Blocks that it freed, and that are not merged yet.
+    deferred: Deferred,
+    /// The log of its last uses that are not noted in granules' ticks yet.
+    recent: RecentUses,
 }
 
-/// The regions of one stream, their blocks, and the free ones' indexes.
+/// The regions, their blocks, and the free ones' indexes.
 #[derive(Debug, Default)]
 pub(crate) struct Heap {
-    /// The stream whose regions these are.
-    pub(crate) home: u32,
     pub(crate) blocks: Slab,
     pub(crate) pools: Pools,
-    index_kind: IndexKind,
+    streams: Vec<OfStream>,
+    /// The streams that may have deferred blocks, or a log of last uses.
+    active_streams: Members,
+    /// True if several blocks of a stream may be deferred.
+    defers_several: bool,
     regions: Vec<Option<Region>>,
     vacant_regions: Vec<u32>,
-    /// Number of foreign free blocks.
-    foreign: usize,
+    /// The free blocks.
+    free_blocks: Members,
+    strays: Strays,
     /// Holes that are not held.
     holes: HoleIndex,
     /// Those of them that are a whole region.
     empty_reservations: BTreeSet<BlockId>,
-    /// Blocks that were freed, and not merged yet.
-    deferred: Deferred,
     irregular: Members,
-    /// The log of last uses that are not noted in the granules' ticks yet.
-    recent: RecentUses,
-    /// Bytes of blocks that deferred and were taken again.
-    pub(crate) retaken: u64,
     /// Totals of identity H2, in bytes.
     pub(crate) total: u64,
     pub(crate) free: u64,
@@ -107,95 +105,66 @@ pub(crate) struct Heap {
 }
 
 impl Heap {
-    /// The heap of a stream, without pools and regions yet, whose free blocks are indexed in the
-    /// given way.
-    pub(crate) fn new(home: u32, index_kind: IndexKind) -> Heap {
-        Heap { home, index_kind, ..Heap::default() }
-    }
-
-    /// Adds the default pools: the small one has number 0, the large one number 1.
-    pub(crate) fn add_pools(&mut self) {
-        self.pools.add_default(self.index_kind);
+    /// A heap with the default pools: the small one has number 0, the large one number 1. `shares`
+    /// says whether free blocks of different streams may become one.
+    pub(crate) fn new(shares: bool) -> Heap {
+        Heap { pools: Pools::new(), strays: Strays::new(shares), ..Heap::default() }
     }
 
     /// Adds a private pool, which is about to get a region here, unless the heap has it. Small
     /// pools have even numbers, large ones odd numbers. The pool goes with its last region.
     pub(crate) fn add_private_pool(&mut self, number: u16, options: HeapPoolOptions) {
-        self.pools.add_private(number, self.index_kind, options);
+        self.pools.add_private(number, options);
     }
 
-    /// Takes `size` bytes for the home stream from the block that the index chooses among the
-    /// stream's own free ones, if the size rules allow.
-    #[inline(always)]
-    pub(crate) fn take_best(
-        &mut self,
-        classes: &SizeClasses,
-        pool: u16,
-        size: u64,
-        requested: u64,
-    ) -> Option<(BlockId, SplitChange)> {
-        let piece = Piece { owner: self.home, size, requested };
-        let record = self.pools.get_mut(pool)?;
-        let rules = Rules { classes, kind: record.kind, no_split: record.options.no_split };
-        let mut blocks = self.blocks.records_and_a_vacant_one();
-        match &mut record.own {
-            FreeIndex::Exact(index) => {
-                let taken = moves::take_best(index, &mut blocks, rules, piece)?;
-                Some((taken.id, self.took::<Exact>(&taken)))
-            }
-            FreeIndex::Bins(index) => {
-                let taken = moves::take_best(index, &mut blocks, rules, piece)?;
-                Some((taken.id, self.took::<Bins>(&taken)))
-            }
+    /// What the heap keeps for a stream.
+    #[inline]
+    fn of_stream(&mut self, stream: u32) -> &mut OfStream {
+        if stream as usize >= self.streams.len() {
+            self.add_stream(stream);
         }
+        &mut self.streams[stream as usize]
+    }
+
+    #[cold]
+    fn add_stream(&mut self, stream: u32) {
+        self.streams.resize_with(stream as usize + 1, OfStream::default);
+    }
+
+    /// Takes `size` bytes for a stream from the block that the index chooses among the free ones of an
+    /// owner, which is that stream.
+    #[inline(always)]
+    pub(crate) fn take_best(&mut self, owner: Owner, pool: u16, size: u64, requested: u64) -> Option<BlockId> {
+        let record = self.pools.get_mut(pool)?;
+        let (piece, no_split) = (Piece { owner: owner.stream, size, requested }, record.options.no_split);
+        let index = record.of_mut(owner)?;
+        let mut blocks = self.blocks.records_and_a_vacant_one();
+        let taken = moves::take_best(index, &mut blocks, &mut self.free_blocks, no_split, piece)?;
+        self.took(&taken);
+        Some(taken.id)
     }
 
     /// Takes `size` bytes for `owner` from a given free block.
-    pub(crate) fn take(
-        &mut self,
-        classes: &SizeClasses,
-        id: BlockId,
-        owner: u32,
-        size: u64,
-        requested: u64,
-    ) -> (BlockId, SplitChange) {
-        let Block { size: whole, owner: from, pool, state, .. } = self.blocks[id];
+    pub(crate) fn take(&mut self, id: BlockId, owner: u32, size: u64, requested: u64) -> BlockId {
+        let Block { size: whole, pool, state, .. } = self.blocks[id];
         debug_assert!(state == State::Free && whole >= size);
+        let from = self.owner_of(id);
         let record = &mut self.pools[pool];
-        let piece = Piece { owner, size, requested };
-        let rules = Rules { classes, kind: record.kind, no_split: record.options.no_split };
+        let no_split = record.options.no_split;
+        let index = record.index_mut(from);
         let mut blocks = self.blocks.records_and_a_vacant_one();
-        let (taken, change) = match record.index_mut(self.home, from) {
-            FreeIndex::Exact(index) => {
-                let taken = moves::take(index, &mut blocks, rules, id, Exact::place(id, whole), piece);
-                (taken, self.took::<Exact>(&taken))
-            }
-            FreeIndex::Bins(index) => {
-                let taken = moves::take(index, &mut blocks, rules, id, Bins::place(id, whole), piece);
-                (taken, self.took::<Bins>(&taken))
-            }
-        };
-        self.foreign -= usize::from(from != self.home && taken.rest.is_none());
-        (taken.id, change)
+        let piece = Piece { owner, size, requested };
+        let taken = moves::take(index, &mut blocks, &mut self.free_blocks, no_split, id, piece);
+        self.took(&taken);
+        taken.id
     }
 
     /// Accounts for a block that became live and was free, or part of a free block.
     #[inline(always)]
-    fn took<I: Index>(&mut self, taken: &Taken) -> SplitChange {
-        let &Taken { id, size, whole, prev, next, rest, region } = taken;
-        self.free -= size;
-        if !I::FIRST_STAYS && prev == BlockId::NONE {
-            self.region_mut(region).first = id;
-        }
-        if !I::SEGMENTS {
-            return SplitChange::default();
-        }
-        // Whole regions do not count as split. Computed without branches, because the case follows
-        // no pattern.
-        let was_whole_region = prev == BlockId::NONE && next == BlockId::NONE;
-        SplitChange {
-            count: i64::from(rest.is_some()) + i64::from(was_whole_region) - 1,
-            bytes: (signed(whole) & -i64::from(was_whole_region)) - signed(size),
+    fn took(&mut self, taken: &Taken) {
+        self.free -= taken.size;
+        if taken.prev == BlockId::NONE {
+            self.region_mut(taken.region).first = taken.id;
         }
     }
 
@@ -203,121 +172,54 @@ impl Heap {
     /// owner's timeline has reached `after` (0: now). Merges it with its neighbours; the merged
     /// block is done when the last of its parts is.
     #[inline(never)]
-    pub(crate) fn give(&mut self, id: BlockId, owner: u32, after: u64) -> (BlockId, SplitChange) {
-        if after == 0 { self.give_done(id, owner) } else { self.give_used(id, owner, after) }
+    pub(crate) fn give(&mut self, id: BlockId, owner: u32, after: u64) -> BlockId {
+        let Block { pool, state, region, .. } = self.blocks[id];
+        debug_assert!(matches!(state, State::Live | State::Waiting));
+        let of = Owner::in_region_of(owner, self.region(region).stream);
+        let index = self.pools[pool].index_mut(of);
+        let joined = moves::join(index, &mut self.blocks.records(), &mut self.free_blocks, id, owner, after);
+        self.gave(&joined);
+        joined.id
     }
 
-    /// As [`Heap::give`], for a block that is done for every stream.
-    #[cold]
-    fn give_done(&mut self, id: BlockId, owner: u32) -> (BlockId, SplitChange) {
-        let adopted = self.adopt_done(id, owner);
-        let (id, change) = self.give_used(id, owner, 0);
-        (id, SplitChange { count: change.count + adopted.count, bytes: change.bytes + adopted.bytes })
-    }
-
-    /// As [`Heap::give`], for a block whose neighbours' owners do not change.
-    fn give_used(&mut self, id: BlockId, owner: u32, after: u64) -> (BlockId, SplitChange) {
-        let pool = self.blocks[id].pool;
-        debug_assert!(matches!(self.blocks[id].state, State::Live | State::Waiting));
-        let mut blocks = self.blocks.records();
-        let (joined, change) = match self.pools[pool].index_mut(self.home, owner) {
-            FreeIndex::Exact(index) => {
-                let joined = moves::join(index, &mut blocks, id, owner, after);
-                (joined, self.gave::<Exact>(&joined))
-            }
-            FreeIndex::Bins(index) => {
-                let joined = moves::join(index, &mut blocks, id, owner, after);
-                (joined, self.gave::<Bins>(&joined))
-            }
-        };
-        if owner != self.home {
-            self.foreign = self.foreign + 1 - usize::from(joined.with_prev) - usize::from(joined.with_next.is_some());
-        }
-        (joined.id, change)
+    /// The owner of a free block.
+    fn owner_of(&self, id: BlockId) -> Owner {
+        let Block { owner, region, .. } = self.blocks[id];
+        Owner::in_region_of(owner, self.region(region).stream)
     }
 
     /// Accounts for a block that became free and was joined with free neighbours.
     #[inline(always)]
-    fn gave<I: Index>(&mut self, joined: &Joined) -> SplitChange {
-        let &Joined { id, given, whole, with_prev, with_next, prev, next, region } = joined;
-        self.free += given;
-        let is_whole_region = prev == BlockId::NONE && next == BlockId::NONE;
-        if !I::FIRST_STAYS && prev == BlockId::NONE {
-            self.region_mut(region).first = id;
+    fn gave(&mut self, joined: &Joined) {
+        self.free += joined.given;
+        if joined.prev == BlockId::NONE {
+            self.region_mut(joined.region).first = joined.id;
         }
-        if !I::SEGMENTS {
-            return SplitChange::default();
-        }
-        // Whole regions do not count as split, so what the parts counted before is taken back,
-        // including this block's own share.
-        SplitChange {
-            count: 1 - i64::from(with_prev) - i64::from(with_next.is_some()) - i64::from(is_whole_region),
-            bytes: signed(given) - (signed(whole) & -i64::from(is_whole_region)),
+        if joined.owner != self.region(joined.region).stream {
+            self.strays.note(joined.id);
         }
     }
 
+    /// True if a block is free. Its record is not read.
     #[inline]
-    fn is_free_of(&self, id: BlockId, owner: u32) -> bool {
-        self.blocks.get(id).is_some_and(|block| block.state == State::Free && block.owner == owner)
-    }
-
-    /// True if a block of a pool is free and the home stream's. With [`IndexKind::Bins`] its record
-    /// is not read.
-    #[inline]
-    pub(crate) fn is_own(&self, pool: u16, id: BlockId) -> bool {
-        match &self.pools[pool].own {
-            FreeIndex::Exact(_) => self.is_free_of(id, self.home),
-            FreeIndex::Bins(index) => index.has(id),
-        }
-    }
-
-    /// Prepares giving a block that is done for every stream to `owner`: neighbours that are done
-    /// become the owner's, too, so that they merge, unless the merged block would not be done.
-    /// Returns the change of free pieces.
-    #[cold]
-    fn adopt_done(&mut self, id: BlockId, owner: u32) -> SplitChange {
-        let mut change = SplitChange::default();
-        for side in [|block: &Block| block.prev, |block: &Block| block.next] {
-            let Block { prev, next, .. } = self.blocks[id];
-            let is_used = |id: BlockId| self.is_free_of(id, owner) && self.blocks[id].after != 0;
-            if is_used(prev) || is_used(next) {
-                return change;
-            }
-            let neighbour = side(&self.blocks[id]);
-            let Some(block) = self.blocks.get_mut(neighbour) else { continue };
-            if block.state == State::Free && block.after == 0 && block.owner != owner {
-                let size = block.size;
-                self.unindex(neighbour);
-                self.free -= size;
-                self.blocks[neighbour].state = State::Waiting;
-                let (_, given) = self.give(neighbour, owner, 0);
-                // The neighbour counted as split before, because it has a neighbour itself.
-                change.count += given.count - 1;
-                change.bytes += given.bytes - signed(size);
-            }
-        }
-        change
+    pub(crate) fn is_free(&self, id: BlockId) -> bool {
+        self.free_blocks.contains(id)
     }
 
     /// Puts a free block in the index of its owner.
     fn index_alone(&mut self, id: BlockId) {
-        let Block { owner, pool, .. } = self.blocks[id];
-        let mut blocks = self.blocks.records();
-        match self.pools[pool].index_mut(self.home, owner) {
-            FreeIndex::Exact(index) => index.insert(&mut blocks, id),
-            FreeIndex::Bins(index) => index.insert(&mut blocks, id),
+        let owner = self.owner_of(id);
+        self.free_blocks.insert(id);
+        self.pools[self.blocks[id].pool].index_mut(owner).insert(&mut self.blocks.records(), id);
+        if owner.has_strays {
+            self.strays.note(id);
         }
-        self.foreign += usize::from(owner != self.home);
     }
 
     fn unindex(&mut self, id: BlockId) {
-        let Block { size, owner, pool, .. } = self.blocks[id];
-        let mut blocks = self.blocks.records();
-        match self.pools[pool].index_mut(self.home, owner) {
-            FreeIndex::Exact(index) => index.remove(&mut blocks, id, Exact::place(id, size)),
-            FreeIndex::Bins(index) => index.remove(&mut blocks, id, Bins::place(id, size)),
-        }
-        self.foreign -= usize::from(owner != self.home);
+        let (Block { size, pool, .. }, owner) = (self.blocks[id], self.owner_of(id));
+        self.free_blocks.remove(id);
+        self.pools[pool].index_mut(owner).remove(&mut self.blocks.records(), id, size);
     }
 
     /// Makes a live block a waiting one.
@@ -326,12 +228,11 @@ impl Heap {
         self.blocks[id].state = State::Waiting;
     }
 
-    /// Adds a region, which is one free block of the home stream.
-    pub(crate) fn add_region(&mut self, addr: u64, bytes: u64, pool: u16) -> BlockId {
-        let home = self.home;
-        let region = self.add_region_record(addr, bytes, pool);
+    /// Adds a region of a stream, which is one free block of the stream.
+    pub(crate) fn add_region(&mut self, addr: u64, bytes: u64, stream: u32, pool: u16) -> BlockId {
+        let region = self.add_region_record(addr, bytes, stream, pool);
         let state = State::Free;
-        let block = Block { addr, size: bytes, region, owner: home, pool, state, ..Block::default() };
+        let block = Block { addr, size: bytes, region, owner: stream, pool, state, ..Block::default() };
         let first = self.blocks.insert(block);
         self.region_mut(region).first = first;
         self.free += bytes;
@@ -340,13 +241,13 @@ impl Heap {
     }
 
     /// Adds a region that has no block yet, and returns its number.
-    fn add_region_record(&mut self, addr: u64, bytes: u64, pool: u16) -> u32 {
+    fn add_region_record(&mut self, addr: u64, bytes: u64, stream: u32, pool: u16) -> u32 {
         let number = self.vacant_regions.pop().unwrap_or_else(|| {
             self.regions.push(None);
             u32::try_from(self.regions.len() - 1).unwrap_or(u32::MAX)
         });
-        let (home, first, granules) = (self.home, BlockId::NONE, Granules::default());
-        self.regions[number as usize] = Some(Region { addr, bytes, home, pool, first, granules });
+        let (first, granules) = (BlockId::NONE, Granules::default());
+        self.regions[number as usize] = Some(Region { addr, bytes, stream, pool, first, granules });
         self.total += bytes;
         self.pools[pool].regions += 1;
         number
@@ -362,7 +263,7 @@ impl Heap {
 
     /// Removes the region of a block that is all of it and in no index.
     fn remove_region_record(&mut self, id: BlockId) -> Region {
-        self.note_recent_uses(0);
+        self.note_recent_uses(|_| 0);
         let number = self.blocks[id].region;
         self.blocks.remove(id);
         self.vacant_regions.push(number);
@@ -376,29 +277,26 @@ impl Heap {
     /// Puts a removed region back, as one free block of `owner`, which other streams may use after
     /// the tick `after`.
     pub(crate) fn restore_region(&mut self, region: &Region, owner: u32, after: u64) {
-        let id = self.add_region(region.addr, region.bytes, region.pool);
+        let id = self.add_region(region.addr, region.bytes, region.stream, region.pool);
         self.unindex(id);
         let block = &mut self.blocks[id];
-        (block.owner, block.after) = (owner, after);
+        block.owner = owner;
+        block.after = after;
         self.index_alone(id);
     }
 
     /// The free blocks of a pool that belong to `owner`.
-    pub(crate) fn index(&self, pool: u16, owner: u32) -> Option<IndexView<'_>> {
-        let pool = self.pools.get(pool)?;
-        let index = if owner == self.home { Some(&pool.own) } else { pool.away.get(owner) };
-        index.map(|index| IndexView::new(index, &self.blocks))
+    pub(crate) fn index(&self, pool: u16, owner: Owner) -> Option<IndexView<'_>> {
+        Some(IndexView::new(self.pools.get(pool)?.of(owner)?, &self.blocks))
     }
 
-    /// The free blocks of a pool by owner, those of the home stream first.
-    pub(crate) fn indexes(&self, pool: u16) -> impl Iterator<Item = (u32, IndexView<'_>)> + '_ {
-        let pool = self.pools.get(pool).into_iter();
-        let all = pool.flat_map(|pool| std::iter::once((self.home, &pool.own)).chain(pool.away.iter()));
-        all.map(|(owner, index)| (owner, IndexView::new(index, &self.blocks)))
+    /// The free blocks of a pool by owner.
+    pub(crate) fn indexes(&self, pool: u16) -> impl Iterator<Item = (Owner, IndexView<'_>)> + '_ {
+        let owners = self.pools.get(pool).into_iter().flat_map(pools::Pool::owners);
+        owners.map(|(owner, index)| (owner, IndexView::new(index, &self.blocks)))
     }
 
-    /// Every free block of a pool, those of the home stream first, and for each owner in the
-    /// index's order.
+    /// Every free block of a pool, by owner, and for each owner in the index's order.
     pub(crate) fn free_blocks(&self, pool: u16) -> impl Iterator<Item = Key> + '_ {
         self.free_blocks_from(pool, 1)
     }
@@ -419,19 +317,23 @@ impl Heap {
         std::iter::successors(region.first.some(), step).map(|id| (id, &self.blocks[id]))
     }
 
+    /// Every block, region by region.
+    pub(crate) fn all_blocks(&self) -> impl Iterator<Item = (&Region, BlockId, &Block)> + '_ {
+        self.regions().flat_map(|region| self.blocks_of(region).map(move |(id, block)| (region, id, block)))
+    }
+
     #[inline]
     pub(crate) fn region(&self, number: u32) -> &Region {
         self.regions[number as usize].as_ref().unwrap_or_else(|| unreachable!("block of a removed region"))
+    }
+
+    /// The region of a block.
+    pub(crate) fn region_of(&self, id: BlockId) -> &Region {
+        self.region(self.blocks[id].region)
     }
 
     #[inline]
     fn region_mut(&mut self, number: u32) -> &mut Region {
         self.regions[number as usize].as_mut().unwrap_or_else(|| unreachable!("block of a removed region"))
     }
-}
-
-/// Bytes of device memory as a signed difference; addresses have at most 57 bits.
-#[inline]
-fn signed(bytes: u64) -> i64 {
-    bytes.cast_signed()
 }

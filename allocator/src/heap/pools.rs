@@ -1,26 +1,56 @@
 //! The pools of a heap, by number.
 //!
-//! Every heap has the default pools. A private pool is here only while it has regions in this heap,
-//! so a heap costs nothing for pools that other streams use.
+//! The default pools are always there. A private pool is here only while it has regions.
 
 use std::ops::{Index, IndexMut};
 
-use super::foreign::Away;
-use super::index::{FreeIndex, IndexKind};
+use super::index::Bins;
+use super::members::Members;
 use crate::size_class::PoolKind;
 
 /// A pool of the heap: requests of a pool are served from its own blocks. There are a small and a
 /// large default pool, and those of private pools.
 #[derive(Debug)]
 pub(crate) struct Pool {
-    pub(crate) kind: PoolKind,
     pub(crate) options: HeapPoolOptions,
-    pub(super) index_kind: IndexKind,
-    /// Free blocks of the heap's home stream.
-    pub(super) own: FreeIndex,
-    pub(super) away: Away,
+    /// The free blocks of each owner.
+    of: Vec<Option<Box<Bins>>>,
+    /// The owners that may have free blocks.
+    with_free: Members,
     /// Number of regions.
     pub(super) regions: usize,
+}
+
+/// Whose free blocks an index has: those of a stream in its own regions, or its strays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Owner {
+    pub(crate) stream: u32,
+    pub(crate) has_strays: bool,
+}
+
+impl Owner {
+    /// A stream in its own regions.
+    #[inline]
+    pub(crate) fn in_own_regions(stream: u32) -> Owner {
+        Owner { stream, has_strays: false }
+    }
+
+    /// The owner of a stream's blocks in the regions of another one, or of its own.
+    #[inline]
+    pub(super) fn in_region_of(stream: u32, region: u32) -> Owner {
+        Owner { stream, has_strays: stream != region }
+    }
+
+    #[inline]
+    fn number(self) -> u32 {
+        self.stream << 1 | u32::from(self.has_strays)
+    }
+}
+
+impl From<u32> for Owner {
+    fn from(number: u32) -> Owner {
+        Owner { stream: number >> 1, has_strays: number & 1 == 1 }
+    }
 }
 
 /// How a pool of the heap differs from others of its kind.
@@ -33,15 +63,50 @@ pub(crate) struct HeapPoolOptions {
 }
 
 impl Pool {
-    fn new(kind: PoolKind, index_kind: IndexKind, options: HeapPoolOptions) -> Pool {
-        let (own, away) = (FreeIndex::new(index_kind), Away::default());
-        Pool { kind, options, index_kind, own, away, regions: 0 }
+    fn new(options: HeapPoolOptions) -> Pool {
+        Pool { options, of: Vec::new(), with_free: Members::default(), regions: 0 }
     }
 
-    /// The index of `owner`'s free blocks.
+    /// The index of an owner's free blocks, if it ever had any.
+    pub(super) fn of(&self, owner: Owner) -> Option<&Bins> {
+        self.of.get(owner.number() as usize)?.as_deref()
+    }
+
     #[inline]
-    pub(super) fn index_mut(&mut self, home: u32, owner: u32) -> &mut FreeIndex {
-        if owner == home { &mut self.own } else { self.away.index_mut(owner, self.index_kind) }
+    pub(super) fn of_mut(&mut self, owner: Owner) -> Option<&mut Bins> {
+        self.of.get_mut(owner.number() as usize)?.as_deref_mut()
+    }
+
+    /// The index of an owner's free blocks, for one to be put in, or to be taken out.
+    #[inline]
+    pub(super) fn index_mut(&mut self, owner: Owner) -> &mut Bins {
+        let at = owner.number();
+        self.with_free.insert(at);
+        if !matches!(self.of.get(at as usize), Some(Some(_))) {
+            self.add(at as usize);
+        }
+        self.of[at as usize].as_deref_mut().unwrap_or_else(|| unreachable!("it was added"))
+    }
+
+    #[cold]
+    fn add(&mut self, at: usize) {
+        if at >= self.of.len() {
+            self.of.resize_with(at + 1, || None);
+        }
+        self.of[at] = Some(Box::default());
+    }
+
+    /// The indexes that are not empty, by stream.
+    pub(super) fn owners(&self) -> impl Iterator<Item = (Owner, &Bins)> + '_ {
+        let owners = self.with_free.iter().map(Owner::from);
+        owners.filter_map(|owner| Some((owner, self.of(owner).filter(|index| !index.is_empty())?)))
+    }
+
+    /// Forgets owners that have no free block now.
+    fn forget_empty(&mut self) {
+        let is_empty = |&at: &u32| self.of(Owner::from(at)).is_none_or(Bins::is_empty);
+        let empty: Vec<u32> = self.with_free.iter().filter(is_empty).collect();
+        empty.into_iter().for_each(|at| self.with_free.remove(at));
     }
 }
 
@@ -60,10 +125,9 @@ pub(crate) struct Pools {
 }
 
 impl Pools {
-    /// Adds the default pools.
-    pub(super) fn add_default(&mut self, index_kind: IndexKind) {
-        let kinds = [PoolKind::Small, PoolKind::Large];
-        self.default.extend(kinds.map(|kind| Pool::new(kind, index_kind, HeapPoolOptions::default())));
+    /// The default pools.
+    pub(super) fn new() -> Pools {
+        Pools { default: (0..2).map(|_| Pool::new(HeapPoolOptions::default())).collect(), private: Vec::new() }
     }
 
     fn place(&self, number: u16) -> Option<usize> {
@@ -71,12 +135,12 @@ impl Pools {
     }
 
     /// Adds a private pool, unless it is here already.
-    pub(super) fn add_private(&mut self, number: u16, index_kind: IndexKind, options: HeapPoolOptions) {
+    pub(super) fn add_private(&mut self, number: u16, options: HeapPoolOptions) {
         let Some(place) = self.place(number) else { return };
         if place >= self.private.len() {
             self.private.resize_with(place + 1, || None);
         }
-        self.private[place].get_or_insert_with(|| Box::new(Pool::new(kind_of(number), index_kind, options)));
+        self.private[place].get_or_insert_with(|| Box::new(Pool::new(options)));
     }
 
     /// Notes that a region of a pool is gone. A private pool without regions goes, too.
@@ -109,19 +173,18 @@ impl Pools {
         self.private.get_mut(place - self.default.len())?.as_deref_mut()
     }
 
-    /// The pools that are here, in order of their numbers.
-    pub(super) fn iter(&self) -> impl Iterator<Item = &Pool> + '_ {
-        self.default.iter().chain(self.private.iter().flatten().map(|pool| &**pool))
-    }
-
-    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Pool> + '_ {
-        self.default.iter_mut().chain(self.private.iter_mut().flatten().map(|pool| &mut **pool))
-    }
-
     /// The numbers of the pools that are here, in order.
     pub(crate) fn numbers(&self) -> impl Iterator<Item = u16> + '_ {
         let places = (0..=u16::MAX).take(self.default.len() + self.private.len());
         places.filter(|&number| self.get(number).is_some())
+    }
+
+    /// Forgets owners that have no free block now.
+    pub(super) fn forget_empty(&mut self) {
+        self.default
+            .iter_mut()
+            .chain(self.private.iter_mut().flatten().map(|pool| &mut **pool))
+            .for_each(Pool::forget_empty);
     }
 
     #[cfg(all(test, not(aquifer_shuttle)))]

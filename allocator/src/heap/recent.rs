@@ -3,16 +3,16 @@
 //! A freed block was used until some tick, which must be noted for its granules. Noting it writes
 //! all over a region's tree, which took a tenth of the time of the traces; and mostly the device is
 //! done with the block before the host needs to know. So uses are appended to a log. They are noted
-//! when a thread that holds every lock needs them, or when there are many, and only those that are
+//! when a slow path needs them, or when there are many, and only those that are
 //! not known done yet.
 //!
 //! Invariants:
 //! * uses are in the order of their ticks, because a stream's ticks ascend;
-//! * when granules are looked at, moved or forgotten, the log is empty;
+//! * when granules are looked at, moved or forgotten, all logs are empty;
 //! * the regions of uses in the log exist.
 
 /// From this many uses on, they should be noted. They take 32 KiB, and there are some hundred
-/// between two milestones.
+/// between two progress events.
 const MANY: usize = 1024;
 
 /// The last use of memory that was freed.
@@ -21,7 +21,7 @@ pub(super) struct Use {
     pub(super) addr: u64,
     pub(super) bytes: u64,
     pub(super) region: u32,
-    /// The tick of the home stream until which it was used.
+    /// The tick of its stream until which it was used.
     pub(super) after: u64,
 }
 
@@ -45,7 +45,7 @@ impl RecentUses {
         self.0.len() >= MANY
     }
 
-    /// Drops the uses that are done, as the home stream's timeline has reached `done`. Returns true
+    /// Drops the uses that are done, as the stream's timeline has reached `done`. Returns true
     /// if the log has room for many more now.
     pub(super) fn drop_done(&mut self, done: u64) -> bool {
         let not_done = self.0.partition_point(|one| one.after <= done);
@@ -64,18 +64,16 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::config::Config;
-    use crate::heap::{BlockId, Heap, IndexKind, State};
-    use crate::size_class::SizeClasses;
+    use crate::heap::Owner;
+    use crate::heap::{BlockId, Heap, State};
 
     const GRANULE: u64 = 4096;
     const BASE: u64 = 1 << 20;
     const GRANULES: usize = 32;
 
     fn heap() -> Heap {
-        let mut heap = Heap::new(0, IndexKind::Bins);
-        heap.add_pools();
-        heap.add_reservation(BASE, GRANULES as u64 * GRANULE, 0, GRANULE);
+        let mut heap = Heap::new(true);
+        heap.add_reservation(BASE, GRANULES as u64 * GRANULE, 0, 0, GRANULE);
         let hole = heap.holes().next().unwrap().0;
         let held = heap.hold(hole, BASE, BASE + GRANULES as u64 * GRANULE);
         heap.unhold_as_free(held.id);
@@ -108,8 +106,8 @@ mod tests {
         }
         let mut heap = heap();
         let end = BASE + GRANULES as u64 * GRANULE;
-        heap.recent = log(many);
-        heap.thin_recent_uses(many / 4);
+        heap.of_stream(0).recent = log(many);
+        heap.thin_recent_uses(0, many / 4);
         let (_, block) = heap.blocks.iter().find(|(_, block)| block.state == State::Free).unwrap();
         let block = crate::heap::Block { after: many, ..*block };
         assert_eq!(heap.last_uses_of(&block).highest_run(&(BASE..end)), (0, BASE + GRANULE));
@@ -123,16 +121,16 @@ mod tests {
         fn uses_that_are_not_done_are_noted_in_time(
             steps in prop::collection::vec((0..7u8, 1..40u64, 0..64usize), 1..200),
         ) {
-            let classes = SizeClasses::new(&Config::default());
             let (mut heap, mut model, mut live, mut done) = (heap(), vec![0; GRANULES], Vec::new(), 0);
             for (now, (what, n, which)) in (1..).zip(steps) {
                 match what {
-                    0..3 => live.extend(heap.take_best(&classes, 0, n * 512, n).map(|(id, _)| id)),
+                    0..3 => live.extend(heap.take_best(Owner::in_own_regions(0), 0, n * 512, n)),
                     3..5 if !live.is_empty() => {
                         let id = live.swap_remove(which % live.len());
                         model[granules(&heap, id)].fill(now);
-                        heap.defer(id, now);
-                        heap.coalesce_deferred();
+                        let size = heap.blocks[id].size;
+                        heap.give_deferred(0, id, size, now);
+                        heap.coalesce_all();
                     }
                     5 => {
                         // Its memory moves away, and other memory comes.
@@ -151,8 +149,8 @@ mod tests {
                     }
                     _ => {
                         done = done.max(now.saturating_sub(n));
-                        heap.thin_recent_uses(done);
-                        heap.note_recent_uses(done);
+                        heap.thin_recent_uses(0, done);
+                        heap.note_recent_uses(|_| done);
                         let free = heap.blocks.iter().filter(|(_, block)| block.state == State::Free);
                         for (_, block) in free {
                             let end = (block.addr + block.size) / GRANULE * GRANULE;

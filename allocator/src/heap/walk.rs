@@ -1,4 +1,4 @@
-//! A walk over all blocks of a heap in steps, between which other threads may work with the heap.
+//! A walk over all blocks of the heap in steps, between which other threads may work with the heap.
 //!
 //! A walk goes region by region, in order of address. What it passes on tiles every region: a block
 //! that begins below the address where the walk goes on counts with its part above that address. So
@@ -109,9 +109,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::config::Config;
-    use crate::heap::IndexKind;
-    use crate::size_class::SizeClasses;
+    use crate::heap::Owner;
 
     const G: u64 = 4096;
     const BASE: u64 = 1 << 20;
@@ -127,23 +125,20 @@ mod tests {
         /// every byte was passed once.
         #[test]
         fn every_byte_is_passed_once_whatever_happens_between_steps(
-            kind in prop_oneof![Just(IndexKind::Bins), Just(IndexKind::Exact)],
             before in prop::collection::vec(1..6u64, 1..40),
             between in prop::collection::vec((any::<bool>(), 1..12u64, any::<prop::sample::Index>()), 0..80),
         ) {
-            let classes = SizeClasses::new(&Config::default());
-            let mut heap = Heap::new(0, kind);
-            heap.add_pools();
+            let mut heap = Heap::new(true);
             (0..3).for_each(|n| {
-                heap.add_region(BASE + n * (64 << 20), 1 << 20, 0);
+                heap.add_region(BASE + n * (64 << 20), 1 << 20, 0, 0);
             });
-            let mut live: Vec<BlockId> = before.iter().filter_map(|n| Some(heap.take_best(&classes, 0, n * 512, 1)?.0)).collect();
+            let mut live: Vec<BlockId> = before.iter().filter_map(|n| heap.take_best(Owner::in_own_regions(0), 0, n * 512, 1)).collect();
             let mut changes = between.chunks(4);
             let (mut walk, mut passed) = (Walk::default(), Vec::new());
             while heap.step(&mut walk, |one| passed.push(*one)) {
                 for (takes, n, which) in changes.next().into_iter().flatten() {
                     if *takes {
-                        live.extend(heap.take_best(&classes, 0, n * 512, 1).map(|(id, _)| id));
+                        live.extend(heap.take_best(Owner::in_own_regions(0), 0, n * 512, 1));
                     } else if !live.is_empty() {
                         let id = live.swap_remove(which.index(live.len()));
                         heap.give(id, 0, 1);
@@ -171,9 +166,8 @@ mod tests {
 
     #[test]
     fn ranges_with_memory_begin_behind_holes() {
-        let mut heap = Heap::new(0, IndexKind::Bins);
-        heap.add_pools();
-        heap.add_reservation(BASE, 8 * G, 0, G);
+        let mut heap = Heap::new(true);
+        heap.add_reservation(BASE, 8 * G, 0, 0, G);
         for at in [1, 2, 5] {
             let addr = BASE + at * G;
             let hole = heap.holes().find(|(_, hole)| hole.range().contains(&addr)).map(|(id, _)| id).unwrap();

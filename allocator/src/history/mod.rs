@@ -1,12 +1,11 @@
 //! History: a ring buffer of trace entries, with PyTorch's actions. It is off by default, and then
 //! costs one branch per operation.
 //!
-//! It has a lock of its own, a leaf. Entries of an arena are made while the arena's lock is also
-//! held, and snapshots are taken under all locks, so that a snapshot's history and segments agree.
-//! Nothing is formatted until a snapshot is taken.
+//! Entries are made, and snapshots taken, under the allocator's lock, so that a snapshot's history and
+//! segments agree. Nothing is formatted until a snapshot is taken.
 //!
-//! Everything that happens to a block at one moment is one record, so that an operation takes the
-//! lock once, reads the clock once, and writes 40 bytes in place. A free that completes at once is
+//! Everything that happens to a block at one moment is one record, so that an operation reads the
+//! clock once and writes 40 bytes in place. A free that completes at once is
 //! two actions; when a record is read, it becomes one entry for each of its actions. The ring has a
 //! place for each entry that is to be kept, so the latest entries are always there.
 

@@ -1,8 +1,7 @@
-//! Pools in the shared state: the pool that a thread is routed to, launches that pools wait for,
-//! and heaps in which they have regions.
+//! Pools: the pool that a thread is routed to, launches that pools wait for, and the pools of the heap
+//! that have regions.
 
 use std::any::Any;
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use aquifer_device::{Device, Stream};
@@ -13,8 +12,6 @@ use crate::error::AllocError;
 use crate::heap::Heap;
 use crate::pools::graphs::Launched;
 use crate::pools::table::{PoolKey, Private, Which};
-use crate::state::guard::StateGuard;
-use crate::state::settled::Sought;
 use crate::state::shared::SharedState;
 
 /// The work that must be done before memory of a pool may go that was used by graphs which are not
@@ -43,35 +40,17 @@ pub(crate) fn awaited_launches(shared: &SharedState, of: Option<PoolKey>) -> Lau
     now.map_or_else(Launched::default, |now| shared.pools.awaited_launches(&now, of))
 }
 
-/// The heap of a stream that has allocated, for a region to be added to a pool.
-/// [`PoolTable::note_region`] counts the region.
-pub(crate) fn heap_with_pool(guard: &mut StateGuard, slot: u32, pool: u16) -> &mut Heap {
-    let options = guard.pools.owner_of(pool).map(Private::heap_options);
-    let heap = &mut guard.arena(slot).heap;
-    options.into_iter().for_each(|options| heap.add_private_pool(pool, options));
-    heap
+/// The heap, for a region to be added to a pool. [`PoolTable::note_region`] counts the region.
+pub(crate) fn heap_with_pool(shared: &mut SharedState, pool: u16) -> &mut Heap {
+    let options = shared.pools.owner_of(pool).map(Private::heap_options);
+    options.into_iter().for_each(|options| shared.heap.add_private_pool(pool, options));
+    &mut shared.heap
 }
 
-/// Takes the locks of settled arenas that may have what is sought in some pools. Called before
-/// [`heaps_with`].
-pub(crate) fn look_for_in(guard: &mut StateGuard, which: Which, sought: Sought) {
-    if which.has_default() {
-        guard.look_for(sought);
-        return;
-    }
-    let slots: BTreeSet<u32> = guard.pools.with_regions(which).map(|(_, slot)| slot).collect();
-    for slot in slots {
-        guard.try_arena(slot);
-    }
-}
-
-/// The heaps that have regions in some pools, of those whose locks are held, each with the number
-/// of such a pool: the default pools first, then by pool.
-pub(crate) fn heaps_with(guard: &StateGuard, which: Which) -> impl Iterator<Item = (&Heap, u16)> + '_ {
+/// The numbers of some pools that have regions: the default pools first, then by pool.
+pub(crate) fn numbers_of(shared: &SharedState, which: Which) -> impl Iterator<Item = u16> + '_ {
     let default = [0, 1].into_iter().filter(move |_| which.has_default());
-    let default = default.flat_map(|pool| guard.heaps().map(move |heap| (heap, pool)));
-    let private = guard.pools.with_regions(which);
-    default.chain(private.filter_map(|(pool, slot)| Some((guard.held_heap(slot)?, pool))))
+    default.chain(shared.pools.with_regions(which))
 }
 
 /// The numbers of the pool that the thread's innermost scope routes to, for a request for the
@@ -80,7 +59,7 @@ pub(crate) fn heaps_with(guard: &StateGuard, which: Which) -> impl Iterator<Item
 /// memory that this work used.
 pub(crate) fn route_and_note(allocator: &Allocator, stream: &Stream) -> Option<[u16; 2]> {
     allocator.state().shared().pools.routed()?;
-    // Before the shared state's lock is taken, because no timeline is locked under it.
+    // Before the allocator's lock is taken, because no timeline is locked under it.
     let captured = stream.launches_of_capture();
     let (numbers, is_new) = allocator.state().shared().pools.route_and_note(captured.as_ref())?;
     if let Some(launches) = captured {

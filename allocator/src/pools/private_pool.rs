@@ -188,7 +188,7 @@ impl PrivatePool {
         if state.shared().pools.find(self.key).is_none() {
             return Ok(());
         }
-        let free = free_not_done(&mut state.lock(None), Which::Of(self.key));
+        let free = free_not_done(&mut state.lock(), Which::Of(self.key));
         poll(&free)?;
         let released = state.shared().pools.find(self.key).is_some_and(Private::is_released);
         if released { self.release().map(|_| ()) } else { Ok(()) }

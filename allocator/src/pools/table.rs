@@ -1,7 +1,7 @@
-//! The table of private pools in the shared state: their numbers in the heap, the threads that are
-//! routed to them, and the graphs that use them. The shared state's lock protects it.
+//! The table of private pools: their numbers in the heap, the threads that are routed to them, and
+//! the graphs that use them.
 //!
-//! Invariants: a pool's record says in which arenas it has regions; a closed pool's record goes,
+//! Invariants: a pool's record says how many regions it has; a closed pool's record goes,
 //! and its place serves another pool, once it has none, no graph that it served may be launched or
 //! runs, and no thread is routed to it, as a request with its numbers may be under way.
 
@@ -37,9 +37,9 @@ pub(crate) struct Private {
     pub(crate) open: bool,
     /// The graphs whose captures allocated from it.
     pub(crate) graphs: Graphs,
-    /// How many regions it has by number in the heap and stream, those on their way back to the
-    /// driver included: if that refuses one, it returns.
-    regions: BTreeMap<(u16, u32), usize>,
+    /// How many regions it has by number in the heap, those on their way back to the driver
+    /// included: if that refuses one, it returns.
+    regions: BTreeMap<u16, usize>,
     /// Number of scopes that route threads to it.
     routes: usize,
 }
@@ -203,9 +203,8 @@ impl PoolTable {
         }
     }
 
-    /// The numbers of private pools among some pools, each with a stream that has regions there, in
-    /// order.
-    pub(crate) fn with_regions(&self, which: Which) -> impl Iterator<Item = (u16, u32)> + '_ {
+    /// The numbers of private pools among some pools that have regions, in order.
+    pub(crate) fn with_regions(&self, which: Which) -> impl Iterator<Item = u16> + '_ {
         let (closed, one) = match which {
             Which::All | Which::Idle => (None, None),
             Which::Unpromised => (Some(self.at(self.closed.iter().copied())), None),
@@ -214,7 +213,7 @@ impl PoolTable {
         let all = (closed.is_none() && one.is_none()).then(|| self.iter());
         let pools = all.into_iter().flatten().chain(closed.into_iter().flatten()).chain(one.flatten());
         let regions = pools.flat_map(|private| private.regions.keys().copied());
-        regions.filter(move |&(number, _)| self.is_among(number, which))
+        regions.filter(move |&number| self.is_among(number, which))
     }
 
     /// The launches that memory of closed pools still waits for: of all of them, or of one. Launches
@@ -225,20 +224,20 @@ impl PoolTable {
         closed.map(|private| private.graphs.launched(now.clone())).fold(Launched::default(), Launched::and)
     }
 
-    /// Notes a new region of a heap pool in a stream's arena.
-    pub(crate) fn note_region(&mut self, number: u16, slot: u32) {
+    /// Notes a new region of a heap pool.
+    pub(crate) fn note_region(&mut self, number: u16) {
         if let Some(private) = self.owner_mut(number) {
-            *private.regions.entry((number, slot)).or_default() += 1;
+            *private.regions.entry(number).or_default() += 1;
         }
     }
 
     /// Notes that a region of a heap pool is gone.
-    pub(crate) fn forget_region(&mut self, number: u16, slot: u32) {
+    pub(crate) fn forget_region(&mut self, number: u16) {
         let Some(private) = self.owner_mut(number) else { return };
-        if let Some(regions) = private.regions.get_mut(&(number, slot)) {
+        if let Some(regions) = private.regions.get_mut(&number) {
             *regions -= 1;
             if *regions == 0 {
-                private.regions.remove(&(number, slot));
+                private.regions.remove(&number);
             }
         }
         place_of(number).into_iter().for_each(|place| self.forget_if_over(place));
@@ -348,8 +347,8 @@ impl Private {
     }
 
     #[cfg(all(test, not(aquifer_shuttle)))]
-    pub(super) fn regions(&self) -> impl Iterator<Item = ((u16, u32), usize)> + '_ {
-        self.regions.iter().map(|(&place, &count)| (place, count))
+    pub(super) fn regions(&self) -> impl Iterator<Item = (u16, usize)> + '_ {
+        self.regions.iter().map(|(&number, &count)| (number, count))
     }
 
     #[cfg(all(test, not(aquifer_shuttle)))]

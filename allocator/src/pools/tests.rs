@@ -22,19 +22,15 @@ fn setup(config: &str) -> (Allocator, [Stream; 3]) {
     (Allocator::new(&device, Config::parse(config).unwrap()).unwrap(), streams)
 }
 
-/// Checks the table against the heaps: regions are counted, heaps have just the pools that have
-/// regions there, and closed pools without any are gone, unless `graphs` may keep them.
+/// Checks the table against the heap: regions are counted, the heap has just the pools that have
+/// regions, and closed pools without any are gone, unless `graphs` may keep them.
 fn check(guard: &StateGuard, graphs: bool) -> Result<(), TestCaseError> {
     let mut regions = std::collections::BTreeMap::new();
-    for heap in guard.heaps() {
-        let mut pools = std::collections::BTreeSet::new();
-        for region in heap.regions().filter(|region| region.pool >= FIRST) {
-            prop_assert!(guard.pools.owner_of(region.pool).is_some(), "a region without a pool");
-            *regions.entry((region.pool, region.home)).or_insert(0) += 1;
-            pools.insert(region.pool);
-        }
-        prop_assert_eq!(heap.pools.private_count(), pools.len());
+    for region in guard.heap.regions().filter(|region| region.pool >= FIRST) {
+        prop_assert!(guard.pools.owner_of(region.pool).is_some(), "a region without a pool");
+        *regions.entry(region.pool).or_insert(0) += 1;
     }
+    prop_assert_eq!(guard.heap.pools.private_count(), regions.len());
     let noted: Vec<_> = guard.pools.iter().flat_map(|private| private.regions()).collect();
     prop_assert_eq!(noted, regions.into_iter().collect::<Vec<_>>());
     for private in guard.pools.iter() {
@@ -61,10 +57,10 @@ fn nothing_is_left_of_pools_that_are_gone() {
             // Half of the pools are dropped before their blocks.
             let mut pools = pools.into_iter();
             pools.by_ref().take(20).for_each(drop);
-            assert_eq!(allocator.state().lock_all().pools.iter().count(), 40);
+            assert_eq!(allocator.state().lock().pools.iter().count(), 40);
             drop((pools, blocks));
             allocator.empty_cache().unwrap();
-            let guard = allocator.state().lock_all();
+            let guard = allocator.state().lock();
             assert_eq!((guard.pools.iter().count(), guard.pools.lenders().count(), guard.pools.places()), (0, 0, 0));
             check(&guard, false).unwrap();
         }
@@ -175,7 +171,7 @@ proptest! {
                 }
                 _ => {}
             }
-            check(&allocator.state().lock_all(), false)?;
+            check(&allocator.state().lock(), false)?;
         }
         drop((pools, blocks));
         allocator.empty_cache().unwrap();

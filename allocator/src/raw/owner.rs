@@ -51,16 +51,13 @@ pub fn owner_of(ptr: DevicePtr) -> Option<RawOwner> {
 /// The raw allocation of an allocator state that contains an address: its pointer, and its
 /// requested bytes.
 fn find(state: &'static AllocatorState, addr: DevicePtr) -> Option<(DevicePtr, u64)> {
-    let bytes_of = |ptr: u64| {
-        let requested =
-            state.look_at_raw(DevicePtr(ptr), |arena, block| arena.look(|inner| inner.heap.blocks[block].requested));
-        requested.ok()
-    };
+    let bytes_of =
+        |ptr: u64| state.look_at_raw(DevicePtr(ptr), |block| state.shared().heap.blocks[block].requested).ok();
     if let Some(bytes) = bytes_of(addr.0) {
         return Some((addr, bytes));
     }
     // Allocations do not overlap, so only the last one that begins before may contain the address.
-    let ptr = state.arenas.iter().filter_map(|arena| arena.raw.last_until(addr.0)).max()?;
+    let ptr = state.raw.last_until(addr.0)?;
     let bytes = bytes_of(ptr)?;
     (addr.0 - ptr < bytes).then_some((DevicePtr(ptr), bytes))
 }

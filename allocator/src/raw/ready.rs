@@ -25,7 +25,7 @@ pub(crate) fn alloc_raw_ready(allocator: &Allocator, bytes: u64) -> Result<Devic
 fn wait_for_all_before(allocator: &Allocator, stream: &Stream) -> Result<(), AllocError> {
     let clock = stream.timeline().clock();
     let shared = allocator.state().shared();
-    let slots = 0..u32::try_from(shared.timelines.len()).unwrap_or(u32::MAX);
+    let slots = 0..u32::try_from(shared.streams.len()).unwrap_or(u32::MAX);
     let others = slots.filter(|&slot| slot != stream.id());
     let pending = unknown(&shared, others.map(|slot| (slot, clock.of(slot))));
     drop(shared);

@@ -1,20 +1,20 @@
-//! Which block of an arena a raw pointer is: a hash table to which one thread adds at a time, and
+//! Which block a raw pointer is: a hash table to which one thread adds at a time, and
 //! from which all remove, without a lock.
 //!
 //! A pointer has four buckets in each *level*, a table twice as long as the one before. Pointers
 //! enter the newest level; if all of their buckets there are full, a level is added. Entries never
 //! move. A look-up mostly reads one bucket.
 //!
-//! Adding needs no atomic read-modify-write, as the caller holds the arena's lock: of the two that
+//! Adding needs no atomic read-modify-write, as the caller holds the allocator's lock: of the two that
 //! a pair of calls would make otherwise, one is 7 to 10 ns.
 //!
-//! Memory: levels are kept, with their arena. One is added when half of the newest one is in use,
+//! Memory: levels are kept, with their allocator state. One is added when half of the newest one is in use,
 //! so the table takes at most some 128 bytes for each pointer of the largest number that were live
 //! at one time.
 //!
 //! Invariants, which `schedules.rs` explores:
 //! * the key of an entry is 0 (vacant), a pointer, or a pointer with [`BUSY`]; a vacant entry is
-//!   changed under the arena's lock alone, and a busy one by the thread alone that made it busy;
+//!   changed under the allocator's lock alone, and a busy one by the thread alone that made it busy;
 //! * a pointer has one entry at most, because its block is live while it has one, and only the
 //!   block's allocation adds one.
 
@@ -146,7 +146,7 @@ impl RawTable {
         self.levels[self.newest.load(Ordering::Acquire) % LEVELS].get()
     }
 
-    /// Adds the pointer of a live block. The caller holds the arena's lock.
+    /// Adds the pointer of a live block. The caller holds the allocator's lock.
     #[inline]
     pub(crate) fn insert(&self, ptr: u64, block: BlockId) {
         let is_added = self.newest().is_some_and(|level| level.first(ptr).add(ptr, block));

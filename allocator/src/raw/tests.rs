@@ -2,8 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
-use std::sync::{Arc, mpsc};
-use std::thread;
+use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_device::{Device, DevicePtr, Stream};
@@ -98,23 +97,7 @@ fn a_free_in_the_order_of_its_own_stream_is_a_free() {
 }
 
 #[test]
-fn a_free_in_the_order_of_its_own_stream_does_not_need_the_shared_state_where_memory_was_lent() {
-    let world = world(64 * MIB, "");
-    let [one, two] = world.streams();
-    world.memory.alloc_bytes(MIB, &one).unwrap().drop_on(&two).unwrap();
-    let ptr = world.memory.alloc_raw(MIB, &one).unwrap();
-    let (freed, result) = mpsc::channel();
-    let locked = world.memory.state().shared();
-    // Not a scope, which would wait for a thread that waits for the lock.
-    let memory = world.memory.clone();
-    thread::spawn(move || freed.send(memory.free_raw_on(ptr, &one)));
-    result.recv_timeout(Duration::from_secs(60)).expect("the free waits for the lock of the shared state").unwrap();
-    drop(locked);
-    assert_eq!(world.memory.memory_allocated(), 0);
-}
-
-#[test]
-fn a_free_of_lent_memory_in_the_lenders_order_waits_for_the_lender() {
+fn a_free_in_the_order_of_the_stream_that_had_the_memory_before_waits_for_it() {
     let world = world(64 * MIB, "backing:segments");
     let [one, two] = world.streams();
     let lent = world.memory.alloc_raw(40 * MIB, &one).unwrap();

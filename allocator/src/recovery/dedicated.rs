@@ -27,7 +27,7 @@ pub(crate) fn climb_dedicated<T>(
     // The calls that make room would break the capture.
     refuse_unannounced_capture(allocator, request.slot)?;
     if allocator.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
-        allocator.state().count(|counters| &counters.num_oom_rejections);
+        allocator.state().shared().counters.num_oom_rejections.add(1);
         return Err(out_of_memory(allocator, request, tried));
     }
     let mut reclaimers = ask_reclaimers(allocator, request);
@@ -36,7 +36,7 @@ pub(crate) fn climb_dedicated<T>(
         let lacks_addresses = tried.refusal == Some(Refusal::Addresses);
         let target = if lacks_addresses { 0 } else { may_stay_beside(allocator, request.size) };
         tried.released += trim_to(allocator, target)?;
-        allocator.state().count(|counters| &counters.num_alloc_retries);
+        allocator.state().shared().counters.num_alloc_retries.add(1);
         match attempt()? {
             Ok(served) => return Ok(served),
             Err(refusal) => tried.refusal = Some(refusal),

@@ -10,18 +10,17 @@
 //! 2. **grow**: take memory from the device (mapped memory moves first, `backing/paged/grow.rs`);
 //! 3. take a block of a private pool that lends on OOM; with `throw_on_cudamalloc_oom`, a request
 //!    that the limit refused fails here;
-//! 4. release oversize segments, and grow;
-//! 5. wait on the host for blocks that other streams still use;
-//! 6. make the stream wait for another stream's block, unless blocks never cross streams;
-//! 7. release everything unused, mapped memory where it stands in the way, and grow; then what
+//! 4. wait on the host for blocks that other streams still use;
+//! 5. make the stream wait for another stream's block, unless blocks never cross streams;
+//! 6. release everything unused, mapped memory where it stands in the way, and grow; then what
 //!    private pools keep although no graph may use it, as much as the request needs, and grow;
-//! 8. where the device refused, have the driver give back what its own pools keep unused, and other
+//! 7. where the device refused, have the driver give back what its own pools keep unused, and other
 //!    allocators of the process what they cache, and grow;
-//! 9. run the reclaimers by priority, each followed by a search, a release and a growth, and all
+//! 8. run the reclaimers by priority, each followed by a search, a release and a growth, and all
 //!    of them again as long as they free something (`reclaim.rs`);
-//! 10. wait until other threads have finished moving memory, search, and grow;
-//! 11. split frames that are partly in use, where the configuration allows it, and grow;
-//! 12. report that memory has run out.
+//! 9. wait until other threads have finished moving memory, search, and grow;
+//! 10. split frames that are partly in use, where the configuration allows it, and grow;
+//! 11. report that memory has run out.
 //!
 //! A rung that fails leaves everything as usable as before (invariant A5). No lock is held between
 //! rungs, and none across a driver call, a wait, a reclaimer or an observer.
@@ -32,10 +31,10 @@ use crate::backing::growth::{Growth, growth_bytes};
 use crate::backing::paged::grow::grow_paged;
 use crate::backing::paged::split::{Outcome, split_frames};
 use crate::backing::paged::trim::{synchronize_free, take_stuck_back, trim_paged};
-use crate::backing::segments::{grow_segment, oversize_to_release, releasable, release_where};
+use crate::backing::segments::{grow_segment, releasable, release_where};
 use crate::backing::trim::trim_idle_pools;
 use crate::config::CrossStream;
-use crate::cross_stream::lending::{borrow, borrow_waiting, growth_instead_of_borrowing};
+use crate::cross_stream::others::{reuse_of_others, wait_for_other};
 use crate::cross_stream::waiting::synchronize_pending;
 use crate::error::AllocError;
 use crate::heap::kind_of;
@@ -46,7 +45,7 @@ use crate::recovery::oom::report::Reclaimed;
 use crate::recovery::oom::{Tried, out_of_memory};
 use crate::recovery::reclaim::ask_reclaimers;
 use crate::request::Request;
-use crate::state::arena::Granted;
+use crate::state::guard::Granted;
 
 /// The name under which reports count what the driver's own pools gave back.
 const DRIVER_POOLS: &str = "the driver's memory pools";
@@ -69,24 +68,22 @@ pub(crate) fn climb(allocator: &Allocator, request: &Request) -> Result<Granted,
 }
 
 fn climb_rungs(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
-    if let Some(granted) = cross_streams(allocator, request, tried)? {
+    if let Some(granted) = cross_streams(allocator, request)? {
         return Ok(Some(granted));
     }
     if let Some(granted) = try_grow(allocator, request, tried)? {
-        allocator.state().shared().unborrowed += tried.instead_of_borrowing;
         return Ok(Some(granted));
     }
     if let Some(granted) = take_lent_by_pools(allocator, request) {
         return Ok(Some(granted));
     }
     if allocator.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
-        allocator.state().count(|counters| &counters.num_oom_rejections);
+        allocator.state().shared().counters.num_oom_rejections.add(1);
         return Ok(None);
     }
     let later = [
-        release_oversize_and_grow,
         wait_for_pending,
-        wait_for_lender,
+        wait_for_another_stream,
         release_and_grow,
         trim_driver_pools,
         trim_others_and_grow,
@@ -102,17 +99,12 @@ fn climb_rungs(allocator: &Allocator, request: &Request, tried: &mut Tried) -> R
     Ok(None)
 }
 
-fn cross_streams(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
+fn cross_streams(allocator: &Allocator, request: &Request) -> Rung {
     if allocator.config().cross_stream == CrossStream::Off {
         return Ok(None);
     }
-    let mut guard = allocator.state().lock(Some(request.slot));
-    tried.instead_of_borrowing = growth_instead_of_borrowing(allocator, &mut guard, request);
-    if tried.instead_of_borrowing > 0 {
-        return Ok(None);
-    }
-    match borrow(allocator, request, guard)? {
-        None if allocator.config().cross_stream == CrossStream::Wait => borrow_waiting(allocator, request),
+    match reuse_of_others(allocator, request)? {
+        None if allocator.config().cross_stream == CrossStream::Wait => wait_for_other(allocator, request),
         served => Ok(served),
     }
 }
@@ -137,25 +129,10 @@ fn take_lent_by_pools(allocator: &Allocator, request: &Request) -> Option<Grante
     if request.pool >= 2 {
         return None;
     }
-    let mut guard = allocator.state().lock(Some(request.slot));
+    let mut guard = allocator.state().lock();
     let lenders = guard.pools.lenders();
     let pools: Vec<u16> = lenders.flat_map(|private| private.lent(kind_of(request.pool))).collect();
     pools.into_iter().find_map(|pool| guard.take_own(&Request { pool, is_regular: false, ..*request }))
-}
-
-fn release_oversize_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
-    let mut sufficient = false;
-    let released = release_where(allocator, |guard| match oversize_to_release(guard, request) {
-        Some(chosen) => {
-            let least = guard.classes.max_split_size().unwrap_or(0);
-            let sum: u64 = chosen.iter().map(|place| guard.block(*place).size).sum();
-            sufficient = sum >= request.size.max(least);
-            chosen
-        }
-        None => Vec::new(),
-    })?;
-    tried.released += released;
-    if sufficient { try_grow(allocator, request, tried) } else { Ok(None) }
 }
 
 fn wait_for_pending(allocator: &Allocator, request: &Request, _: &mut Tried) -> Rung {
@@ -165,8 +142,8 @@ fn wait_for_pending(allocator: &Allocator, request: &Request, _: &mut Tried) -> 
     search_again(allocator, request)
 }
 
-fn wait_for_lender(allocator: &Allocator, request: &Request, _: &mut Tried) -> Rung {
-    if allocator.config().cross_stream == CrossStream::Off { Ok(None) } else { borrow_waiting(allocator, request) }
+fn wait_for_another_stream(allocator: &Allocator, request: &Request, _: &mut Tried) -> Rung {
+    if allocator.config().cross_stream == CrossStream::Off { Ok(None) } else { wait_for_other(allocator, request) }
 }
 
 fn release_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
@@ -176,7 +153,7 @@ fn release_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried)
     tried.released += release_where(allocator, releasable)?;
     synchronize_free(allocator, Which::All)?;
     tried.released += release_granules_for(allocator, request, tried)?;
-    allocator.state().count(|counters| &counters.num_alloc_retries);
+    allocator.state().shared().counters.num_alloc_retries.add(1);
     match try_grow(allocator, request, tried)? {
         None => release_idle_pools_and_grow(allocator, request, tried),
         served => Ok(served),
@@ -310,13 +287,14 @@ fn split_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -
 
 /// Searches once more after something may have become free, in pools that lend, too.
 fn search_again(allocator: &Allocator, request: &Request) -> Rung {
-    let mut guard = allocator.state().lock(Some(request.slot));
+    let mut guard = allocator.state().lock();
     if let Some(granted) = guard.take_own(request) {
         return Ok(Some(granted));
     }
-    if allocator.config().cross_stream == CrossStream::Off {
-        drop(guard);
-    } else if let Some(granted) = borrow(allocator, request, guard)? {
+    drop(guard);
+    if allocator.config().cross_stream != CrossStream::Off
+        && let Some(granted) = reuse_of_others(allocator, request)?
+    {
         return Ok(Some(granted));
     }
     Ok(take_lent_by_pools(allocator, request))

@@ -20,7 +20,7 @@ use crate::request::Request;
 
 /// Prepares calling the reclaimers for a request.
 pub(crate) fn ask_reclaimers<'a>(allocator: &'a Allocator, request: &Request) -> Asking<'a> {
-    // The shared state's lock is below that of the hooks.
+    // The allocator's lock is below that of the hooks.
     let least_again = growth_bytes(allocator, &allocator.state().shared(), request);
     Asking {
         allocator,

@@ -12,8 +12,7 @@ pub struct Settings {
     /// The options that differ from the default, as an option string of this library.
     #[serde(rename = "PYTORCH_CUDA_ALLOC_CONF")]
     pub options: String,
-    /// [`Config::max_split_size`].
-    pub max_split_size: i64,
+    max_split_size: i64,
     garbage_collection_threshold: f64,
     /// [`Config::expandable_segments`], which has no effect in this version.
     pub expandable_segments: bool,
@@ -24,9 +23,9 @@ pub struct Settings {
     graph_capture_record_stream_reuse: bool,
     max_round_threshold: i64,
     max_cached_size: i64,
-    /// [`Config::roundup_power2_divisions`], by the size in MiB that an interval starts at.
+    /// By the size in MiB that an interval starts at; all 0, because no request is rounded up by it.
     #[serde(serialize_with = "serialize_divisions")]
-    pub roundup_power2_divisions: [u64; 16],
+    roundup_power2_divisions: [u64; 16],
     /// True if entries of the history were overwritten by later ones:
     /// [`Snapshot::entries_overwritten`](super::Snapshot::entries_overwritten).
     pub trace_alloc_overflowed: bool,
@@ -43,7 +42,7 @@ impl Settings {
         let mib = |key: &str| number(key).map_or(-1, |mib| mib.saturating_mul(1 << 20));
         Settings {
             options: config.to_string(),
-            max_split_size: config.max_split_size.map_or(-1, |bytes| i64::try_from(bytes).unwrap_or(-1)),
+            max_split_size: mib("max_split_size_mb"),
             garbage_collection_threshold: asked("garbage_collection_threshold")
                 .and_then(|value| value.parse().ok())
                 .unwrap_or(0.0),
@@ -54,7 +53,7 @@ impl Settings {
             graph_capture_record_stream_reuse: asked("graph_capture_record_stream_reuse").is_some(),
             max_round_threshold: mib("pinned_max_round_threshold_mb"),
             max_cached_size: mib("pinned_max_cached_size_mb"),
-            roundup_power2_divisions: config.roundup_power2_divisions,
+            roundup_power2_divisions: [0; 16],
             trace_alloc_overflowed: overwritten > 0,
             trace_alloc_max_entries: i64::try_from(history_capacity).unwrap_or(i64::MAX),
         }

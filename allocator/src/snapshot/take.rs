@@ -1,4 +1,4 @@
-//! Taking a snapshot: blocks are copied under locks, and put into form without them.
+//! Taking a snapshot: blocks are copied under the lock, at one moment, and put into form without it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use super::{Block, BlockState, Nothing, Segment, Settings, Snapshot, TraceEntry}
 use crate::allocator::Allocator;
 use crate::backing::paged::dedicated::in_use;
 use crate::backing::paged::granules::POOL;
-use crate::heap::{self, Heap, Passed, State, kind_of};
+use crate::heap::{self, Passed, State, kind_of};
 use crate::history::{Action, Entry, History, Subject};
 use crate::size_class::PoolKind;
 use crate::state::shared::SharedState;
@@ -17,20 +17,15 @@ use crate::tags::Tag;
 pub(crate) fn snapshot(allocator: &Allocator) -> Snapshot {
     let state = allocator.state();
     let mut copied = Copied::default();
-    if state.history.lock().is_on() {
-        let guard = state.lock_all();
-        guard.heaps().for_each(|heap| heap.walk(|passed| copied.add(&guard, heap, passed)));
-        copied.add_shared(&guard);
-        let mut history = state.history.lock();
-        copied.add_history(&history);
-        history.note(Action::Snapshot, Subject { size: in_use(&guard), ..Subject::default() });
-    } else {
-        state.walk(|shared, heap, passed| copied.add(shared, heap, passed));
-        // No cached hit waits for the shared state's lock, nor for that of a history which is not
-        // recorded.
-        copied.add_shared(&state.shared());
-        copied.add_history(&state.history.lock());
+    let mut guard = state.lock();
+    guard.heap.walk(|passed| copied.add(&guard, passed));
+    copied.add_shared(&guard);
+    copied.add_history(&guard.history);
+    if guard.history.is_on() {
+        let size = in_use(&guard);
+        guard.history.note(Action::Snapshot, Subject { size, ..Subject::default() });
     }
+    drop(guard);
     let settings = Settings::new(allocator.config(), copied.capacity, copied.overwritten);
     let device = allocator.device().info().ordinal;
     let mut names = Names::default();
@@ -52,14 +47,14 @@ pub(crate) fn snapshot(allocator: &Allocator) -> Snapshot {
 struct Range {
     addr: u64,
     bytes: u64,
-    home: u32,
+    stream: u32,
     kind: PoolKind,
     /// Id of the private pool; `(0, 0)` for the default ones.
     pool: (u64, u64),
     is_paged: bool,
 }
 
-/// The data that is copied under the locks.
+/// The data that is copied under the lock.
 #[derive(Default)]
 struct Copied {
     ranges: Vec<Range>,
@@ -74,7 +69,7 @@ struct Copied {
 
 impl Copied {
     /// Adds a block, if it has memory.
-    fn add(&mut self, shared: &SharedState, heap: &Heap, passed: &Passed) {
+    fn add(&mut self, shared: &SharedState, passed: &Passed) {
         let block = &passed.block;
         if !block.state.has_memory() {
             return;
@@ -83,10 +78,11 @@ impl Copied {
         match self.ranges.last_mut().filter(|_| !passed.begins_range) {
             Some(range) => range.bytes += block.size,
             None => {
-                let is_paged = heap.region(block.region).is_paged();
+                let region = shared.heap.region(block.region);
+                let is_paged = region.is_paged();
                 let pool = shared.pools.owner_of(block.pool).map_or((0, 0), |private| private.id);
-                let (home, kind) = (heap.home, kind_of(block.pool));
-                self.ranges.push(Range { addr: block.addr, bytes: block.size, home, kind, pool, is_paged });
+                let (stream, kind) = (region.stream, kind_of(block.pool));
+                self.ranges.push(Range { addr: block.addr, bytes: block.size, stream, kind, pool, is_paged });
             }
         }
     }
@@ -109,8 +105,8 @@ impl Copied {
             let parts = [block(range.start..border, State::Live), block(border..range.end, State::Free)];
             self.blocks.extend(parts.into_iter().filter(|block| block.size > 0));
             let (addr, bytes) = (range.start, range.end - range.start);
-            let (home, kind, pool) = (owned.slot, PoolKind::Large, (0, 0));
-            self.ranges.push(Range { addr, bytes, home, kind, pool, is_paged: true });
+            let (stream, kind, pool) = (owned.slot, PoolKind::Large, (0, 0));
+            self.ranges.push(Range { addr, bytes, stream, kind, pool, is_paged: true });
         }
     }
 
@@ -147,7 +143,7 @@ fn segment(device: u32, range: &Range, user_metadata: Option<Arc<str>>, blocks: 
         allocated_size: live.map(|block| block.size).sum(),
         active_size: active().map(|block| block.size).sum(),
         requested_size: active().map(|block| block.requested_size).sum(),
-        stream: range.home,
+        stream: range.stream,
         segment_type: range.kind,
         segment_pool_id: range.pool,
         is_expandable: range.is_paged,

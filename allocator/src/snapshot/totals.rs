@@ -41,8 +41,8 @@ pub struct PoolTotals {
 
 impl Snapshot {
     /// Sums over all segments, by pool. The statistics must agree with them, except that [`spare`]
-    /// memory is in no segment. They serve to check a program's own accounting, and for snapshots
-    /// that were kept without the statistics.
+    /// memory is in no segment, and that they do not count `inactive_split`. They serve to check a
+    /// program's own accounting, and for snapshots that were kept without the statistics.
     ///
     /// [`spare`]: crate::Fragmentation::spare_bytes
     pub fn totals(&self) -> Totals {
@@ -61,8 +61,7 @@ impl Snapshot {
 
 impl PoolTotals {
     fn add(&mut self, segment: &Segment) {
-        // As in the statistics, and in PyTorch: mapped memory is in no segment, and its free pieces
-        // are not counted.
+        // As in PyTorch, mapped memory is in no segment, and its free pieces are not counted.
         let is_segment = !segment.is_expandable;
         self.segment += u64::from(is_segment);
         self.reserved_bytes += segment.total_size;

@@ -9,8 +9,8 @@
 //!
 //! A newcomer counts itself before it reads the flags; a thread that puts the allocator to sleep
 //! sets a flag before it reads the counts. These accesses are sequentially consistent, so at least
-//! one of the two sees the other. It reads the counts and decides under the lock of the shared
-//! state, and a newcomer that sees a flag looks under that lock, so it learns what was decided.
+//! one of the two sees the other. It reads the counts and decides under the allocator's
+//! lock, and a newcomer that sees a flag looks under it, so it learns what was decided.
 //!
 //! A thread that splits frames (`backing/paged/split.rs`) sets a flag, too, and then reads the counts of
 //! access guards and reservations. A newcomer that sees it waits until the split has ended.
@@ -52,7 +52,7 @@ struct KeptHere {
 
 /// Flag: nothing new may keep the allocator awake. It sleeps, or is about to.
 const REFUSING: u32 = 1;
-/// Flag: a newcomer is to look under the lock of the shared state, because a part sleeps, or a
+/// Flag: a newcomer is to look under the allocator's lock, because a part sleeps, or a
 /// thread is about to decide what sleeps.
 const LOOKING: u32 = 2;
 /// Flag: a newcomer waits until a split of frames has ended.
@@ -270,7 +270,7 @@ impl AllocatorState {
         self.wakefulness.flags.fetch_or(REFUSING, Ordering::SeqCst);
     }
 
-    /// Has newcomers look under the lock of the shared state, for a caller that takes that lock
+    /// Has newcomers look under the allocator's lock, for a caller that takes that lock
     /// next, and decides with [`AllocatorState::kept`] what sleeps.
     pub(crate) fn begin_deciding(&self) {
         self.wakefulness.flags.fetch_or(LOOKING, Ordering::SeqCst);

@@ -1,54 +1,46 @@
-//! An allocator's state: the shared state's lock, the arenas, the queue of frees that need both,
-//! and the counters read without a lock.
+//! An allocator's state: one lock around all that it knows, a queue of frees that found the lock
+//! taken, and the flags that are read without it.
 //!
-//! Allocator states are never deallocated: they are recycled through a process-wide list, and their
-//! arenas with them. So an [`crate::Allocation`] refers to its arena by a plain `&'static Arena`.
-//! This needs no reference count per allocation and no unsafe code, and nothing can dangle.
+//! Allocator states are never deallocated: they are recycled through a process-wide list. So an
+//! [`crate::Allocation`] refers to its state by a plain `&'static AllocatorState`. This needs no
+//! reference count per allocation and no unsafe code, and nothing can dangle.
 //!
 //! Invariants (A4 is made of them):
 //! * an allocator state is recycled only when it is *closed* (no handle of the allocator is left)
 //!   and no allocation is live, and only once in each life: if several threads find it so, the
-//!   first one empties it, and an empty shared state is not recycled;
-//! * a thread that takes the shared state's lock with arenas first applies the frees queued before,
-//!   in arenas and here;
-//! * once an allocator state is closed, a thread that queued a free waits for all locks, so that
-//!   the last free cannot be left behind.
+//!   first one empties it, and an empty state is not recycled;
+//! * a thread that takes the lock to look at the heap first applies the frees queued before;
+//! * once an allocator state is closed, a thread that queued a free waits for the lock, so that the
+//!   last free cannot be left behind.
 //!
-//! Lock order: the shared state's lock, arenas, and then leaf locks: history, publishing, the list
-//! of idle allocator states. No timeline is locked under them; only atomic values of timelines are
-//! read there. While one of these locks is held there is no driver call, no wait and no foreign
-//! code.
+//! Lock order: the lock, and then leaf locks: the list of idle allocator states, the witness. No
+//! timeline is locked under it; only atomic values of timelines are read there. While it is held
+//! there is no driver call, no wait and no foreign code.
 
-pub(crate) mod arena;
 pub(crate) mod awake;
+pub(crate) mod free;
 pub(crate) mod guard;
 pub(crate) mod shared;
 
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
-pub(crate) mod settled;
-mod table;
 
+use std::panic::Location;
 use std::sync::Arc;
 
 use aquifer_device::internal::{Timeline, drop_left};
-use aquifer_device::{Device, DevicePtr, Stream, Tick, Witness, fork};
-use crossbeam_queue::SegQueue;
+use aquifer_device::{Device, DevicePtr, NewBlock, Tick, Witness, fork};
 use crossbeam_utils::CachePadded;
 
-use crate::accounting::PoolStats;
-use crate::accounting::counter::{Counter, Sum};
-use crate::accounting::counters::{Counters, Hot};
-use crate::heap::BlockId;
-use crate::history::History;
-use crate::raw::guess::Guesses;
-use crate::state::arena::{Arena, ArenaGuard, ArenaInner};
+use crate::heap::{BlockId, Passed, Walk};
+use crate::raw::table::RawTable;
 use crate::state::awake::Wakefulness;
+use crate::state::free::FreedBlocks;
 use crate::state::guard::StateGuard;
 use crate::state::shared::SharedState;
-use crate::state::table::Table;
+use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
-use crate::sync::{Mutex, MutexGuard};
+use crate::tags::Tag;
 
 /// Reasons why an allocation may not take the fast path, as bits of [`AllocatorState::special()`].
 pub(crate) mod special {
@@ -62,38 +54,22 @@ pub(crate) mod special {
     pub(crate) const NO_CACHE: u32 = 8;
     /// The allocator sleeps: mapped memory was given back, and nothing is allocated.
     pub(crate) const ASLEEP: u32 = 16;
-    /// Frees of blocks that other streams use were left to the next slow path.
-    pub(crate) const DEFERRED_FREES: u32 = 32;
     /// The process is a forked child, in which no device can be used.
     #[cfg(not(aquifer_shuttle))]
-    pub(crate) const FORKED: u32 = 64;
-}
-
-/// The free of a block that other streams use, too. It needs the shared state.
-#[derive(Debug)]
-pub(crate) struct DeferredFree {
-    pub(crate) arena: &'static Arena,
-    pub(crate) block: BlockId,
-    /// The stream whose later work gets the memory, if it is not the stream of the allocation.
-    pub(crate) on: Option<u32>,
+    pub(crate) const FORKED: u32 = 32;
 }
 
 #[derive(Debug, Default)]
 pub(crate) struct AllocatorState {
     /// Fields that every operation reads and few write.
     read: CachePadded<Read>,
-    /// All arenas. Those of earlier lives are not open.
-    pub(crate) arenas: Table,
-    /// The arenas of raw pointers.
-    pub(crate) guesses: CachePadded<Guesses>,
     shared: CachePadded<Mutex<SharedState>>,
-    deferred_frees: SegQueue<DeferredFree>,
-    /// Arenas that were settled, and in which something happened since.
-    unsettled: SegQueue<&'static Arena>,
-    pub(crate) history: CachePadded<Mutex<History>>,
-    /// Held while counters that several arenas write to are written.
-    pub(crate) publishing: CachePadded<Mutex<()>>,
-    pub(crate) counters: CachePadded<Counters>,
+    /// The thread that has the lock, so that one which waits for itself is noticed.
+    #[cfg(debug_assertions)]
+    holder: crate::sync::atomic::AtomicUsize,
+    freed: CachePadded<FreedBlocks>,
+    /// Blocks that were given out as raw pointers.
+    pub(crate) raw: CachePadded<RawTable>,
     pub(crate) wakefulness: CachePadded<Wakefulness>,
     /// The device's witness, if it watches blocks. A leaf: under it only the witness's own lock is
     /// taken.
@@ -109,7 +85,7 @@ struct Read {
 
 /// Allocator states without an allocator, to be recycled.
 #[cfg(not(aquifer_shuttle))]
-static IDLE: fork::Mutex<Vec<&'static AllocatorState>> = fork::Mutex::new(Vec::new());
+static IDLE: Mutex<Vec<&'static AllocatorState>> = Mutex::new(Vec::new());
 
 // A scheduler's locks are bound to one execution.
 #[cfg(aquifer_shuttle)]
@@ -119,14 +95,12 @@ shuttle::lazy_static! {
 
 impl AllocatorState {
     /// An allocator state around `shared`.
-    pub(crate) fn open(shared: SharedState, history: History, special: u32) -> &'static AllocatorState {
+    pub(crate) fn open(shared: SharedState, special: u32) -> &'static AllocatorState {
         let idle = IDLE.lock().pop();
         let state = idle.unwrap_or_else(|| AllocatorState::create());
-        state.counters.clear();
         state.read.special.store(special, Ordering::Relaxed);
         state.end_quiescing();
         state.end_deciding(&shared);
-        *state.history.lock() = history;
         let witness = shared.device.as_ref().and_then(Device::witness).filter(|witness| witness.watches_blocks());
         *state.witness.write() = witness.cloned();
         // Before the shared state is placed, so that a thread that comes late from the allocator
@@ -164,125 +138,72 @@ impl AllocatorState {
         self.witness.read().as_deref().inspect(|witness| tell(*witness));
     }
 
-    /// Takes the shared state's lock.
-    pub(crate) fn shared(&'static self) -> MutexGuard<'static, SharedState> {
-        self.shared.lock()
-    }
-
-    /// Takes all locks and applies the frees queued so far.
-    pub(crate) fn lock_all(&'static self) -> StateGuard {
-        StateGuard::lock(self, self.shared.lock())
-    }
-
-    /// Takes the shared state's lock, and that of the arena `own`; applies all frees queued so far.
-    /// Other arenas are locked as they are asked for.
-    pub(crate) fn lock(&'static self, own: Option<u32>) -> StateGuard {
-        StateGuard::lock_part(self, self.shared.lock(), own)
-    }
-
-    /// As [`AllocatorState::lock`]; `None` if another thread holds a lock.
-    fn try_lock(&'static self) -> Option<StateGuard> {
-        StateGuard::try_lock_part(self, self.shared.try_lock()?)
-    }
-
-    /// Takes the lock of a stream's arena, which is opened if this is the stream's first
-    /// allocation.
-    #[inline]
-    pub(crate) fn enter(&'static self, stream: &Stream) -> ArenaGuard {
-        match self.arenas.get(stream.id()).and_then(Arena::enter) {
-            Some(locked) => locked,
-            None => self.enter_first(stream),
-        }
-    }
-
+    /// Tells the device's witness of a block that is handed out.
     #[cold]
-    fn enter_first(&'static self, stream: &Stream) -> ArenaGuard {
-        loop {
-            let mut guard = self.lock(Some(stream.id()));
-            guard.open_arena(stream);
-            guard.admit_thread();
-            drop(guard);
-            // Another thread may be admitted here, but only a few times: then there are several
-            // writers, and every thread is admitted.
-            if let Some(locked) = self.arenas.get(stream.id()).and_then(Arena::enter) {
-                return locked;
-            }
-        }
-    }
-
-    /// Makes the calling thread known as being at work here. Returns false if that would have to
-    /// wait for a lock.
-    pub(crate) fn try_admit_thread(&'static self) -> bool {
-        let guard = self.try_lock();
-        guard.map(|mut guard| guard.admit_thread()).is_some()
-    }
-
-    /// Applies the frees queued so far, so that values read afterwards include them.
-    pub(crate) fn apply_queued_frees(&'static self) {
-        if !self.deferred_frees.is_empty() || self.arenas.iter().any(Arena::has_remote_frees) {
-            drop(self.lock(None));
-        }
-    }
-
-    /// The sum of the arenas' own counts of a quantity, by pool.
-    pub(crate) fn sums(&self, quantity: Hot) -> [Sum; 2] {
-        let mut sums = [Sum::default(); 2];
-        for arena in self.arenas.iter() {
-            for (sum, own) in sums.iter_mut().zip(arena.own.sums(quantity)) {
-                sum.current = sum.current.wrapping_add(own.current);
-                sum.increases = sum.increases.wrapping_add(own.increases);
-            }
-        }
-        sums
-    }
-
-    /// The present values of a quantity.
-    pub(crate) fn read(&self, quantity: Hot) -> PoolStats {
-        self.counters.hot(quantity).read_with(self.sums(quantity))
-    }
-
-    /// Adds one to a counter, on a slow path.
-    pub(crate) fn count(&'static self, counter: impl FnOnce(&Counters) -> &Counter) {
-        let _shared = self.shared();
-        counter(&self.counters).add(1);
-    }
-
-    /// Frees a block that other streams use, too: at once if no other thread holds a lock,
-    /// otherwise through the queue.
-    #[cold]
-    pub(crate) fn free_used_elsewhere(&'static self, free: DeferredFree) {
-        if fork::is_child() {
+    #[inline(never)]
+    pub(crate) fn report_block(&'static self, id: BlockId, ptr: DevicePtr, bytes: u64, at: &'static Location<'static>) {
+        if id == BlockId::NONE || !self.watches_blocks() {
             return;
         }
-        self.defer_free(free);
-        // Either this sees that the allocator state closed, or `close` sees the entry.
-        if self.is_closed() {
-            self.recycle_if_unused();
-        } else {
-            // Taking the locks applies it.
-            drop(self.try_lock());
+        let shared = self.shared();
+        let (tag, pool) = (Tag(shared.heap.blocks[id].tag), shared.heap.blocks[id].pool);
+        drop(shared);
+        let block = NewBlock { ptr, bytes, tag: tag.name(), is_for_graphs: pool >= 2, at: Some(at) };
+        self.tell_witness(|witness| witness.begins(block));
+    }
+
+    /// Tells the device's witness that a block is given back, before the memory is reused. Takes
+    /// the words of the handle, not the handle, which would have to be copied to where it can be
+    /// pointed to.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn report_end(&'static self, ptr: DevicePtr, at: Option<&'static Location<'static>>) {
+        self.tell_witness(|witness| witness.ends(ptr, at));
+    }
+
+    /// Takes the lock, applies the frees queued so far, and merges all deferred blocks: for slow
+    /// paths.
+    pub(crate) fn lock(&'static self) -> StateGuard {
+        let mut guard = self.shared();
+        guard.apply_queued_frees();
+        guard.heap.coalesce_all();
+        guard
+    }
+
+    /// Takes the lock for an allocation, or to read counters, and applies the frees queued so far. What
+    /// is deferred stays so: whoever reads statistics changes nothing that is decided later.
+    #[inline]
+    pub(crate) fn enter(&'static self) -> StateGuard {
+        let mut guard = self.shared();
+        if !self.freed.is_empty() {
+            guard.apply_queued_frees();
         }
+        guard
     }
 
-    /// Leaves such a free to the next slow path, which the next allocation takes.
-    pub(crate) fn defer_free(&self, free: DeferredFree) {
-        self.deferred_frees.push(free);
-        // Not `Relaxed`, here and in `take_deferred`: a thread that clears the bit sees every entry
-        // whose push had set it.
-        self.read.special.fetch_or(special::DEFERRED_FREES, Ordering::SeqCst);
+    /// Takes the lock alone: for what does not depend on which blocks are free.
+    #[inline]
+    pub(crate) fn shared(&'static self) -> StateGuard {
+        #[cfg(debug_assertions)]
+        assert_ne!(self.holder.load(Ordering::Relaxed), crate::sync::this_thread(), "this thread has the lock already");
+        StateGuard::new(self, self.shared.lock())
     }
 
-    /// True if there are such frees.
-    pub(crate) fn has_deferred_frees(&self) -> bool {
-        self.special().load(Ordering::Relaxed) & special::DEFERRED_FREES != 0
+    /// As [`AllocatorState::shared`]; `None` if another thread has the lock.
+    #[inline]
+    fn try_shared(&'static self) -> Option<StateGuard> {
+        Some(StateGuard::new(self, self.shared.try_lock()?))
     }
 
-    /// Takes those frees, one by one.
-    pub(crate) fn take_deferred(&self) -> impl Iterator<Item = DeferredFree> + '_ {
-        if self.read.special.load(Ordering::SeqCst) & special::DEFERRED_FREES != 0 {
-            self.read.special.fetch_and(!special::DEFERRED_FREES, Ordering::SeqCst);
+    /// Passes all blocks on, a few at a time under the lock. Frees that were queued before are applied.
+    pub(crate) fn walk(&'static self, mut pass: impl FnMut(&SharedState, &Passed)) {
+        let mut walk = Walk::default();
+        loop {
+            let guard = self.lock();
+            if !guard.heap.step(&mut walk, |passed| pass(&guard, passed)) {
+                return;
+            }
         }
-        std::iter::from_fn(|| self.deferred_frees.pop())
     }
 
     /// True if the last handle of the allocator is gone.
@@ -294,9 +215,9 @@ impl AllocatorState {
     /// Closes the allocator state, as the last handle of the allocator is gone.
     pub(crate) fn close(&'static self) {
         self.read.closed.store(true, Ordering::SeqCst);
-        // A thread that queued a free either sees the store, or taking all locks applies its free.
+        // A thread that queued a free either sees the store, or taking the lock applies its free.
         fence(Ordering::SeqCst);
-        self.recycle_locked_if_unused(self.lock_all());
+        self.recycle_if_unused();
     }
 
     /// Recycles the allocator state if it is closed and unused, after applying the frees queued so
@@ -305,11 +226,8 @@ impl AllocatorState {
     /// state, or an allocator that is open, or one that is closed and unused as well.
     #[cold]
     pub(crate) fn recycle_if_unused(&'static self) {
-        self.recycle_locked_if_unused(self.lock_all());
-    }
-
-    fn recycle_locked_if_unused(&'static self, guard: StateGuard) {
-        if guard.device.is_some() && guard.live() == 0 && self.is_closed() {
+        let guard = self.lock();
+        if guard.device.is_some() && guard.live == 0 && self.is_closed() {
             self.recycle(guard);
         }
     }
@@ -318,14 +236,12 @@ impl AllocatorState {
     /// call: the segments are freed when driver calls are next made for the device.
     #[cold]
     fn recycle(&'static self, mut guard: StateGuard) {
-        let (shared, inners) = guard.empty();
-        let history = std::mem::take(&mut *self.history.lock());
+        let shared = std::mem::take(&mut *guard);
         // Pushed under the lock: a thread that saw this allocator state closed and comes late finds
         // an empty shared state and does nothing.
         IDLE.lock().push(self);
         drop(guard);
-        drop(history);
-        close_later(shared, inners);
+        close_later(shared);
     }
 }
 
@@ -355,10 +271,10 @@ pub fn close_abandoned() {
 
 /// Hands all memory to the device object, which gives it back at a later call of the device, once
 /// the work that may use it is done. Drops the handle of the device where driver calls are allowed.
-fn close_later(mut shared: SharedState, inners: Vec<ArenaInner>) {
+fn close_later(mut shared: SharedState) {
     let Some(device) = shared.device.take() else { return };
     let uses = last_uses(&shared, &device).map(Arc::new);
-    for region in inners.iter().flat_map(|inner| inner.heap.regions()).filter(|region| !region.is_paged()) {
+    for region in shared.heap.regions().filter(|region| !region.is_paged()) {
         device.free_after(DevicePtr(region.addr), uses.as_ref());
     }
     if let Some(paged) = shared.paged.take() {
@@ -366,7 +282,7 @@ fn close_later(mut shared: SharedState, inners: Vec<ArenaInner>) {
     }
     drop(uses);
     // The device goes last: its driver must not end with the timelines that this thread drops.
-    drop((shared, inners));
+    drop(shared);
     device.drop_later(Box::new(device.for_memory()));
 }
 
@@ -377,6 +293,6 @@ fn last_uses(shared: &SharedState, device: &Device) -> Option<Vec<Tick>> {
         return None;
     }
     let launched = shared.pools.awaited_launches(&device.wait_mark(), None);
-    let streams = shared.timelines.iter().flatten().chain(launched.ticks.iter().map(|(timeline, _)| timeline));
+    let streams = shared.timelines().chain(launched.ticks.iter().map(|(timeline, _)| timeline));
     (!launched.is_device_pending()).then(|| streams.map(Timeline::tick).collect())
 }

@@ -1,5 +1,4 @@
-//! The shared state: the state that the arenas of an allocator share, under a lock of its own, for
-//! slow paths alone.
+//! All that an allocator knows, under its one lock.
 //!
 //! Nothing here calls the driver, waits, or runs foreign code.
 
@@ -10,52 +9,58 @@ use std::sync::Arc;
 use aquifer_device::internal::Timeline;
 use aquifer_device::{Device, Stream};
 
-use crate::accounting::writer::CounterWriter;
+use crate::accounting::counters::Counters;
 use crate::backing::growing::{Growing, Holding};
 use crate::backing::paged::granules::Paged;
 use crate::backing::paged::pins::Pins;
+use crate::backing::paged::progress_events::Progress;
 use crate::cross_stream::waiting_list::WaitingList;
-use crate::heap::BlockId;
+use crate::heap::{BlockId, Heap};
+use crate::history::History;
 use crate::pools::table::PoolTable;
-use crate::request::{Place, Request};
-use crate::size_class::SizeClasses;
-use crate::state::arena::Arena;
-use crate::state::settled::Settled;
-use crate::sync::atomic::Ordering;
+use crate::request::Request;
 use crate::tags::Tag;
+
+/// A stream that the allocator knows.
+#[derive(Debug, Default)]
+pub(crate) struct OfStream {
+    /// `None` for a number that no stream has had here so far.
+    timeline: Option<Arc<Timeline>>,
+    pub(crate) progress: Progress,
+}
+
+/// The tick that the timeline of one of the streams is known to have reached. A stream that was never
+/// registered has no work to be waited for.
+pub(crate) fn done_until(streams: &[OfStream], slot: u32) -> u64 {
+    let timeline = streams.get(slot as usize).and_then(|of_stream| of_stream.timeline.as_ref());
+    timeline.map_or(u64::MAX, |timeline| timeline.frontier())
+}
 
 #[derive(Debug, Default)]
 pub(crate) struct SharedState {
     /// `None` while the allocator state is idle.
     pub(crate) device: Option<Device>,
-    pub(crate) classes: SizeClasses,
-    /// True if free blocks may be lent between streams. Otherwise blocks never leave the stream of
-    /// their segment.
+    /// True if free blocks serve other streams than their owners.
     pub(crate) crosses_streams: bool,
-    /// The open arenas, by ascending stream.
-    pub(crate) arenas: Vec<&'static Arena>,
-    /// Which of them slow paths need not visit.
-    pub(crate) settled: Settled,
-    /// True if all arenas are locked where some would do.
-    #[cfg(test)]
-    pub(crate) never_settles: bool,
-    /// The thread that writes to the shared counters, and how often the work has passed from one
-    /// thread to another.
-    pub(crate) writer: CounterWriter,
-    pub(crate) handovers: u32,
+    pub(crate) heap: Heap,
+    /// Number of live blocks.
+    pub(crate) live: u64,
+    /// Operations since the heap's identities were last checked.
+    #[cfg(debug_assertions)]
+    pub(crate) unchecked: usize,
+    pub(crate) counters: Counters,
+    pub(crate) history: History,
     pub(crate) pools: PoolTable,
-    /// Timelines by our own stream number.
-    pub(crate) timelines: Vec<Option<Arc<Timeline>>>,
+    /// The streams by our own number.
+    pub(crate) streams: Vec<OfStream>,
     pub(crate) waiting: WaitingList,
     /// Streams that use a live block beside its own, in order.
-    pub(crate) other_users: BTreeMap<Place, Vec<u32>>,
+    pub(crate) other_users: BTreeMap<BlockId, Vec<u32>>,
     /// Bytes held from the device; bytes that threads are about to take; and bytes on their way
     /// back to the device, which do not count as held any more.
     pub(crate) reserved: u64,
     pub(crate) growing: Growing,
     pub(crate) leaving: u64,
-    /// Bytes that streams took from the device although they could have borrowed.
-    pub(crate) unborrowed: u64,
     /// Segments that back each region: address and, for the snapshot, tag of the allocation that
     /// made them.
     pub(crate) segments: BTreeMap<u64, Tag>,
@@ -76,9 +81,9 @@ impl SharedState {
 
     /// Registers a stream, and returns its number here.
     #[inline]
-    pub(crate) fn slot(&mut self, stream: &Stream) -> u32 {
+    pub(crate) fn stream(&mut self, stream: &Stream) -> u32 {
         let slot = stream.id();
-        if !matches!(self.timelines.get(slot as usize), Some(Some(_))) {
+        if !matches!(self.streams.get(slot as usize), Some(OfStream { timeline: Some(_), .. })) {
             self.register(stream);
         }
         slot
@@ -87,42 +92,34 @@ impl SharedState {
     #[cold]
     fn register(&mut self, stream: &Stream) {
         let slot = stream.id() as usize;
-        if slot >= self.timelines.len() {
-            self.timelines.resize(slot + 1, None);
+        if slot >= self.streams.len() {
+            self.streams.resize_with(slot + 1, OfStream::default);
         }
-        self.timelines[slot] = Some(stream.timeline().clone());
+        let progress = if self.paged.is_some() { Progress::started() } else { Progress::default() };
+        self.streams[slot] = OfStream { timeline: Some(stream.timeline().clone()), progress };
     }
 
     #[inline]
     pub(crate) fn timeline(&self, slot: u32) -> Option<&Arc<Timeline>> {
-        self.timelines.get(slot as usize)?.as_ref()
+        self.streams.get(slot as usize)?.timeline.as_ref()
     }
 
-    /// True if the calling thread may change counters without holding all locks: it is the only one
-    /// at work, or each arena counts for itself.
-    pub(crate) fn may_count_here(&self) -> bool {
-        [CounterWriter::NONE, CounterWriter::SEVERAL, CounterWriter::this_thread()].contains(&self.writer)
+    /// The timelines of all streams.
+    pub(crate) fn timelines(&self) -> impl Iterator<Item = &Arc<Timeline>> + '_ {
+        self.streams.iter().filter_map(|of_stream| of_stream.timeline.as_ref())
     }
 
     /// Notes that a stream uses a live block beside its own.
-    pub(crate) fn note_use(&mut self, arena: &'static Arena, id: BlockId, slot: u32) {
-        let used = arena.look(|inner| {
-            let block = &mut inner.heap.blocks[id];
-            let used = block.owner != slot;
-            block.used_elsewhere |= used;
-            if used {
-                inner.heap.make_irregular(id);
-            }
-            used
-        });
-        if used {
-            let users = self.other_users.entry(Place { arena: arena.slot, block: id }).or_default();
-            if users.is_empty() {
-                arena.blocks_used_elsewhere.fetch_add(1, Ordering::Relaxed);
-            }
-            if let Err(at) = users.binary_search(&slot) {
-                users.insert(at, slot);
-            }
+    pub(crate) fn note_use(&mut self, id: BlockId, slot: u32) {
+        let block = &mut self.heap.blocks[id];
+        if block.owner == slot {
+            return;
+        }
+        block.used_elsewhere = true;
+        self.heap.make_irregular(id);
+        let users = self.other_users.entry(id).or_default();
+        if let Err(at) = users.binary_search(&slot) {
+            users.insert(at, slot);
         }
     }
 
@@ -155,7 +152,7 @@ impl SharedState {
     /// The tick that the stream's timeline is known to have reached. A stream that was never
     /// registered has no work to be waited for.
     pub(crate) fn done_until(&self, slot: u32) -> u64 {
-        self.timeline(slot).map_or(u64::MAX, |timeline| timeline.frontier())
+        done_until(&self.streams, slot)
     }
 
     /// The size of the granules that the request's memory comes in; `None` if it comes in segments.

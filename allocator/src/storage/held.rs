@@ -11,9 +11,9 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use aquifer_device::AccessKind;
 use parking_lot::MutexGuard;
 
-use crate::accounting::writer::CounterWriter;
 use crate::error::AllocError;
 use crate::storage::{Storage, Uses};
+use crate::sync::this_thread;
 
 /// The thread that holds the lock, and the reservations to be ended when it releases the lock.
 ///
@@ -30,15 +30,15 @@ pub(crate) struct Holder {
 
 impl Holder {
     fn mark(&self) {
-        self.thread.store(CounterWriter::this_thread().number(), Ordering::Relaxed);
+        self.thread.store(this_thread(), Ordering::Relaxed);
     }
 
     fn unmark(&self) {
-        self.thread.store(CounterWriter::NONE.number(), Ordering::Relaxed);
+        self.thread.store(0, Ordering::Relaxed);
     }
 
     fn is_this_thread(&self) -> bool {
-        self.thread.load(Ordering::Relaxed) == CounterWriter::this_thread().number()
+        self.thread.load(Ordering::Relaxed) == this_thread()
     }
 }
 

@@ -1,4 +1,4 @@
-//! The locks and atomics whose interleavings matter: the heap's lock and those of `std`. With
+//! The locks and atomics whose interleavings matter: the allocator's lock and those of `std`. With
 //! `--cfg aquifer_shuttle`, which is for the crate's own tests alone, they are replaced by
 //! counterparts that hand every interleaving to a scheduler (`ci/schedules`).
 //!
@@ -7,12 +7,10 @@
 
 use std::time::Duration;
 
-#[cfg(any(not(aquifer_shuttle), test))]
-#[cfg_attr(aquifer_shuttle, allow(dead_code, reason = "modelled by itself, and replaced elsewhere"))]
-mod lock;
-
 #[cfg(not(aquifer_shuttle))]
-pub(crate) use lock::{Mutex, MutexGuard};
+pub(crate) use aquifer_device::fork::Mutex;
+#[cfg(not(aquifer_shuttle))]
+pub(crate) use parking_lot::MutexGuard;
 #[cfg(not(aquifer_shuttle))]
 pub(crate) use std::sync::atomic;
 
@@ -41,6 +39,21 @@ mod of_threads {
         pub(crate) fn write(&self) -> RwLockWriteGuard<'_> {
             self.0.write()
         }
+    }
+}
+
+/// A number, not 0, that no two running threads share.
+pub(crate) fn this_thread() -> usize {
+    #[cfg(not(aquifer_shuttle))]
+    {
+        thread_local! {
+            static HERE: u8 = const { 0 };
+        }
+        HERE.with(|here| std::ptr::from_ref(here).addr())
+    }
+    #[cfg(aquifer_shuttle)]
+    {
+        1 + usize::from(shuttle::current::me())
     }
 }
 

@@ -118,7 +118,7 @@ impl SimConfig {
     /// whole may be empty.
     ///
     /// Sizes are bytes or take a unit (`KiB`, `MiB`, `GiB`, `TiB`, or decimal `KB`, `MB`, `GB`,
-    /// `TB`).
+    /// `TB`), before which decimals are allowed: `27.9GiB`.
     ///
     /// | key | value | meaning |
     /// | --- | --- | --- |

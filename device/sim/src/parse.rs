@@ -39,8 +39,8 @@ const KEYS: &str = "one of the keys size, ordinal, seed, jitter, vmm, export, ch
     fault, fault_rate, oom_at, lost_at, spike, faults";
 /// Snapshots have a list for each lower ordinal, too.
 const ORDINALS: u32 = 4096;
-const SIZE: &str = "a size up to 64 TiB, such as 80GiB, 81408MiB, 24GB or a number of bytes";
-const CAPACITY: &str = "a size from 1 MiB to 64 TiB, such as 80GiB, 81408MiB, 24GB or a number of bytes";
+const SIZE: &str = "a size up to 64 TiB, such as 80GiB, 27.9GiB, 24GB or a number of bytes";
+const CAPACITY: &str = "a size from 1 MiB to 64 TiB, such as 80GiB, 27.9GiB, 24GB or a number of bytes";
 
 /// The least memory that a text gives a device. A smaller number lacks its unit: 24 means 24 GiB.
 const CAPACITY_BYTES_MIN: u64 = 1 << 20;
@@ -91,8 +91,9 @@ impl<'a> TextPart<'a> {
             "tb" => 1_000_000_000_000,
             _ => return self.refuse(SIZE),
         };
-        let bytes = digits.trim_end().parse::<u64>().ok().and_then(|count| count.checked_mul(unit));
-        bytes.filter(|&bytes| bytes <= CAPACITY_BYTES_MAX).map_or_else(|| self.refuse(SIZE), Ok)
+        decimal(digits.trim_end(), unit)
+            .filter(|&bytes| bytes <= CAPACITY_BYTES_MAX)
+            .map_or_else(|| self.refuse(SIZE), Ok)
     }
 
     fn capacity(self) -> Result<u64> {
@@ -162,6 +163,16 @@ impl<'a> TextPart<'a> {
             None => self.refuse("a whole duration such as 5ms"),
         }
     }
+}
+
+/// Whole bytes of a number of units, which may have decimals unless the unit is a byte.
+fn decimal(text: &str, unit: u64) -> Option<u64> {
+    let Some((whole, decimals)) = text.split_once('.') else { return text.parse::<u64>().ok()?.checked_mul(unit) };
+    let are_digits = !decimals.is_empty() && decimals.bytes().all(|byte| byte.is_ascii_digit());
+    let scale = 10_u64.checked_pow(u32::try_from(decimals.len()).ok()?)?;
+    let part = decimals.parse::<u64>().ok().filter(|_| are_digits && unit > 1)?;
+    let part = u64::try_from(u128::from(part) * u128::from(unit) / u128::from(scale)).ok()?;
+    whole.parse::<u64>().ok()?.checked_mul(unit)?.checked_add(part)
 }
 
 /// Reads the part of a device string after `sim:`.
@@ -304,6 +315,8 @@ mod tests {
         assert_eq!(capacity(""), 80 << 30);
         assert_eq!(capacity("81408MiB"), 81408 << 20);
         assert_eq!(capacity("24GB"), 24_000_000_000);
+        assert_eq!(capacity("27.9GiB"), 279 * (1 << 30) / 10);
+        assert_eq!(capacity("1.5 TB"), 1_500_000_000_000);
         assert_eq!(capacity("1048576"), 1_048_576);
         assert_eq!(capacity("h200"), 141 << 30);
         assert_eq!(capacity("a100,size=40GiB"), 40 << 30);
@@ -356,6 +369,9 @@ mod tests {
         assert_eq!(refused("h100,size=24"), ("24".into(), 10));
         assert_eq!(refused("64TiB, seed=x"), ("x".into(), 12));
         assert_eq!(refused("65TiB"), ("65TiB".into(), 0));
+        for text in ["64.1TiB", "1048576.5", "1.GiB", ".5GiB", "1.2.3GiB", "1.-5GiB", "1.+5GiB"] {
+            assert_eq!(refused(text), (text.into(), 0));
+        }
         assert_eq!(refused("99999999999999999999GiB"), ("99999999999999999999GiB".into(), 0));
         assert_eq!(refused("h100,seed"), ("seed".into(), 5));
         assert_eq!(refused("h100,fault=cuMemMagic#1:2"), ("cuMemMagic".into(), 11));

@@ -264,15 +264,17 @@ impl Violation {
     }
 }
 
+/// Several lines: the rule and the place, and below them, indented, the operations, what is missing,
+/// the block, and the remedy.
 impl fmt::Display for Violation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Range { start, end } = self.range;
-        write!(f, "{}: ", self.kind)?;
-        if let Some(first) = self.first {
-            write!(f, "{first} and ")?;
-        }
-        write!(f, "{} at {start:#x}..{end:#x} ({} bytes): {}", self.second, end.saturating_sub(start), self.missing)?;
-        self.block.as_ref().map_or(Ok(()), |block| write!(f, "; {block}"))?;
-        write!(f, "; remedy: {}", self.remedy())
+        let bytes = end.saturating_sub(start);
+        write!(f, "{} at {start:#x}..{end:#x} ({bytes} bytes)", self.kind)?;
+        self.first.map_or(Ok(()), |first| write!(f, "\n  first: {first}"))?;
+        let second = if self.first.is_some() { "second" } else { "by" };
+        write!(f, "\n  {second}: {}\n  cause: {}", self.second, self.missing)?;
+        self.block.as_ref().map_or(Ok(()), |block| write!(f, "\n  memory: {block}"))?;
+        write!(f, "\n  remedy: {}", self.remedy())
     }
 }

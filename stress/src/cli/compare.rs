@@ -21,12 +21,13 @@ pub struct CompareArgs {
     /// Also show the figures of PyTorch's allocator for these programs, from a JSON file.
     ///
     /// The file maps each program's name to {"configs": {"default": {...}, "expandable": {...}}},
-    /// with the keys options, peak_reserved_bytes, device_allocs, ooms and, if known,
+    /// with the keys options, peak_reserved_bytes, ooms and, if known,
     /// smallest_device_bytes and ns_per_op_torch_2_15.
     #[arg(long, value_name = "FILE")]
     pub pytorch: Option<PathBuf>,
 
-    /// Also draw what programs take, fit on and spend in driver calls as OUT, an .svg file.
+    /// Also draw the memory that is held against the time in driver calls as OUT, an .svg file: a
+    /// point for each of the options, and the frontier of those that no other one beats in both.
     #[arg(long, value_name = "OUT", value_parser = svg_path())]
     pub plot: Option<PathBuf>,
 }
@@ -45,10 +46,9 @@ JSON keys, per program and config (\"row\": \"trace\"):
   peak_reserved_bytes_by_pass, first_pass_reserved_over_requested   the most memory that was held in
                             each pass, and the ratio of the first
   smallest_device_bytes, smallest_over_requested   as found by `fit`, and its ratio to requested;
-                            null if it fits on none
-  allocs, driver_allocs     allocations of one pass; those during which the driver was asked for
-                            memory or to map it
-  warm_driver_allocs        mean of driver_allocs over the later passes
+                            null if there is none
+  allocs, driver_calls      allocations and driver calls of the first pass
+  warm_driver_calls         mean of driver_calls over the later passes
   driver_time_modelled_us, warm_driver_time_modelled_us, worst_alloc_us
                             modelled time of driver calls: in the first pass, in a later pass, and
                             the most within one allocation of the first pass
@@ -63,7 +63,7 @@ and per config, at the end (\"row\": \"mean\"):
   reserved_over_requested, first_pass_reserved_over_requested, smallest_over_requested, ns_per_op,
   times_yardstick           geometric means
   worst_reserved_over_requested, worst_smallest_over_requested, worst_alloc_us   maxima
-  allocs, driver_allocs, warm_driver_allocs, driver_time_modelled_us,
+  allocs, driver_calls, warm_driver_calls, driver_time_modelled_us,
   warm_driver_time_modelled_us, ooms, warm_ooms, hazards   totals
 Unknown figures are null; means, maxima and totals are null unless the figure is known for each
 program that finished, and if there are none.

@@ -131,7 +131,8 @@ verify it, and free or keep it; write another pattern; copy it elsewhere and bac
 between; pass it to another thread; read it back to the host. Other operations keep a stream busy,
 or release cached memory. Meanwhile, memory is shown in a terminal as a chart, otherwise as lines on
 standard error at growing intervals. When memory runs out, some of the blocks are verified and
-freed. Each word of a pattern depends on its address and on the operation that wrote it.
+freed. Each word of a pattern depends on its address and on the operation that wrote it. An
+interrupt (Ctrl-C) ends the soak early: it sums up what it did; a second one ends it at once.
 
 JSON keys:
   device, config, seed, seeds, threads, streams, limit_bytes   what was run, on which device, with

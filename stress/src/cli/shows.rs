@@ -51,7 +51,7 @@ JSON keys, per scenario and policy:
   probe_fits                whether the probe was served
   ooms                      requests of the program that were refused
   retries                   times that all cached memory was released to try again
-  growths                   times that memory was taken from the device
+  driver_calls              driver calls that the program caused
   cross_stream_reuses       times that a stream reused memory that another one had freed
   inputs, inputs_damaged    blocks whose head the host filled by transfers; those of them that did
                             not come back intact
@@ -147,8 +147,8 @@ JSON keys, by step; sizes are bytes:
             half-way), hazards
   compare   each program under each set of options:
             trace, config, peak_requested_bytes, peak_reserved_bytes, reserved_over_requested,
-            growths (times that memory was taken from the device), smallest_device_bytes, ratio,
-            retries_at_fit (as `fit` gives them; null if the program fits on no device), ooms
+            driver_calls, smallest_device_bytes, ratio, retries_at_fit (as `fit` gives them; null
+            if the program fits on no device), ooms
             (requests refused on a device with plenty; the other figures are then those of served
             requests), hazards (0 for PyTorch's allocator, whose model accesses no memory)
 The exit code is 3 if a request was refused other than in the step oom, or if a program fits on no

@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::FILES;
+use super::{FILES, RECORDING};
 
 /// Arguments of `explain`.
 #[derive(Debug, Args)]
-#[command(after_long_help = format!("{FILES}\n\n{EXPLAIN_KEYS}"))]
+#[command(after_long_help = format!("{RECORDING}\n\n{FILES}\n\n{EXPLAIN_KEYS}"))]
 pub struct ExplainArgs {
     /// Recorded programs.
     #[arg(required = true, value_name = "FILE")]
@@ -53,7 +53,7 @@ JSON keys, per program:
 
 /// Arguments of `advise`.
 #[derive(Debug, Args)]
-#[command(after_long_help = format!("{FILES}\n\n{ADVISE_KEYS}"))]
+#[command(after_long_help = format!("{RECORDING}\n\n{FILES}\n\n{ADVISE_KEYS}"))]
 pub struct AdviseArgs {
     /// Recorded programs.
     #[arg(required = true, value_name = "FILE")]
@@ -63,7 +63,7 @@ pub struct AdviseArgs {
 const ADVISE_KEYS: &str = "\
 Options are tried by replaying the program with each, on the device of --device, or else on one with
 plenty of memory. An option is advised only if the program finishes there with it. It must save at
-least 2 % of what the options of the snapshot take, or else PyTorch's default options, unless the
+least 2 % of what the options of the snapshot hold, or else PyTorch's default options, unless the
 program does not finish with these. Changes of the program
 are found in its events: arrays that are replaced by larger ones again and again, blocks that
 outlive their iteration (in recordings with iterations), streams that use most at different times,
@@ -75,8 +75,8 @@ JSON keys, per piece of advice:
   config, options           for options: as for --config, and as for the environment variable that
                             the title names
   peak_reserved_bytes, smallest_device_bytes, driver_time_modelled_us
-                            what the program takes with them, fits on, and spends in driver calls,
-                            by the simulator's cost model
+                            what the allocator holds with them, the smallest device, and the driver
+                            time, by the simulator's cost model
   peak_reserved_bytes_before, smallest_device_bytes_before, driver_time_modelled_us_before
                             the same with the snapshot's options, or else PyTorch's defaults; for
                             fewer driver calls, with Aquifer's defaults; the first and the last are
@@ -84,7 +84,7 @@ JSON keys, per piece of advice:
 
 /// Arguments of `report`.
 #[derive(Debug, Args)]
-#[command(after_long_help = FILES)]
+#[command(after_long_help = format!("{RECORDING}\n\n{FILES}"))]
 pub struct ReportArgs {
     /// Recorded programs.
     #[arg(required = true, value_name = "FILE")]

@@ -199,11 +199,11 @@ impl Printer<'_> {
             &[
                 ("program", |(name, ..)| (*name).to_owned()),
                 ("uses", |(_, study, _)| Bytes(study.profile.peak.bytes).to_string()),
-                ("PyTorch takes", |(_, study, _)| optional(study.usual().and_then(Case::takes).map(Bytes))),
-                ("and fits on", |(_, study, _)| {
+                ("PyTorch holds", |(_, study, _)| optional(study.usual().and_then(Case::holds).map(Bytes))),
+                ("smallest device", |(_, study, _)| {
                     optional(study.usual().and_then(|case| case.smallest_device).map(Bytes))
                 }),
-                ("with Aquifer on", |(.., smallest)| optional(smallest.map(Bytes))),
+                ("with Aquifer", |(.., smallest)| optional(smallest.map(Bytes))),
             ],
         );
         self.session.show(format_args!("{table}\n"))
@@ -289,7 +289,7 @@ impl Printer<'_> {
             return Ok(());
         }
         let map = Map::new(program.memory.clone(), 0, 0).held_only();
-        let Figures { live, free, waiting, largest_free, segments } = map.figures();
+        let Figures { live, free, waiting, largest_free, segments, .. } = map.figures();
         self.heading(&format!("When the snapshot was taken, {} were held", Bytes(live + free + waiting)))?;
         let waiting = match waiting {
             0 => String::new(),
@@ -306,7 +306,7 @@ impl Printer<'_> {
     }
 
     fn allocators(&self, study: &Study) -> Result<(), Failure> {
-        self.heading("What allocators take for it")?;
+        self.heading("What allocators hold for it")?;
         let peak = study.profile.peak.bytes;
         let rows: Vec<(&Case, u64)> = study.cases.iter().map(|case| (case, peak)).collect();
         let table = table(
@@ -315,9 +315,9 @@ impl Printer<'_> {
             &[
                 ("allocator", |(case, _)| case.manager.name.clone()),
                 ("options", |(case, _)| options(&case.manager.options).to_owned()),
-                ("takes", |(case, _)| optional(case.takes().map(Bytes))),
-                ("ratio", |(case, peak)| number(case.takes().and_then(|bytes| ratio(bytes, *peak)), 3)),
-                ("fits on", |(case, _)| optional(case.smallest_device.map(Bytes))),
+                ("holds", |(case, _)| optional(case.holds().map(Bytes))),
+                ("ratio", |(case, peak)| number(case.holds().and_then(|bytes| ratio(bytes, *peak)), 3)),
+                ("smallest device", |(case, _)| optional(case.smallest_device.map(Bytes))),
                 ("smallest card", |(case, _)| optional(case.smallest_device.and_then(smallest_card))),
                 ("driver calls", |(case, _)| optional(case.finishes().then_some(case.sampled.calls))),
                 ("driver ms, modelled", |(case, _)| number(case.driver_us().map(|us| us / 1e3), 0)),

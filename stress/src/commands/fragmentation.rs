@@ -8,12 +8,14 @@ use crate::cli::{ConfigArg, FragmentationArgs};
 use crate::commands::{hazards, list, options};
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player};
+use crate::input::Program;
 use crate::map::{Map, Style};
+use crate::observe::Observed;
 use crate::room::Room;
 use crate::scenarios::{self, Scenario};
 use crate::session::Session;
 use crate::stage::Stage;
-use crate::subject::{Refused, Subject};
+use crate::subject::{Aquifer, Refused, Subject};
 use crate::table::{Column, table};
 use crate::text::{Bytes, wrap};
 
@@ -21,13 +23,7 @@ use crate::text::{Bytes, wrap};
 const SEGMENTS: &str = "backing:segments";
 
 /// Policies for every scenario.
-const POLICIES: [&str; 5] = [
-    SEGMENTS,
-    "backing:segments,max_split_size_mb:128",
-    "backing:segments,roundup_power2_divisions:8",
-    "no_cache:True",
-    "",
-];
+const POLICIES: [&str; 3] = [SEGMENTS, "no_cache:True", ""];
 
 /// Policies for scenarios with several streams.
 const STREAM_POLICIES: [&str; 5] =
@@ -53,7 +49,7 @@ pub struct Row {
     pub probe_fits: bool,
     pub ooms: u64,
     pub retries: u64,
-    pub growths: u64,
+    pub driver_calls: u64,
     pub cross_stream_reuses: u64,
     pub inputs: u64,
     pub inputs_damaged: u64,
@@ -173,7 +169,7 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
         probe_fits,
         ooms,
         retries: after.num_alloc_retries,
-        growths: after.num_device_alloc,
+        driver_calls: driver_calls(session, &setup.program, policy)?,
         cross_stream_reuses: after.cross_stream_reuses,
         inputs,
         inputs_damaged,
@@ -182,6 +178,14 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
     };
     row.verdict = verdict(&row, &room, growth);
     Ok((row, map))
+}
+
+/// The driver calls of the allocator alone: without those for the contents of blocks.
+fn driver_calls(session: &Session, program: &Program, policy: &ConfigArg) -> Result<u64, Failure> {
+    let mut observed = Observed::<Aquifer>::new(session, policy, program.streams.len(), 0)?;
+    let mut player = Player::new(program);
+    let (_, costs) = observed.pass(|observed| player.play(observed, OnOom::Skip))?;
+    Ok(costs.calls.total())
 }
 
 /// Whether a request is served.
@@ -201,10 +205,6 @@ fn verdict(row: &Row, room: &Room, growth: u64) -> String {
         () if row.free_bytes < row.request_bytes => format!("full: {free} free{}", beside(room)),
         () if row.free_bytes - room.foreign < row.request_bytes => {
             format!("stuck: {free} free, {foreign} of it with other streams")
-        }
-        () if room.largest_piece() >= row.request_bytes => {
-            let piece = Bytes(room.largest_piece());
-            format!("kept back: {free} free, a piece of {piece} among it, which rules of sizes keep for other requests")
         }
         () if growth > room.whole() && room.whole() >= row.request_bytes => {
             let (whole, growth) = (Bytes(room.whole()), Bytes(growth));
@@ -234,12 +234,12 @@ fn beside(room: &Room) -> String {
 
 const COLUMNS: [Column<Row>; 8] = [
     ("policy", |row| options(&row.policy).to_owned()),
-    ("reserved", |row| Bytes(row.peak_reserved_bytes).to_string()),
+    ("holds", |row| Bytes(row.peak_reserved_bytes).to_string()),
     ("live in the end", |row| Bytes(row.allocated_bytes).to_string()),
     ("free", |row| Bytes(row.free_bytes).to_string()),
     ("largest piece", |row| Bytes(row.largest_free_bytes).to_string()),
     ("unusable", |row| format!("{:.1} %", row.unusable_index * 100.0)),
-    ("growths", |row| row.growths.to_string()),
+    ("driver calls", |row| row.driver_calls.to_string()),
     ("last request", |row| row.verdict.clone()),
 ];
 
@@ -265,7 +265,6 @@ mod tests {
             "backing:segments,headroom_mb:300",
             "limit_mb:600",
             "backing:segments,limit_mb:600",
-            "backing:segments,max_split_size_mb:20",
             "cross_stream:off",
         ];
         for device in ["sim:1MiB", "sim:3MiB", "sim:50MiB", "sim:1GiB", "sim:1000000007"] {
@@ -276,7 +275,6 @@ mod tests {
                 assert!(largest_free_bytes <= free_bytes, "{row:?}");
                 let says = |part| row.verdict.contains(part);
                 assert_eq!(says("full"), !probe_fits && free_bytes < request_bytes, "{row:?}");
-                assert!(!says("kept back") || row.policy.contains("max_split_size"), "{row:?}");
                 // Then only fragmentation can be the reason of a refusal.
                 let roomy = device == "sim:1GiB" && !row.policy.contains("headroom") && !row.policy.contains("limit");
                 assert!(!roomy || probe_fits || says("fragmented") || says("stuck"), "{row:?}");

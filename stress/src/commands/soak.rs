@@ -1,8 +1,8 @@
 //! `soak`: memory under load, verified by the device itself.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer::{Allocator, Device};
@@ -70,7 +70,7 @@ pub fn run(session: &Session, args: &SoakArgs) -> Result<Outcome, Failure> {
     };
     // A time beyond the range of the clock means no end.
     let end = |share: f64| args.minutes.and_then(|m| start.checked_add(Duration::from_secs_f64(m * 60.0 * share)));
-    let watched = Watched::default();
+    let watched = Watched { stop: at_interrupt()?, ..Watched::default() };
     let done = || {
         let time = args.minutes.map(|minutes| start.elapsed().as_secs_f64() / (minutes * 60.0));
         let work = operations.map(|each| share(watched.operations(each), each.saturating_mul(args.seeds)));
@@ -78,13 +78,17 @@ pub fn run(session: &Session, args: &SoakArgs) -> Result<Outcome, Failure> {
     };
     let progress = || Progress { readings: watched.reading(session.device_text()), done: done() };
     live::watch(session, "soak", progress, |_| {
-        while row.seeds < args.seeds && end(1.0).is_none_or(|end| Instant::now() < end) {
+        let is_over = || end(1.0).is_some_and(|end| Instant::now() >= end) || watched.is_stopped();
+        while row.seeds < args.seeds && !is_over() {
             let seed = session.seed().wrapping_add(row.seeds);
             let until = end(share(row.seeds + 1, args.seeds));
             one(session, args, seed, operations, until, &mut row, &watched)?;
         }
         Ok::<(), Failure>(())
     })?;
+    if watched.is_stopped() {
+        session.message("interrupted; the result up to here:");
+    }
     for mismatch in &row.counts.mismatches {
         session.message(format_args!("mismatch: {mismatch}"));
     }
@@ -106,9 +110,30 @@ struct Watched {
     begun: AtomicU64,
     /// Operations of earlier seeds.
     earlier: AtomicU64,
+    /// The user has interrupted the soak.
+    stop: Arc<AtomicBool>,
+}
+
+/// A flag that the first interrupt sets. The second one ends the process.
+fn at_interrupt() -> Result<Arc<AtomicBool>, Failure> {
+    let stop = Arc::new(AtomicBool::new(false));
+    #[cfg(unix)]
+    {
+        use signal_hook::consts::SIGINT;
+        use signal_hook::flag::{register, register_conditional_shutdown};
+        let code = 128 + SIGINT;
+        let registered = register_conditional_shutdown(SIGINT, code, Arc::clone(&stop))
+            .and_then(|_| register(SIGINT, Arc::clone(&stop)));
+        registered.map_err(|cause| Failure::Signals { cause })?;
+    }
+    Ok(stop)
 }
 
 impl Watched {
+    fn is_stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+
     fn set(&self, allocator: Option<Allocator>) {
         *self.allocator.lock().unwrap_or_else(PoisonError::into_inner) = allocator;
     }
@@ -159,7 +184,7 @@ fn one(
         record_history(&allocator, HISTORY_ENTRIES);
     }
     watched.set(Some(allocator.clone()));
-    let soaked = soak::run(&allocator, &plan, &watched.begun);
+    let soaked = soak::run(&allocator, &plan, &watched.begun, &watched.stop);
     watched.set(None);
     watched.begun.store(0, Ordering::Relaxed);
     watched.earlier.fetch_add(soaked.as_ref().map_or(0, |counts| counts.operations), Ordering::Relaxed);

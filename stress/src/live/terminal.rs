@@ -1,6 +1,8 @@
 //! The terminal of a view, and the text above it.
 
 use std::io::{self, BufWriter, IsTerminal, Stderr};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use ratatui::backend::{ClearType, WindowSize};
 use ratatui::buffer::Cell;
@@ -15,8 +17,9 @@ use crate::text::one_line;
 /// Columns below which a terminal gets no view.
 const WIDTH_MIN: u16 = 20;
 
-/// The terminal for a view of so many rows, if standard output and standard error are one that can show it.
-pub(super) fn open(height: u16) -> Option<Terminal<AtBottom<CrosstermBackend<BufWriter<Stderr>>>>> {
+/// The terminal for a view of so many rows, if standard output and standard error are one that can show it. With
+/// `cleared`, what the screen shows scrolls away first.
+pub(super) fn open(height: u16, cleared: bool) -> Option<Terminal<AtBottom<CrosstermBackend<BufWriter<Stderr>>>>> {
     let is_capable = std::env::var_os("TERM").is_some_and(|term| !term.is_empty() && term != "dumb") || cfg!(windows);
     if !is_capable || !io::stdout().is_terminal() || !io::stderr().is_terminal() {
         return None;
@@ -29,6 +32,10 @@ pub(super) fn open(height: u16) -> Option<Terminal<AtBottom<CrosstermBackend<Buf
     }
     let bottom = backend.get_cursor_position().ok()?;
     backend.set_cursor_position(bottom).ok()?;
+    if cleared {
+        backend.append_lines(size.height).ok()?;
+        backend.set_cursor_position(bottom).ok()?;
+    }
     Terminal::with_options(backend, TerminalOptions { viewport: Viewport::Inline(height) }).ok()
 }
 
@@ -90,6 +97,17 @@ impl<B: Backend> Backend for AtBottom<B> {
     fn scroll_region_down(&mut self, region: std::ops::Range<u16>, lines: u16) -> Result<(), B::Error> {
         self.0.scroll_region_down(region, lines)
     }
+}
+
+/// A flag that is set whenever this process goes on after it was stopped.
+pub(super) fn at_continuation() -> Arc<AtomicBool> {
+    let continued = Arc::new(AtomicBool::new(false));
+    #[cfg(unix)]
+    {
+        // Without it, the view is drawn over what the shell wrote meanwhile.
+        let _ = signal_hook::flag::register(signal_hook::consts::SIGCONT, Arc::clone(&continued));
+    }
+    continued
 }
 
 /// Writes text above the view.

@@ -4,8 +4,6 @@
 //! [`Native`] is the default allocator, and [`Expandable`] the one with expandable segments. Both
 //! are plain data structures for one thread, and know nothing of this project's allocator.
 
-#[cfg(test)]
-mod equality;
 mod expandable;
 mod index;
 mod native;

@@ -44,6 +44,11 @@ impl Script {
         Block(slot)
     }
 
+    /// Another stream uses a block.
+    pub fn use_on(&mut self, block: &Block, stream: u16) {
+        self.program.events.push(Event::RecordStream { slot: block.0, stream });
+    }
+
     /// Frees a block.
     pub fn free(&mut self, block: Block) {
         let Block(slot) = block;

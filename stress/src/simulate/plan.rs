@@ -275,9 +275,6 @@ fn options(random: &mut Random, splits: bool) -> String {
     if random.below(4) == 0 {
         options.push(format!("headroom_mb:{}", 1 + random.below(30)));
     }
-    if random.below(4) == 0 {
-        options.push(format!("garbage_collection_threshold:0.{}", 1 + random.below(9)));
-    }
     if random.below(3) == 0 && options[0].is_empty() {
         options.push(format!("frame_mb:{}", 2 << random.below(4)));
     }

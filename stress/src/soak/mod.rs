@@ -63,6 +63,8 @@ struct Shared<'a> {
     outboxes: Vec<Sender<Block>>,
     /// Operations that have begun.
     begun: &'a AtomicU64,
+    /// The user wants no more of them.
+    stop: &'a AtomicBool,
     /// A worker failed.
     failed: AtomicBool,
 }
@@ -70,7 +72,8 @@ struct Shared<'a> {
 impl Shared<'_> {
     /// The number of the next operation; `None` when it is time to stop.
     fn next(&self) -> Option<u64> {
-        if self.failed.load(Ordering::Relaxed) || self.plan.until.is_some_and(|until| Instant::now() >= until) {
+        let is_over = self.failed.load(Ordering::Relaxed) || self.stop.load(Ordering::Relaxed);
+        if is_over || self.plan.until.is_some_and(|until| Instant::now() >= until) {
             return None;
         }
         let number = self.begun.fetch_add(1, Ordering::Relaxed);
@@ -79,12 +82,12 @@ impl Shared<'_> {
 }
 
 /// Runs a soak on an allocator without other users, and sets its limit. All memory is freed in the
-/// end. `begun`, 0 at first, counts operations while they begin.
+/// end. `begun`, 0 at first, counts operations while they begin. Once `stop` is set, no more begin.
 ///
 /// # Errors
 /// When something fails for another reason than lack of memory. Damage is not an error: it is in
 /// the counts.
-pub fn run(allocator: &Allocator, plan: &Plan, begun: &AtomicU64) -> Result<Counts, Failure> {
+pub fn run(allocator: &Allocator, plan: &Plan, begun: &AtomicU64, stop: &AtomicBool) -> Result<Counts, Failure> {
     let device = allocator.device();
     let streams = streams_of(device, plan.streams.into())?;
     allocator.set_limit(Some(plan.limit));
@@ -97,6 +100,7 @@ pub fn run(allocator: &Allocator, plan: &Plan, begun: &AtomicU64) -> Result<Coun
         streams,
         outboxes,
         begun,
+        stop,
         failed: AtomicBool::new(false),
     };
     let workers = inboxes.into_iter().enumerate().map(|(number, inbox)| Worker::new(&shared, number, inbox));
@@ -127,7 +131,7 @@ mod tests {
         let device = Device::new(SimDriver::new(SimConfig::new(1 << 30).seed(seed)));
         let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
         let plan = Plan { seed, threads, streams: 3, limit: 16 << 20, operations: Some(600), until: None };
-        (run(&allocator, &plan, &AtomicU64::new(0)).unwrap(), allocator)
+        (run(&allocator, &plan, &AtomicU64::new(0), &AtomicBool::new(false)).unwrap(), allocator)
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The device lacks memory.
 
+use super::stand::in_steps;
 use super::{Stand, Story};
 use crate::exit::Failure;
 use crate::text::Bytes;
@@ -8,7 +9,7 @@ pub(super) fn too_big(stand: &mut Stand) -> Result<Story, Failure> {
     stand.fill("weights", stand.percent(20))?;
     stand.fill("activations", stand.percent(10))?;
     let refusal = stand.request(stand.percent(110) + stand.spare)?;
-    let less = stand.unrounded(stand.percent(60));
+    let less = in_steps(stand.percent(60));
     Ok(Story {
         refusal,
         recovered_by: format!("asking for {} instead", Bytes(less)),
@@ -25,7 +26,7 @@ pub(super) fn other_process(stand: &mut Stand) -> Result<Story, Failure> {
     // It leaves two fifths of the memory that the options allow.
     let held = stand.free - stand.allocator.config().headroom - stand.percent(40);
     simulator.set_other_process_bytes(others + held);
-    let refusal = stand.request(stand.unrounded(stand.percent(50)))?;
+    let refusal = stand.request(in_steps(stand.percent(50)))?;
     simulator.set_other_process_bytes(others);
     let recovered = stand.is_served(refusal.requested)?;
     Ok(Story { refusal, recovered_by: format!("the other process giving back {}", Bytes(held)), recovered })

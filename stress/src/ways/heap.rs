@@ -2,7 +2,9 @@
 
 use aquifer::Stream;
 use aquifer::memory::PoolOptions;
+use aquifer_allocator::size_class::LARGE_SEGMENT;
 
+use super::stand::in_steps;
 use super::{Stand, Story};
 use crate::exit::Failure;
 use crate::text::Bytes;
@@ -10,7 +12,7 @@ use crate::text::Bytes;
 pub(super) fn fragmented(stand: &mut Stand) -> Result<Story, Failure> {
     const BLOCK: u64 = 4 << 20;
     // Five blocks share a segment.
-    let segment = stand.allocator.config().large_segment_size;
+    let segment = LARGE_SEGMENT;
     // At most half of the device, at least one segment, and no more blocks than can be verified
     // quickly.
     let segments = ((stand.room / 2).min(16 << 30) / segment).max(1);
@@ -29,7 +31,7 @@ pub(super) fn fragmented(stand: &mut Stand) -> Result<Story, Failure> {
 
 pub(super) fn pending(stand: &mut Stand) -> Result<Story, Failure> {
     let side: Stream = stand.allocator.device().stream()?;
-    let bytes = stand.unrounded(stand.percent(60));
+    let bytes = in_steps(stand.percent(60));
     // There is memory for it once, but not twice.
     stand.fill("weights", stand.room - bytes - bytes / 3)?;
     let buffer = stand.allocator.alloc_bytes(bytes, &stand.stream)?;
@@ -60,7 +62,7 @@ pub(super) fn pending(stand: &mut Stand) -> Result<Story, Failure> {
 }
 
 pub(super) fn private_pool(stand: &mut Stand) -> Result<Story, Failure> {
-    let bytes = stand.unrounded(stand.percent(60));
+    let bytes = in_steps(stand.percent(60));
     stand.fill("weights", stand.room - bytes - bytes / 3)?;
     let pool = stand.allocator.create_pool(PoolOptions::default())?;
     let stream = stand.allocator.device().stream()?;
@@ -71,7 +73,7 @@ pub(super) fn private_pool(stand: &mut Stand) -> Result<Story, Failure> {
     drop((scratch, route));
     let graph = capture.end()?;
     graph.launch(&stream)?;
-    let refusal = stand.request(stand.unrounded(bytes / 6 * 5))?;
+    let refusal = stand.request(in_steps(bytes / 6 * 5))?;
     let kept = stand.allocator.reserved_by_private_pools().get(&pool.id()).copied().unwrap_or(0);
     drop(graph);
     let recovered = stand.is_served(refusal.requested)?;

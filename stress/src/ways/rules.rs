@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use aquifer::memory::Allocation;
 use aquifer_allocator::Advice;
 
+use super::stand::in_steps;
 use super::{Given, Stand, Story};
 use crate::exit::Failure;
 use crate::text::Bytes;
@@ -18,7 +19,7 @@ pub(super) fn half(given: &Given) -> String {
 
 pub(super) fn limit(stand: &mut Stand) -> Result<Story, Failure> {
     stand.fill("weights", stand.percent(35))?;
-    let refusal = stand.request(stand.unrounded(stand.percent(30)))?;
+    let refusal = stand.request(in_steps(stand.percent(30)))?;
     let advice = refusal.report.iter().flat_map(|report| &report.advice);
     let advised = advice.filter_map(|advice| match advice {
         Advice::RaiseLimit { to } => Some(*to),
@@ -37,7 +38,7 @@ pub(super) fn limit(stand: &mut Stand) -> Result<Story, Failure> {
 pub(super) fn headroom(stand: &mut Stand) -> Result<Story, Failure> {
     stand.fill("weights", stand.percent(35))?;
     let batch = stand.fill("a batch", stand.percent(20))?;
-    let refusal = stand.request(stand.unrounded(stand.percent(38)))?;
+    let refusal = stand.request(in_steps(stand.percent(38)))?;
     stand.free(|number| batch.contains(&number));
     let recovered = stand.is_served(refusal.requested)?;
     Ok(Story { refusal, recovered_by: format!("freeing {}", Bytes(stand.percent(20))), recovered })
@@ -53,7 +54,7 @@ pub(super) fn reclaimers(stand: &mut Stand) -> Result<Story, Failure> {
     for (priority, name, percent) in
         [(10, "prefetched batches", 20), (5, "cached activations", 30), (0, "KV cache", 25)]
     {
-        let bytes = stand.unrounded(stand.percent(percent));
+        let bytes = in_steps(stand.percent(percent));
         // Unused memory, and that of the first two.
         left -= if priority > 0 { 0 } else { bytes };
         let cache = Mutex::new(Some(stand.allocator.alloc_bytes(bytes, &stand.stream)?));
@@ -65,7 +66,7 @@ pub(super) fn reclaimers(stand: &mut Stand) -> Result<Story, Failure> {
             freed
         }));
     }
-    let refusal = stand.request(stand.unrounded(left / 11 * 9))?;
+    let refusal = stand.request(in_steps(left / 11 * 9))?;
     drop(registrations);
     let asked = asked.lock().unwrap_or_else(PoisonError::into_inner);
     let recovered = refusal.report.is_none() && !asked.is_empty();

@@ -2,6 +2,7 @@
 
 use aquifer::transfer::{Spillable, Spiller, Transfer};
 
+use super::stand::in_steps;
 use super::{Stand, Story};
 use crate::exit::Failure;
 use crate::text::Bytes;
@@ -14,7 +15,7 @@ const CACHE_MAX: u64 = 32 << 20;
 
 pub(super) fn spill(stand: &mut Stand) -> Result<Story, Failure> {
     let transfer = Transfer::new(&stand.allocator)?;
-    let bytes = stand.unrounded((stand.room / 4 / CACHES).clamp(2 << 20, CACHE_MAX));
+    let bytes = in_steps((stand.room / 4 / CACHES).clamp(2 << 20, CACHE_MAX));
     // For the runtime itself, and for the edges of granules.
     let spare = stand.percent(2).clamp(16 << 20, 64 << 20);
     stand.fill("weights", stand.room.saturating_sub(CACHES * bytes + spare))?;
@@ -28,7 +29,7 @@ pub(super) fn spill(stand: &mut Stand) -> Result<Story, Failure> {
         let contents = vec![content(number); usize::try_from(bytes).unwrap_or(usize::MAX)];
         caches.push(transfer.to_device(contents, &stand.stream)?.wait()?);
     }
-    let wanted = stand.unrounded(CACHES / 4 * 3 * bytes + spare);
+    let wanted = in_steps(CACHES / 4 * 3 * bytes + spare);
     let refusal = stand.request(wanted)?;
     let spiller = Spiller::new(&transfer, 0);
     let caches: Vec<Spillable<u8>> = caches.into_iter().map(|cache| spiller.add(cache, 0)).collect::<Result<_, _>>()?;

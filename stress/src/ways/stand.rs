@@ -7,7 +7,6 @@ use aquifer::device::sim::SimDriver;
 use aquifer::memory::{AllocError, Allocation, OomReport, Snapshot, TagScope};
 use aquifer::{Allocator, Device, Stream};
 use aquifer_allocator::config::Backing;
-use aquifer_allocator::size_class::SizeClasses;
 
 use crate::cli::ConfigArg;
 use crate::commands::record_history;
@@ -30,6 +29,11 @@ const ALONE: u64 = 16 << 20;
 /// The part of the free memory of a real device that is left alone, and its minimum.
 const SPARE_SHARE: u64 = 64;
 const SPARE_MIN: u64 = 256 << 20;
+
+/// Rounds a size down to one that a dedicated segment may have.
+pub(super) fn in_steps(bytes: u64) -> u64 {
+    bytes / STEP * STEP
+}
 
 /// An allocator on a new device, and blocks with known content.
 #[derive(Debug)]
@@ -122,23 +126,6 @@ impl Stand {
         self.room / 100 * percent
     }
 
-    /// The largest size that is rounded up to at most `bytes`: with `roundup_power2_divisions` a
-    /// block of `bytes` may take much more.
-    pub fn unrounded(&self, bytes: u64) -> u64 {
-        let classes = SizeClasses::new(self.allocator.config());
-        let most = bytes / STEP * STEP;
-        let fits = |size| classes.round_checked(size).is_some_and(|size| size.next_multiple_of(STEP) <= most);
-        if fits(most) {
-            return most;
-        }
-        let (mut yes, mut no) = (0, most);
-        while yes + 1 < no {
-            let middle = yes.midpoint(no);
-            *(if fits(middle) { &mut yes } else { &mut no }) = middle;
-        }
-        yes
-    }
-
     /// Fills up to about `bytes` of memory with few blocks named `name`. Returns their numbers.
     ///
     /// # Errors
@@ -147,9 +134,9 @@ impl Stand {
         let first = self.marked.len();
         let mut left = bytes;
         loop {
-            let size = self.unrounded(left);
+            let size = in_steps(left);
             self.mark(name, size)?;
-            left = left.saturating_sub(size.next_multiple_of(STEP));
+            left -= size;
             if left < ALONE || size == 0 {
                 return Ok(first..self.marked.len());
             }
@@ -232,7 +219,7 @@ impl Stand {
         let empty = self.allocator.memory_allocated() == 0 && self.allocator.memory_reserved() == 0;
         let free = self.allocator.device().memory_info()?.free.saturating_sub(self.allocator.config().headroom);
         let most = free.min(self.allocator.limit().unwrap_or(u64::MAX));
-        Ok(empty && self.is_served(self.unrounded(most / 10 * 9))? && self.allocator.memory_allocated() == 0)
+        Ok(empty && self.is_served(in_steps(most / 10 * 9))? && self.allocator.memory_allocated() == 0)
     }
 }
 

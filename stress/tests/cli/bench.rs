@@ -94,6 +94,7 @@ fn bench_scale_measures_blocks_with_segments_too() {
 #[test]
 fn bench_scale_prints_a_table_and_lists_its_series() {
     let output = stress(&["bench", "--scale", "--quick", "--filter", "nothing"]);
+    assert!(errors(&output).contains("bench: 1 of 1: nothing"), "without a terminal, progress is told in lines");
     let text = String::from_utf8(output.stdout.clone()).unwrap();
     assert!(output.status.success() && text.contains("spin") && text.contains("exponent"), "{text}");
     let output = stress(&["bench", "--scale", "--quick", "--filter", "growables", "--config", "backing:segments"]);
@@ -122,4 +123,63 @@ fn bench_draws_its_rows_and_series() {
     let output = stress(&["bench", "--plot", "plot.png"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(errors(&output).contains("plots are written as .svg files"), "{}", errors(&output));
+}
+
+const PEERS: [&str; 5] = [
+    "Aquifer",
+    "PyTorch (model)",
+    "PyTorch, expandable segments (model)",
+    "driver's pool (cuMemAllocAsync)",
+    "cuMemAlloc",
+];
+
+#[test]
+fn published_patterns_are_played_by_every_allocator() {
+    let rows = rows(0, &["bench", "--peers", "--quick", "--filter", "comb"]);
+    let held = |benchmark: &str| -> Vec<u64> {
+        let rows: Vec<&Value> = rows.iter().filter(|row| row["benchmark"] == benchmark).collect();
+        let names: Vec<&str> = rows.iter().filter_map(|row| row["allocator"].as_str()).collect();
+        assert_eq!(names, PEERS);
+        rows.iter().map(|row| bytes(row, "peak_reserved_bytes") >> 20).collect()
+    };
+    // The devlog's figures of PyTorch: four segments of 16 MiB and one of 32, and three pages of 20 MiB more than four.
+    assert_eq!(held("comb"), [64, 96, 100, 64, 64], "the name itself, not comb_1gib");
+    for row in &rows {
+        assert!(row["clock"].is_null() && bytes(row, "ooms") == 0, "{row}");
+        assert!(bytes(row, "driver_calls") > 0 && row["driver_time_modelled_us"].as_f64().unwrap() > 0.0, "{row}");
+        let by_simulator = PEERS[3..].contains(&row["allocator"].as_str().unwrap());
+        assert_eq!(row["ns_per_op"].is_null(), by_simulator, "{row}");
+    }
+}
+
+#[test]
+fn published_patterns_of_waiting_are_timed() {
+    let measured = rows(0, &["bench", "--peers", "--filter", "multi_stream_allocations/4/4/1"]);
+    let times: Vec<f64> = measured.iter().map(|row| row["us_per_iteration"].as_f64().unwrap()).collect();
+    assert_eq!(times.len(), PEERS.len());
+    let (pools, bare) = times.split_at(4);
+    assert!(pools.iter().all(|&us| (500.0..1000.0).contains(&us)), "four kernels of 500 µs at once: {times:?}");
+    assert!(bare[0] > 2000.0, "each free waits for the device: {times:?}");
+    let measured = rows(0, &["bench", "--peers", "--filter", "async_priming"]);
+    let first = |benchmark: &str, allocator: &str| {
+        let row = measured.iter().find(|row| row["benchmark"] == benchmark && row["allocator"] == allocator).unwrap();
+        assert!(row["peak_reserved_bytes"].is_null() && row["clock"] == "virtual", "{row}");
+        row["latency_to_first_us"].as_f64().unwrap()
+    };
+    for allocator in &PEERS[..3] {
+        assert!(first("async_priming/primed", allocator) < 10.0, "{allocator}");
+        assert!(first("async_priming/unprimed", allocator) > 100.0, "{allocator}");
+    }
+    for (args, said) in [
+        (["--peers", "--filter", "nothing"].as_slice(), "there are random_allocations/1000/1"),
+        (&["--peers", "--scale"], "cannot be used with"),
+        (&["--peers", "--config", "backing:pytorch"], "asks for a model of PyTorch's allocator"),
+    ] {
+        let output = stress(&[&["bench"], args].concat());
+        assert_eq!(output.status.code(), Some(2), "{args:?}");
+        assert!(errors(&output).contains(said), "{}", errors(&output));
+    }
+    let output = stress(&["bench", "--peers", "--filter", "ascending"]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains(" holds ") && text.contains("256.00 MiB"), "{text}");
 }

@@ -199,6 +199,21 @@ fn a_soak_has_room_for_several_granules() {
     assert_eq!((bytes(&soak[0], "limit_bytes"), bytes(&soak[0], "mismatches")), (768 << 20, 0), "{soak:?}");
 }
 
+#[cfg(unix)]
+#[test]
+fn an_interrupted_soak_sums_up() {
+    let mut soak = program(&["--device", "sim:1GiB", "soak", "--minutes", "10", "--json"]);
+    let soak = soak.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    // Time for it to begin; before that the signal would end it.
+    std::thread::sleep(std::time::Duration::from_secs(2));
+    assert!(Command::new("kill").args(["-INT", &soak.id().to_string()]).status().unwrap().success());
+    let output = soak.wait_with_output().unwrap();
+    let row = &rows_of(0, &output)[0];
+    assert!(bytes(row, "operations") > 0 && row["seconds"].as_f64().unwrap() < 300.0, "{row}");
+    assert_eq!((bytes(row, "mismatches"), bytes(row, "not_given_back_bytes")), (0, 0), "{row}");
+    assert!(errors(&output).contains("interrupted; the result up to here:"), "{}", errors(&output));
+}
+
 #[test]
 fn soak_and_calls_print_their_figures() {
     let soak = &rows(0, &["--device", "sim:1GiB", "soak", "--ops", "500", "--seeds", "2", "--threads", "2"])[0];
@@ -248,10 +263,13 @@ fn a_snapshot_replays_as_the_trace_of_the_same_run() {
 #[test]
 fn configs_are_compared_in_one_run_and_figures_are_repeatable() {
     let file = data("gnn_random_graphs.trace.gz");
-    let args = ["replay", "--repeat", "1", "--config", "", "--config", "max_split_size_mb:128", &file];
+    let args = ["replay", "--repeat", "1", "--config", "", "--config", "backing:pytorch,max_split_size_mb:128", &file];
     let [one, two] = [rows(0, &args), rows(0, &args)];
     assert_eq!(one.len(), 2);
-    assert_eq!((one[0]["config"].as_str(), one[1]["config"].as_str()), (Some(""), Some("max_split_size_mb:128")));
+    assert_eq!(
+        (one[0]["config"].as_str(), one[1]["config"].as_str()),
+        (Some(""), Some("backing:pytorch,max_split_size_mb:128"))
+    );
     for (one, two) in one.iter().zip(&two) {
         assert_eq!(one["ns_per_op"], one["first_pass_ns_per_op"]);
         let keys = ["peak_reserved_bytes", "driver_calls", "driver_time_modelled_us", "worst_alloc_us"];

@@ -54,18 +54,18 @@ fn options_without_effect_are_named_in_one_warning() {
         let warnings = said.lines().filter(|line| line.starts_with("warning: --config"));
         warnings.map(str::to_owned).collect::<Vec<_>>()
     };
-    let for_segments = "large_segment_size_mb:32,max_split_size_mb:64,max_non_split_rounding_mb:64";
-    let named = for_segments.replace(',', ", ");
+    let of_pytorch = "large_segment_size_mb:32,max_split_size_mb:64,max_non_split_rounding_mb:64";
+    let named = of_pytorch.replace(',', ", ");
     assert_eq!(
-        warnings("sim:80GiB", &format!("{for_segments},pinned_free_catch_all:True")),
+        warnings("sim:80GiB", &format!("{of_pytorch},pinned_free_catch_all:True")),
         [format!(
-            "warning: --config '{for_segments},pinned_free_catch_all:True': options without effect: {named} (for \
-             `backing:segments` only, and this memory is mapped); pinned_free_catch_all:True (page-locked memory has \
+            "warning: --config '{of_pytorch},pinned_free_catch_all:True': options without effect: {named} (the sizes \
+             of blocks and segments follow fixed rules); pinned_free_catch_all:True (page-locked memory has \
              a pool of its own, which has options of its own)"
         )]
     );
-    assert!(warnings("sim:80GiB", &format!("backing:segments,{for_segments}")).is_empty());
-    assert!(warnings("sim:80GiB,vmm=off", for_segments).is_empty());
+    assert_eq!(warnings("sim:80GiB,vmm=off", of_pytorch).len(), 1);
+    assert!(warnings("sim:80GiB", "backing:segments,limit_mb:70000").is_empty());
     let [warning] = &warnings("sim:80GiB", "backing:segments,granule_mb:4")[..] else { panic!("one warning") };
     assert!(warning.contains("granule_mb:4 (for mapped memory only"), "{warning}");
 }

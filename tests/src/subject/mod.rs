@@ -117,6 +117,11 @@ impl Subject {
         }
     }
 
+    /// Whether the tests of this process share one device.
+    pub fn is_shared() -> bool {
+        Kind::chosen().is_shared()
+    }
+
     /// Whether tests run on the simulated device itself, whose time they can read and which they
     /// can make lag.
     pub fn is_simulated() -> bool {

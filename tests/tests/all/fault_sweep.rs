@@ -136,18 +136,18 @@ fn faults_at_every_call_while_frames_move_and_are_broken() {
 
 #[test]
 fn faults_at_every_call_while_streams_wait() {
-    sweep_with("cross_stream:wait,max_split_size_mb:40,limit_mb:100");
+    sweep_with("cross_stream:wait,limit_mb:100");
 }
 
 #[test]
 fn faults_at_every_call_while_streams_keep_to_themselves() {
-    sweep_with("cross_stream:off,max_split_size_mb:40,roundup_power2_divisions:4");
+    sweep_with("cross_stream:off");
 }
 
 #[test]
 fn the_swept_program_makes_every_call_that_an_allocator_makes() {
     let mut made = [0; Operation::ALL.len()];
-    let options = ["cross_stream:ready,headroom_mb:4", "cross_stream:wait,max_split_size_mb:40"];
+    let options = ["cross_stream:ready,headroom_mb:4", "cross_stream:wait"];
     for options in options.into_iter().flat_map(|options| BACKINGS.map(|backing| on(backing, options))) {
         let mut interpreter = Interpreter::new(&Setup::new(128 * MIB, &options));
         interpreter.steps(&program());

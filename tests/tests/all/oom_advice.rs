@@ -107,16 +107,6 @@ fn names_cannot_write_lines_of_their_own() {
 }
 
 #[test]
-fn segments_larger_than_the_device_are_named() {
-    let bench = Bench::new(16 * MIB, "backing:segments");
-    let report = bench.report(5 * MIB);
-    assert!(report.advice.contains(&Advice::SmallerSegments { to: 16 * MIB }), "{report}");
-    says(&report, "try: set large_segment_size_mb to at most 16");
-    let bench = Bench::new(16 * MIB, "backing:segments,large_segment_size_mb:16");
-    drop(bench.alloc(5 * MIB));
-}
-
-#[test]
 fn the_advised_device_has_room_for_live_memory_and_for_other_processes() {
     for backing in BACKINGS {
         let scene = |capacity, options: &str| {
@@ -286,17 +276,6 @@ fn memory_given_back_waits_for_the_capture_of_a_stream_that_used_it() {
     assert_eq!(report.advice, [Advice::AfterCapture { cached: 60 * MIB }], "{report}");
     drop(capture);
     drop(bench.alloc(100 * MIB));
-}
-
-#[test]
-fn a_free_block_that_is_large_enough_needs_no_other_split_limit() {
-    let bench = Bench::new(256 * MIB, "no_cache:True,limit_mb:40");
-    let used = bench.alloc(30 * MIB);
-    let _pin = bench.allocator.pin_mapping(&used).unwrap();
-    drop(used);
-    let report = bench.report(20 * MIB);
-    let relax = |advice: &Advice| matches!(advice, Advice::RelaxSplitLimit { .. });
-    assert!(!report.advice.iter().any(relax), "{report}");
 }
 
 /// Allocates blocks of random sizes up to the limit, and gives some of them back.

@@ -40,10 +40,8 @@ fn options(draw: &mut impl FnMut(u64) -> u64) -> String {
     options.extend((draw(5) == 0).then(|| "throw_on_cudamalloc_oom:True".to_owned()));
     options.extend((draw(4) == 0).then(|| "frame_mb:16".to_owned()));
     options.extend(match draw(6) {
-        0 => Some("max_split_size_mb:20".to_owned()),
-        1 => Some("cross_stream:off".to_owned()),
-        2 => Some("roundup_power2_divisions:4".to_owned()),
-        3 => Some("granule_mb:8".to_owned()),
+        0 | 1 => Some("cross_stream:off".to_owned()),
+        2 | 3 => Some("granule_mb:8".to_owned()),
         _ => None,
     });
     options.join(",")

@@ -96,7 +96,7 @@ fn reach_every_rung(backing: Backing) {
             stats.cross_stream_reuses,
             stats.cross_stream_waits,
             // What only one of them has.
-            if backing == Backing::Paged { stats.remaps } else { stats.oversize_segments.allocated },
+            if backing == Backing::Paged { stats.remaps } else { stats.segment.all.freed },
         ];
         sums.borrow_mut().iter_mut().zip(reached).for_each(|(sum, n)| *sum += n);
         interpreter.finish(setup.ending);

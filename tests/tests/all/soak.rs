@@ -1,7 +1,7 @@
 //! Soaks with all checks of the device: `aquifer_stress::soak`. `AQUIFER_PROGRAMS=1000` sets
 //! how many seeds, each of 1000 operations.
 
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use aquifer_stress::soak::{self, Counts, Plan};
 use aquifer_tests::prelude::*;
@@ -17,8 +17,8 @@ fn soak(seed: u64) -> Counts {
     let allocator = Allocator::new(&driver.device(), config).unwrap();
     let threads = 1 + u16::from(seed % 4 >= 2);
     let plan = Plan { seed, threads, streams: 4, limit: LIMIT, operations: Some(OPERATIONS), until: None };
-    let counts =
-        soak::run(&allocator, &plan, &AtomicU64::new(0)).unwrap_or_else(|failure| panic!("seed {seed}: {failure}"));
+    let counts = soak::run(&allocator, &plan, &AtomicU64::new(0), &AtomicBool::new(false))
+        .unwrap_or_else(|failure| panic!("seed {seed}: {failure}"));
     let damaged: Vec<String> = counts.mismatches.iter().map(ToString::to_string).collect();
     assert!(damaged.is_empty(), "seed {seed}: {}", damaged.join("\n"));
     assert_eq!((counts.operations, allocator.memory_allocated()), (OPERATIONS, 0), "seed {seed}");

@@ -53,7 +53,7 @@ fn on_threads(numbers: RangeInclusive<u64>, work: impl Fn(u64, mpsc::Sender<Allo
 
 #[test]
 fn four_threads_hammer_one_allocator() {
-    for options in ["", "cross_stream:wait", "cross_stream:off,history:100", "max_split_size_mb:20"] {
+    for options in ["", "cross_stream:wait", "cross_stream:off,history:100", "backing:segments"] {
         let bench = Bench::new(200 * MIB, options);
         on_threads(1..=4, |seed, away| hammer(&bench.allocator, &bench.new_stream(), seed, &away));
         check::statistics(&bench.allocator, (0, 0));

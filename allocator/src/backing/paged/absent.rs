@@ -7,7 +7,6 @@ use crate::backing::paged::frames::Frame;
 use crate::backing::paged::saved::Saved;
 use crate::cross_stream::waiting_list::Waiting;
 use crate::heap::BlockId;
-use crate::request::Place;
 use crate::size_class::PoolKind;
 
 /// Where the contents of absent memory are.
@@ -43,9 +42,9 @@ pub(crate) struct Absent {
 #[derive(Debug, Default)]
 pub(crate) struct Cordon {
     /// Free memory that is held.
-    pub(crate) held: Vec<(u32, BlockId)>,
+    pub(crate) held: Vec<BlockId>,
     /// Live blocks that are marked.
-    pub(crate) marked: Vec<Place>,
+    pub(crate) marked: Vec<BlockId>,
     /// Blocks that were given back.
     pub(crate) freed: Vec<Waiting>,
 }

@@ -1,14 +1,13 @@
 //! Accounting for mapped memory: what is reserved, and the history of mappings.
 
-use crate::cross_stream::lending::forget_unborrowed;
 use crate::history::{Action, Subject};
 use crate::state::guard::StateGuard;
 use crate::tags::Tag;
 
-pub(crate) fn note_mapping(guard: &StateGuard, action: Action, pool: u16, slot: u32, addr: u64, bytes: u64) {
+pub(crate) fn note_mapping(guard: &mut StateGuard, action: Action, pool: u16, slot: u32, addr: u64, bytes: u64) {
     let pool = guard.pools.history_id(pool);
     let subject = Subject { addr, size: bytes, slot, tag: Tag::default(), pool };
-    guard.state.history.lock().note(action, subject);
+    guard.history.note(action, subject);
 }
 
 /// Makes `reserved` the sum of granules and segments (P3).
@@ -17,8 +16,6 @@ pub(crate) fn account_for_granules(guard: &mut StateGuard) {
     let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + paged.spare_bytes()];
     let before = std::mem::replace(&mut paged.accounted, now);
     let sum = |bytes: [u64; 2]| bytes.iter().sum::<u64>();
-    let reserved = guard.reserved + sum(now) - sum(before);
-    forget_unborrowed(guard, reserved);
-    guard.reserved = reserved;
-    guard.state.counters.reserved_bytes.replace(before, now);
+    guard.reserved = guard.reserved + sum(now) - sum(before);
+    guard.counters.reserved_bytes.replace(before, now);
 }

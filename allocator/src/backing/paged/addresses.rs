@@ -5,12 +5,11 @@ use aquifer_device::{DevicePtr, ErrorKind};
 use crate::allocator::Allocator;
 use crate::backing::paged::granules::Purpose;
 use crate::error::AllocError;
-use crate::heap::kind_of;
-use crate::pools::lookup::{heap_with_pool, look_for_in};
+use crate::heap::{BlockId, kind_of};
+use crate::pools::lookup::heap_with_pool;
 use crate::pools::table::Which;
-use crate::request::{Place, Request};
+use crate::request::Request;
 use crate::state::guard::StateGuard;
-use crate::state::settled::Sought;
 
 /// At most this many times as many addresses are reserved as the device has memory. Live blocks
 /// spread over addresses: on a full device whose program never settles, they took more than four
@@ -42,13 +41,13 @@ pub(super) fn reserve_addresses(allocator: &Allocator, request: &Request) -> Res
         match allocator.device().driver().reserve(bytes, granule) {
             Ok(ptr) => {
                 allocator.state().tell_witness(|witness| witness.managed(ptr.range(bytes)));
-                let mut guard = allocator.state().lock(Some(request.slot));
+                let mut guard = allocator.state().lock();
                 if let Some(paged) = &mut guard.paged {
                     paged.add_reservation(ptr.0, bytes, kind_of(request.pool), Purpose::Heap);
                 }
-                guard.pools.note_region(request.pool, request.slot);
-                let heap = heap_with_pool(&mut guard, request.slot, request.pool);
-                heap.add_reservation(ptr.0, bytes, request.pool, granule);
+                guard.pools.note_region(request.pool);
+                let heap = heap_with_pool(&mut guard, request.pool);
+                heap.add_reservation(ptr.0, bytes, request.slot, request.pool, granule);
                 return Ok(true);
             }
             Err(error) if error.kind == ErrorKind::OutOfAddresses || error.is_out_of_memory() => {
@@ -69,7 +68,7 @@ pub(super) fn reserve_addresses(allocator: &Allocator, request: &Request) -> Res
 pub(crate) fn give_addresses_back(allocator: &Allocator, which: Which) -> Result<(), AllocError> {
     // This also gives back reservations that could not go back before.
     allocator.device().settle();
-    let mut guard = allocator.state().lock(None);
+    let mut guard = allocator.state().lock();
     let empty = take_empty_reservations(&mut guard, which);
     drop(guard);
     let mut failed = Ok(());
@@ -86,13 +85,11 @@ pub(crate) fn give_addresses_back(allocator: &Allocator, which: Which) -> Result
 /// Takes reservations of some pools that consist of one hole out of the heaps. Returns their
 /// addresses and lengths.
 fn take_empty_reservations(guard: &mut StateGuard, which: Which) -> Vec<(u64, u64)> {
-    look_for_in(guard, which, Sought::Empty);
-    let empty =
-        guard.heaps().flat_map(|heap| heap.empty_reservations().map(move |block| Place { arena: heap.home, block }));
-    let empty: Vec<Place> = empty.filter(|&place| guard.pools.is_among(guard.block(place).pool, which)).collect();
-    let regions = empty.into_iter().map(|place| {
-        let region = guard.arena(place.arena).heap.remove_reservation(place.block);
-        guard.pools.forget_region(region.pool, region.home);
+    let empty = guard.heap.empty_reservations();
+    let empty: Vec<BlockId> = empty.filter(|&id| guard.pools.is_among(guard.heap.blocks[id].pool, which)).collect();
+    let regions = empty.into_iter().map(|id| {
+        let region = guard.heap.remove_reservation(id);
+        guard.pools.forget_region(region.pool);
         if let Some(paged) = &mut guard.paged {
             paged.remove_reservation(region.addr);
         }

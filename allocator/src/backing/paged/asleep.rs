@@ -93,15 +93,11 @@ fn spans<'a>(guard: &StateGuard, options: &'a SleepOptions) -> Vec<Span<'a>> {
 /// Calls a function for each live block of mapped memory, with its tag, and for each free one that
 /// a graph may use.
 fn for_each_used(guard: &StateGuard, mut with: impl FnMut(&Block, Option<Tag>)) {
-    for heap in guard.heaps() {
-        for region in heap.regions().filter(|region| region.is_paged()) {
-            for (_, block) in heap.blocks_of(region) {
-                match block.state {
-                    State::Live => with(block, Some(Tag(block.tag))),
-                    State::Free if is_promised(guard, block.pool) => with(block, None),
-                    _ => {}
-                }
-            }
+    for (_, _, block) in guard.heap.all_blocks().filter(|(region, ..)| region.is_paged()) {
+        match block.state {
+            State::Live => with(block, Some(Tag(block.tag))),
+            State::Free if is_promised(guard, block.pool) => with(block, None),
+            _ => {}
         }
     }
 }
@@ -179,12 +175,12 @@ pub(crate) fn forget_free(guard: &mut StateGuard, absent: Vec<Absent>) -> Vec<Ab
         }));
     }
     // Each block from its high end down, as holding it needs.
-    gone.sort_unstable_by_key(|donor| (donor.arena, donor.block, Reverse(donor.addr)));
+    gone.sort_unstable_by_key(|donor| (donor.block, Reverse(donor.addr)));
     for donor in hold_all(guard, gone.clone()) {
-        let heap = &mut guard.arena(donor.arena).heap;
-        let pool = heap.blocks[donor.block].pool;
-        heap.unhold_as_hole(donor.block);
-        note_mapping(guard, Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
+        let region = guard.heap.region_of(donor.block);
+        let (pool, stream) = (region.pool, region.stream);
+        guard.heap.unhold_as_hole(donor.block);
+        note_mapping(guard, Action::SegmentUnmap, pool, stream, donor.addr, donor.bytes);
     }
     let gone = united(gone.into_iter().map(|donor| donor.addr..donor.addr + donor.bytes).collect());
     let left = absent.into_iter().flat_map(|absent| {

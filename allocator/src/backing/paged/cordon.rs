@@ -2,11 +2,10 @@
 //!
 //! * Free memory beside it, in the same granules, is *held*, so that no request takes it.
 //! * Its live blocks are marked as used by several streams. So their frees leave the fast path, and
-//!   come to `apply_deferred_free` (`../../state/guard.rs`), which keeps the blocks until their
-//!   memory wakes up.
+//!   come to `begin_wait` (`../../state/free.rs`), which keeps the blocks until their memory wakes up.
 //!
 //! Allocations and frees of other memory are as fast as without. The cordon is lifted and put up
-//! again under all locks, so no other thread sees memory without it. While the whole allocator
+//! again under the lock, so no other thread sees memory without it. While the whole allocator
 //! sleeps it is not needed, because nothing is allocated.
 
 use std::cmp::Reverse;
@@ -19,12 +18,11 @@ use crate::backing::paged::donors::Donor;
 use crate::backing::paged::plan::hold_all;
 use crate::cross_stream::waiting::end_wait;
 use crate::cross_stream::waiting_list::Waiting;
-use crate::heap::State;
-use crate::request::Place;
+use crate::heap::{BlockId, State};
 use crate::state::guard::StateGuard;
 use crate::state::special;
 
-/// Puts the cordon up around all memory that sleeps. All locks are held.
+/// Puts the cordon up around all memory that sleeps.
 pub(crate) fn put_up(guard: &mut StateGuard) {
     let Some(paged) = &guard.paged else { return };
     let sleeping = paged.sleeping.clone();
@@ -32,15 +30,15 @@ pub(crate) fn put_up(guard: &mut StateGuard) {
         return;
     }
     let (mut live, mut free) = (Vec::new(), Vec::new());
-    for heap in guard.heaps() {
+    {
+        let heap = &guard.heap;
         let touches = |range: &Range<u64>| !within(&sleeping, range).is_empty();
         for region in heap.regions().filter(|region| touches(&(region.addr..region.addr + region.bytes))) {
             for (id, block) in heap.blocks_of(region) {
                 let parts = within(&sleeping, &block.range());
                 match block.state {
-                    State::Live if !parts.is_empty() => live.push(Place { arena: heap.home, block: id }),
+                    State::Live if !parts.is_empty() => live.push(id),
                     State::Free => free.extend(parts.into_iter().map(|part| Donor {
-                        arena: heap.home,
                         block: id,
                         addr: part.start,
                         bytes: part.end - part.start,
@@ -52,9 +50,9 @@ pub(crate) fn put_up(guard: &mut StateGuard) {
         }
     }
     // Each block from its high end down, as holding it needs.
-    free.sort_unstable_by_key(|donor| (donor.arena, donor.block, Reverse(donor.addr)));
-    let held = hold_all(guard, free).into_iter().map(|donor| (donor.arena, donor.block)).collect();
-    live.retain(|&place| mark(guard, place));
+    free.sort_unstable_by_key(|donor| (donor.block, Reverse(donor.addr)));
+    let held = hold_all(guard, free).into_iter().map(|donor| donor.block).collect();
+    live.retain(|&id| mark(guard, id));
     let waiting = guard.waiting.blocks.iter();
     let touched = waiting.filter(|(_, waiting)| !within(&sleeping, &waiting.block.range()).is_empty());
     let touched: Vec<u64> = touched.map(|(&number, _)| number).collect();
@@ -73,9 +71,9 @@ pub(crate) fn put_up(guard: &mut StateGuard) {
 pub(crate) fn lift(guard: &mut StateGuard) {
     let Some(paged) = &mut guard.paged else { return };
     let Cordon { held, marked, freed } = std::mem::take(&mut paged.cordon);
-    marked.into_iter().for_each(|place| unmark(guard, place));
-    for (arena, block) in held {
-        guard.arena(arena).heap.unhold_as_free(block);
+    marked.into_iter().for_each(|id| unmark(guard, id));
+    for block in held {
+        guard.heap.unhold_as_free(block);
     }
     for waiting in freed {
         if waiting.uses.iter().all(|&(slot, after)| guard.is_known_done(slot, after)) {
@@ -88,21 +86,20 @@ pub(crate) fn lift(guard: &mut StateGuard) {
 }
 
 /// Marks a live block, so that its free takes the slow path. Returns false if it was marked already.
-fn mark(guard: &mut StateGuard, place: Place) -> bool {
-    let Entry::Vacant(users) = guard.other_users.entry(place) else { return false };
+fn mark(guard: &mut StateGuard, id: BlockId) -> bool {
+    let Entry::Vacant(users) = guard.other_users.entry(id) else { return false };
     users.insert(Vec::new());
-    let locked = guard.arena(place.arena);
-    locked.heap.blocks[place.block].used_elsewhere = true;
-    locked.heap.make_irregular(place.block);
+    guard.heap.blocks[id].used_elsewhere = true;
+    guard.heap.make_irregular(id);
     true
 }
 
 /// Takes the mark away, unless the block was given back, or other streams do use it now.
-fn unmark(guard: &mut StateGuard, place: Place) {
-    let Entry::Occupied(users) = guard.other_users.entry(place) else { return };
+fn unmark(guard: &mut StateGuard, id: BlockId) {
+    let Entry::Occupied(users) = guard.other_users.entry(id) else { return };
     if !users.get().is_empty() {
         return;
     }
     users.remove();
-    guard.arena(place.arena).heap.blocks[place.block].used_elsewhere = false;
+    guard.heap.blocks[id].used_elsewhere = false;
 }

@@ -9,12 +9,9 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
 
-use aquifer_device::internal::Timeline;
 use aquifer_device::{DeviceError, DevicePtr, RawPhysical, Reservation};
 
-use crate::accounting::writer::CounterTarget;
 use crate::allocator::Allocator;
 use crate::backing::paged::account::{account_for_granules, note_mapping};
 use crate::backing::paged::carry_out::{unless_capturing, unmap_range};
@@ -26,7 +23,7 @@ use crate::error::AllocError;
 use crate::history::{Action, Actions, Subject};
 use crate::size_class::PoolKind;
 use crate::state::guard::StateGuard;
-use crate::state::shared::SharedState;
+use crate::state::shared::{SharedState, done_until};
 
 /// Unmaps deferred memory that is known done. Its frames become spare; those of exportable memory
 /// go back to the device. Returns how many bytes went back.
@@ -41,7 +38,7 @@ pub(crate) fn recycle_deferred_releases(allocator: &Allocator) -> Result<u64, Al
         let leaving = begin_recycling(&mut allocator.state().shared());
         let Some(leaving) = leaving else { break };
         let failed = unmap_leaving(allocator, &leaving);
-        let mut guard = allocator.state().lock(None);
+        let mut guard = allocator.state().lock();
         let frames = settle_recycling(&mut guard, leaving, failed.is_none());
         let bytes = frames.iter().map(|&(_, bytes)| bytes).sum::<u64>();
         guard.leaving += bytes;
@@ -95,9 +92,9 @@ struct Leaving {
 
 /// Takes one piece of deferred memory that is done off the list.
 fn begin_recycling(shared: &mut SharedState) -> Option<Leaving> {
-    let SharedState { paged, timelines, .. } = shared;
+    let SharedState { paged, streams, .. } = shared;
     let paged = paged.as_mut().filter(|paged| !paged.is_asleep && !paged.dedicated_sleeps)?;
-    let deferred_release = paged.deferred_release.take_done(|slot| done_until(timelines, slot))?;
+    let deferred_release = paged.deferred_release.take_done(|slot| done_until(streams, slot))?;
     let purpose = paged.purpose_of(deferred_release.base)?;
     let frames =
         paged.forget_mapped(deferred_release.range.start, deferred_release.range.end - deferred_release.range.start);
@@ -125,7 +122,7 @@ fn settle_recycling(guard: &mut StateGuard, leaving: Leaving, unmapped: bool) ->
         Vec::new()
     };
     note_mapping(guard, Action::SegmentUnmap, POOL, slot, start, end - start);
-    guard.counters().num_device_free.add(1);
+    guard.counters.num_device_free.add(1);
     account_for_granules(guard);
     frames
 }
@@ -139,9 +136,9 @@ pub(crate) fn add_deferred_release(guard: &StateGuard, not_done: &mut BTreeMap<U
 }
 
 /// Bytes in blocks that are in use, dedicated memory included.
-pub(crate) fn in_use(guard: &StateGuard) -> u64 {
-    let dedicated = guard.paged.as_ref().map_or(0, |paged| paged.owned_bytes);
-    dedicated + guard.in_use_in_heaps()
+pub(crate) fn in_use(shared: &SharedState) -> u64 {
+    let dedicated = shared.paged.as_ref().map_or(0, |paged| paged.owned_bytes);
+    dedicated + shared.heap.in_use()
 }
 
 /// Bytes of an owner's part of its reservation.
@@ -158,33 +155,29 @@ pub(crate) fn set_owned(guard: &mut StateGuard, base: u64, size: u64, requested:
     paged.owned_bytes = paged.owned_bytes - before.size + size;
     count_owned(guard, before, size, requested);
     let subject = |size| Subject { addr: base, size, slot: before.slot, tag: before.tag, pool: 0 };
-    let mut history = guard.state.history.lock();
     if before.size > 0 {
-        history.note(Actions::FREE, subject(before.requested));
+        guard.history.note(Actions::FREE, subject(before.requested));
     }
     if size > 0 {
-        history.note(Action::Alloc, subject(requested));
+        guard.history.note(Action::Alloc, subject(requested));
     }
 }
 
-fn count_owned(guard: &StateGuard, before: Owned, size: u64, requested: u64) {
-    // Arenas may publish meanwhile: not all of their locks are held.
-    let _publishing = guard.state.publishing.lock();
-    let counter_target = CounterTarget::Shared(guard.state);
+fn count_owned(guard: &mut StateGuard, before: Owned, size: u64, requested: u64) {
     if before.size > 0 {
-        counter_target.freed(PoolKind::Large, before.size, before.requested);
+        guard.counters.freed(PoolKind::Large, before.size, before.requested);
     }
     if size > 0 {
-        counter_target.allocated(PoolKind::Large, size, requested);
+        guard.counters.allocated(PoolKind::Large, size, requested);
     }
 }
 
 /// True if deferred memory is known done, or addresses may go back. Not while the allocator sleeps:
 /// nothing is behind the addresses then.
 fn is_recyclable(shared: &mut SharedState) -> bool {
-    let SharedState { paged, timelines, .. } = shared;
+    let SharedState { paged, streams, .. } = shared;
     let paged = paged.as_mut().filter(|paged| !paged.is_asleep && !paged.dedicated_sleeps);
-    paged.is_some_and(|paged| paged.deferred_release.any_done(|slot| done_until(timelines, slot)))
+    paged.is_some_and(|paged| paged.deferred_release.any_done(|slot| done_until(streams, slot)))
 }
 
 /// Forgets a reservation whose owner is gone and in which no memory is mapped. Returns its
@@ -202,10 +195,4 @@ pub(crate) fn retire(shared: &mut SharedState, base: u64, range: Range<u64>, use
     if let Some(paged) = shared.paged.as_mut().filter(|_| !range.is_empty()) {
         paged.deferred_release.add(DeferredRelease { base, range, uses, was_told: true });
     }
-}
-
-/// The tick that the stream's timeline is known to have reached. A stream that was never registered
-/// has no work to be waited for.
-fn done_until(timelines: &[Option<Arc<Timeline>>], slot: u32) -> u64 {
-    timelines.get(slot as usize).and_then(Option::as_ref).map_or(u64::MAX, |timeline| timeline.frontier())
 }

@@ -80,7 +80,7 @@ impl DedicatedMemory {
         if stream.device_id() != device_id {
             return Err(AllocError::wrong_device("stream", stream.device_id(), device_id));
         }
-        let slot = self.allocator.state().shared().slot(stream);
+        let slot = self.allocator.state().shared().stream(stream);
         let mut users = self.users.lock();
         if let Err(at) = users.binary_search(&slot) {
             users.insert(at, slot);
@@ -95,7 +95,7 @@ impl Drop for DedicatedMemory {
             return;
         }
         self.state().tell_witness(|witness| witness.ends(self.ptr, None));
-        let mut guard = self.allocator.state().lock(None);
+        let mut guard = self.allocator.state().lock();
         let size = owned_size(&guard, self.ptr.0);
         set_owned(&mut guard, self.ptr.0, 0, 0);
         retire(&mut guard, self.ptr.0, self.ptr.range(size), self.users.get_mut());

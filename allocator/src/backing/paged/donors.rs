@@ -15,13 +15,11 @@ use crate::backing::paged::dedicated::add_deferred_release;
 use crate::backing::paged::granules::Paged;
 use crate::backing::paged::layout::FrameRoom;
 use crate::backing::paged::window::Window;
-use crate::heap::{Block, BlockId, Heap, LastUses};
-use crate::pools::lookup::{heaps_with, look_for_in};
+use crate::heap::{Block, BlockId, LastUses};
+use crate::pools::lookup::numbers_of;
 use crate::pools::table::Which;
 use crate::recovery::oom::seen::is_capturing;
-use crate::state::arena::ArenaGuard;
 use crate::state::guard::StateGuard;
-use crate::state::settled::Sought;
 
 /// The most blocks that donors are taken from while locks are held without a break, where many
 /// donors are wanted.
@@ -30,8 +28,6 @@ pub(crate) const BATCH: usize = if cfg!(debug_assertions) { 2 } else { 32 };
 /// Contiguous frames of one free block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Donor {
-    /// The stream in whose arena the block is.
-    pub(crate) arena: u32,
     pub(crate) block: BlockId,
     pub(crate) addr: u64,
     pub(crate) bytes: u64,
@@ -66,12 +62,12 @@ impl Donors {
 
     /// The chosen frames in order, block by block, those side by side as one donor.
     pub(crate) fn into_joined(mut self) -> Vec<Donor> {
-        self.chosen.sort_by_key(|donor| (donor.arena, donor.block, Reverse(donor.addr)));
+        self.chosen.sort_by_key(|donor| (donor.block, Reverse(donor.addr)));
         let mut joined: Vec<Donor> = Vec::with_capacity(self.chosen.len());
         for donor in self.chosen {
             match joined.last_mut() {
                 Some(last)
-                    if (last.arena, last.block) == (donor.arena, donor.block)
+                    if last.block == donor.block
                         && last.addr == donor.addr + donor.bytes
                         && last.after == donor.after =>
                 {
@@ -88,7 +84,6 @@ impl Donors {
 /// A free block that holds at least one whole frame.
 struct Candidate {
     addr: u64,
-    arena: u32,
     block: BlockId,
 }
 
@@ -100,9 +95,7 @@ pub(crate) fn donors(guard: &mut StateGuard, wanted: u64, window: Option<&Window
     if wanted == 0 || is_capturing(guard) {
         return donors;
     }
-    let Some(granule) = guard.paged.as_ref().map(|paged| paged.granule) else { return donors };
-    look_for_in(guard, from, Sought::Free(granule));
-    guard.arenas.iter_mut().for_each(ArenaGuard::note_recent_uses);
+    guard.note_recent_uses();
     let Some(paged) = &guard.paged else { return donors };
     if from.has_default() {
         add_deferred_release(guard, &mut donors.not_done);
@@ -113,8 +106,7 @@ pub(crate) fn donors(guard: &mut StateGuard, wanted: u64, window: Option<&Window
     });
     let mut passed_over: Option<Donor> = None;
     for candidate in candidates(guard, paged, from) {
-        let heap = guard.heap_of(candidate.arena);
-        let larger = choose_in(guard, heap, &candidate, wanted, &window, &mut donors);
+        let larger = choose_in(guard, &candidate, wanted, &window, &mut donors);
         passed_over = passed_over.into_iter().chain(larger).min_by_key(|donor| donor.bytes);
         if donors.granules >= wanted {
             break;
@@ -142,12 +134,12 @@ pub(super) fn add_reusable(
     mut room: FrameRoom,
     donors: &mut Donors,
 ) {
-    guard.arenas.iter_mut().for_each(ArenaGuard::note_recent_uses);
+    guard.note_recent_uses();
     let Some(paged) = guard.paged.as_ref().filter(|_| !is_capturing(guard)) else { return };
     let granule = paged.granule;
     let window = window.start / granule * granule..window.end.next_multiple_of(granule);
     for candidate in candidates(guard, paged, Which::Unpromised) {
-        let heap = guard.heap_of(candidate.arena);
+        let heap = &guard.heap;
         let block = &heap.blocks[candidate.block];
         if block.owner != slot || block.pool >= 2 || guard.is_known_done(slot, block.after) {
             continue;
@@ -164,7 +156,7 @@ pub(super) fn add_reusable(
             }
             wanted -= bytes / granule;
             donors.granules += bytes / granule;
-            donors.chosen.push(Donor { arena: candidate.arena, block: candidate.block, addr, bytes, after });
+            donors.chosen.push(Donor { block: candidate.block, addr, bytes, after });
         }
         if wanted == 0 {
             return;
@@ -176,11 +168,8 @@ pub(super) fn add_reusable(
 /// without frames of more granules than are wanted. Frames side by side may be one donor. Returns
 /// the address below which to go on; `None` if there are no more such blocks.
 pub(crate) fn donors_below(guard: &mut StateGuard, below: u64, wanted: u64, from: Which) -> (Vec<Donor>, Option<u64>) {
-    let granule = guard.paged.as_ref().map(|paged| paged.granule).filter(|_| !is_capturing(guard));
-    let Some(granule) = granule else { return (Vec::new(), None) };
-    look_for_in(guard, from, Sought::Free(granule));
-    guard.arenas.iter_mut().for_each(ArenaGuard::note_recent_uses);
-    let Some(paged) = &guard.paged else { return (Vec::new(), None) };
+    guard.note_recent_uses();
+    let Some(paged) = guard.paged.as_ref().filter(|_| !is_capturing(guard)) else { return (Vec::new(), None) };
     let mut donors = Donors::default();
     let mut candidates = candidates(guard, paged, from);
     candidates.retain(|candidate| candidate.addr < below);
@@ -190,9 +179,8 @@ pub(crate) fn donors_below(guard: &mut StateGuard, below: u64, wanted: u64, from
         if donors.granules >= wanted {
             break;
         }
-        let heap = guard.heap_of(candidate.arena);
-        if !choose_all_of(guard, paged, heap, candidate, wanted, &mut donors) {
-            choose_in(guard, heap, candidate, wanted, &(0..0), &mut donors);
+        if !choose_all_of(guard, paged, candidate, wanted, &mut donors) {
+            choose_in(guard, candidate, wanted, &(0..0), &mut donors);
         }
     }
     let next = candidates.last().filter(|_| more).map(|candidate| candidate.addr);
@@ -200,16 +188,9 @@ pub(crate) fn donors_below(guard: &mut StateGuard, below: u64, wanted: u64, from
 }
 
 /// Chooses all frames of a block as one donor, if all of them may move and are wanted.
-fn choose_all_of(
-    guard: &StateGuard,
-    paged: &Paged,
-    heap: &Heap,
-    candidate: &Candidate,
-    wanted: u64,
-    donors: &mut Donors,
-) -> bool {
-    let block = &heap.blocks[candidate.block];
-    let range = paged.whole_frames(heap.region(block.region).addr, &block.range()).range();
+fn choose_all_of(guard: &StateGuard, paged: &Paged, candidate: &Candidate, wanted: u64, donors: &mut Donors) -> bool {
+    let block = &guard.heap.blocks[candidate.block];
+    let range = paged.whole_frames(guard.heap.region(block.region).addr, &block.range()).range();
     let granules = (range.end - range.start) / paged.granule;
     let may_move = guard.is_known_done(block.owner, block.after) && !guard.pins.are_in(range.clone());
     if !may_move || donors.granules + granules > wanted {
@@ -217,7 +198,7 @@ fn choose_all_of(
     }
     let (addr, bytes) = (range.start, range.end - range.start);
     donors.granules += granules;
-    donors.chosen.push(Donor { arena: candidate.arena, block: candidate.block, addr, bytes, after: 0 });
+    donors.chosen.push(Donor { block: candidate.block, addr, bytes, after: 0 });
     true
 }
 
@@ -225,9 +206,9 @@ fn choose_all_of(
 /// none.
 fn candidates(guard: &StateGuard, paged: &Paged, from: Which) -> Vec<Candidate> {
     let mut found = Vec::new();
-    for_each_block_with_granules(guard, paged.granule, from, |heap, id, block| {
-        if !paged.whole_frames(heap.region(block.region).addr, &block.range()).range().is_empty() {
-            found.push(Candidate { addr: block.addr, arena: heap.home, block: id });
+    for_each_block_with_granules(guard, paged.granule, from, |id, block| {
+        if !paged.whole_frames(guard.heap.region(block.region).addr, &block.range()).range().is_empty() {
+            found.push(Candidate { addr: block.addr, block: id });
         }
     });
     found.sort_unstable_by_key(|candidate| Reverse(candidate.addr));
@@ -236,15 +217,14 @@ fn candidates(guard: &StateGuard, paged: &Paged, from: Which) -> Vec<Candidate> 
 
 /// The whole granules of the free blocks of some pools, whatever frames they belong to: for memory
 /// whose frames are gone, or are to be split.
-pub(crate) fn free_granules(guard: &mut StateGuard, from: Which) -> Vec<Donor> {
+pub(crate) fn free_granules(guard: &StateGuard, from: Which) -> Vec<Donor> {
     let mut found = Vec::new();
     let Some(granule) = guard.paged.as_ref().map(|paged| paged.granule) else { return found };
-    look_for_in(guard, from, Sought::Free(granule));
-    for_each_block_with_granules(guard, granule, from, |heap, id, block| {
+    for_each_block_with_granules(guard, granule, from, |id, block| {
         let Range { start, end } = block.range();
         let (addr, end) = (start.next_multiple_of(granule), end / granule * granule);
         if addr < end {
-            found.push(Donor { arena: heap.home, block: id, addr, bytes: end - addr, after: 0 });
+            found.push(Donor { block: id, addr, bytes: end - addr, after: 0 });
         }
     });
     found
@@ -252,17 +232,12 @@ pub(crate) fn free_granules(guard: &mut StateGuard, from: Which) -> Vec<Donor> {
 
 /// Calls a function for each free block of some pools that is as large as a granule or larger and
 /// whose memory comes in granules.
-fn for_each_block_with_granules(
-    guard: &StateGuard,
-    granule: u64,
-    from: Which,
-    mut with: impl FnMut(&Heap, BlockId, &Block),
-) {
-    for (heap, pool) in heaps_with(guard, from) {
-        heap.free_blocks_from(pool, granule).for_each(|key| {
-            let block = &heap.blocks[key.block()];
-            if heap.region(block.region).is_paged() {
-                with(heap, key.block(), block);
+fn for_each_block_with_granules(guard: &StateGuard, granule: u64, from: Which, mut with: impl FnMut(BlockId, &Block)) {
+    for pool in numbers_of(guard, from) {
+        guard.heap.free_blocks_from(pool, granule).for_each(|key| {
+            let block = &guard.heap.blocks[key.block()];
+            if guard.heap.region(block.region).is_paged() {
+                with(key.block(), block);
             }
         });
     }
@@ -272,7 +247,6 @@ fn for_each_block_with_granules(
 /// and are larger than what was still wanted.
 fn choose_in(
     guard: &StateGuard,
-    heap: &Heap,
     candidate: &Candidate,
     wanted: u64,
     window: &Range<u64>,
@@ -280,6 +254,7 @@ fn choose_in(
 ) -> Option<Donor> {
     let paged = guard.paged.as_ref()?;
     let granule = paged.granule;
+    let heap = &guard.heap;
     let block = &heap.blocks[candidate.block];
     let frames = paged.whole_frames(heap.region(block.region).addr, &block.range());
     let mut last_use = LastUse::of(heap.last_uses_of(block), frames.range());
@@ -297,7 +272,7 @@ fn choose_in(
             *donors.not_done.entry((block.owner, after)).or_default() += bytes / granule;
             continue;
         }
-        let donor = Donor { arena: candidate.arena, block: candidate.block, addr: frame.start, bytes, after: 0 };
+        let donor = Donor { block: candidate.block, addr: frame.start, bytes, after: 0 };
         if donors.granules + bytes / granule <= wanted {
             donors.granules += bytes / granule;
             donors.chosen.push(donor);

@@ -4,7 +4,7 @@
 use crate::backing::paged::dedicated::in_use;
 use crate::backing::paged::donors::{Donors, add_reusable, donors};
 use crate::backing::paged::layout::FrameRoom;
-use crate::backing::paged::window::{self, Window};
+use crate::backing::paged::window::{self, Of, Window};
 use crate::heap::kind_of;
 use crate::policy::Facts;
 use crate::pools::table::Which;
@@ -38,7 +38,8 @@ pub(crate) fn draft(guard: &mut StateGuard, request: &Request, left: u64, may_bu
     let paged = guard.paged.as_ref()?;
     let (granule, at_hand) = (paged.granule, paged.spares.granules());
     let mut facts = Facts { peak: paged.peak.max(live), held, left };
-    let window = window::cheapest(&guard.arena(request.slot).heap, request.pool, request.size, granule)?;
+    let of = Of { pool: request.pool, stream: request.slot };
+    let window = window::cheapest(&guard.heap, of, request.size, granule)?;
     let spares = window.lacks.min(at_hand);
     let need = window.lacks - spares;
     if need > 0 && may_buy_rather && facts.buys_rather_than_moves(need * granule) {
@@ -67,7 +68,7 @@ pub(crate) fn draft(guard: &mut StateGuard, request: &Request, left: u64, may_bu
 pub(super) fn reuse_unfinished(guard: &mut StateGuard, request: &Request, draft: &mut Draft) {
     let Some(paged) = guard.paged.as_ref().filter(|paged| paged.may_alias && request.pool < 2) else { return };
     let granule = paged.granule;
-    let room = FrameRoom::new(&draft.window.holes(guard.heap_of(request.slot), granule));
+    let room = FrameRoom::new(&draft.window.holes(&guard.heap, granule));
     let before = draft.donors.granules;
     add_reusable(guard, request.slot, draft.buy, &draft.window, room, &mut draft.donors);
     draft.buy -= draft.donors.granules - before;

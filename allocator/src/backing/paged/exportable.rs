@@ -82,7 +82,7 @@ pub(crate) fn alloc_exportable(
     };
     can_export(allocator, kind)?;
     let size = bytes.next_multiple_of(granularity);
-    let slot = allocator.state().shared().slot(stream);
+    let slot = allocator.state().shared().stream(stream);
     refuse_unannounced_capture(allocator, slot)?;
     let request = Request { requested: bytes, size, pool: POOL, slot, tag: Tag::current(), is_regular: false };
     let (ptr, physical) = climb_dedicated(allocator, &request, 0, || try_exportable(allocator, &request, options))?;
@@ -109,8 +109,7 @@ fn alloc_dedicated_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -
 #[track_caller]
 fn alloc_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
     let private = create_pool(allocator, PoolOptions { no_split: true, ..PoolOptions::default() })?;
-    // This makes sure that the stream has a heap for the segment.
-    let slot = allocator.state().enter(stream).arena.slot;
+    let slot = allocator.state().shared().stream(stream);
     refuse_unannounced_capture(allocator, slot)?;
     let shared = allocator.state().shared();
     let mut numbers = shared.pools.find(private.key()).into_iter().flat_map(Private::numbers);
@@ -125,9 +124,10 @@ fn alloc_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<A
         })
     })?;
     let ptr = DevicePtr(granted.addr);
-    granted.arena.report_block(granted.block, ptr, bytes, Location::caller());
+    let state = allocator.state();
+    state.report_block(granted.block, ptr, bytes, Location::caller());
     let mark = if allocator.is_watched() { WATCHED } else { 0 };
-    Ok(Allocation::new((granted.arena, granted.block), slot | mark, ptr, bytes))
+    Ok(Allocation::new((state, granted.block), slot | mark, ptr, bytes))
 }
 
 fn can_export(allocator: &Allocator, kind: HandleKind) -> Result<(), AllocError> {
@@ -165,7 +165,7 @@ fn try_exportable(
     let access = shared.paged.as_ref().map(|paged| paged.access.clone()).unwrap_or_default();
     drop(shared);
     let mapped = map_exportable(allocator, request.size, options, &access);
-    let mut guard = allocator.state().lock(None);
+    let mut guard = allocator.state().lock();
     guard.growing.end(request.size);
     let (ptr, physical) = match mapped {
         Ok(mapped) => mapped,
@@ -179,9 +179,9 @@ fn try_exportable(
         paged.mapped_bytes[PoolKind::Large as usize] += request.size;
         paged.owned.insert(ptr.0, Owned { slot: request.slot, tag: request.tag, ..Owned::default() });
     }
-    guard.counters().num_device_alloc.add(1);
+    guard.counters.num_device_alloc.add(1);
     account_for_granules(&mut guard);
-    note_mapping(&guard, Action::SegmentMap, POOL, request.slot, ptr.0, request.size);
+    note_mapping(&mut guard, Action::SegmentMap, POOL, request.slot, ptr.0, request.size);
     set_owned(&mut guard, ptr.0, request.size, request.requested);
     Ok(Ok((ptr, physical)))
 }

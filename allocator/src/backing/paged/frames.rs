@@ -36,8 +36,6 @@ impl Frame {
 /// Addresses at which frames are mapped that moved elsewhere (`lingering.rs`).
 #[derive(Debug)]
 pub(crate) struct Lingering {
-    /// The stream in whose arena they are held.
-    pub(crate) arena: u32,
     pub(crate) block: BlockId,
     pub(crate) range: Range<u64>,
     /// The stream that used them last, and the tick that its timeline must reach.

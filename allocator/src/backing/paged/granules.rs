@@ -20,7 +20,7 @@ use crate::heap::BlockId;
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
 
-/// The state of mapped memory, under the shared state's lock.
+/// The state of mapped memory.
 #[derive(Debug)]
 pub(crate) struct Paged {
     /// Bytes of a granule: a power of two and a multiple of the device's granularity.
@@ -88,8 +88,6 @@ pub(crate) enum Purpose {
 /// unmap them.
 #[derive(Debug)]
 pub(crate) struct Stuck {
-    /// The stream in whose arena they are held.
-    pub(crate) arena: u32,
     pub(crate) block: BlockId,
     /// Addresses of the frames that are mapped.
     pub(crate) frames: Vec<Range<u64>>,

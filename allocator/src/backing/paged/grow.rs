@@ -96,7 +96,7 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
     let room = if may_create { room(allocator)? } else { Room::NONE };
     learn_capacity(allocator);
     let gate = allocator.gate()?.shared();
-    let mut guard = allocator.state().lock(Some(request.slot));
+    let mut guard = allocator.state().lock();
     if guard.is_asleep() {
         return Err(AllocError::Asleep);
     }
@@ -174,9 +174,9 @@ fn carry_out_plan(
         let (stream, bytes) = (request.slot, request.size);
         tracing::debug!(target: "aquifer::remap", stream, bytes, moved, "free memory was moved to serve a request");
     }
-    let mut guard = allocator.state().lock(Some(request.slot));
+    let mut guard = allocator.state().lock();
     if let Some(window) = settle_plan(&mut guard, request, held, &mut done) {
-        return Ok(Some(Growth::Grown(guard.arena(request.slot).take(request, window))));
+        return Ok(Some(Growth::Grown(guard.take(request, window))));
     }
     drop(guard);
     match done.error {

@@ -107,7 +107,7 @@ pub(crate) fn growable(allocator: &Allocator, capacity: u64, stream: &Stream) ->
         return Err(AllocError::TooLarge { requested: capacity });
     }
     let mut shared = allocator.state().shared();
-    let slot = shared.slot(stream);
+    let slot = shared.stream(stream);
     let Some(granule) = shared.paged.as_ref().map(|paged| paged.granule) else {
         return Err(allocator.not_mapped("memory that grows where it is"));
     };
@@ -172,7 +172,7 @@ fn fill_step(
 ) -> Result<Next, AllocError> {
     let room = room(allocator)?;
     let _gate = allocator.gate()?.shared();
-    let mut guard = allocator.state().lock(None);
+    let mut guard = allocator.state().lock();
     if guard.sleeps(&(base..range.end)) {
         return Err(AllocError::Asleep);
     }
@@ -212,11 +212,11 @@ fn fill_step(
     let spares = work.spares.granules();
     drop(guard);
     let done = carry_out(allocator.device(), allocator.hooks(), work);
-    let mut guard = allocator.state().lock(None);
+    let mut guard = allocator.state().lock();
     settle_work(&mut guard, &donors, (spares, buy), POOL, &done);
     for filled in &done.filled {
         for at in filled.range.clone().step_by(usize::try_from(granule).unwrap_or(usize::MAX)) {
-            note_mapping(&guard, Action::SegmentMap, POOL, request.slot, at, granule);
+            note_mapping(&mut guard, Action::SegmentMap, POOL, request.slot, at, granule);
         }
     }
     if let Some(paged) = &mut guard.paged {
@@ -310,7 +310,7 @@ impl Growable {
             }
         }
         self.storage.note_growth(stream)?;
-        let mut guard = self.allocator().state().lock(None);
+        let mut guard = self.allocator().state().lock();
         // The stream's later work comes after all uses of the last granule.
         let rest = if bytes < size { vec![(stream.id(), guard.tick_of(stream.id()))] } else { Vec::new() };
         set_owned(&mut guard, self.ptr().0, size, bytes);
@@ -340,7 +340,7 @@ impl Growable {
             return Err(AllocError::Shared { what: "memory that is to shrink" });
         }
         let (size, before, users) = (bytes.next_multiple_of(self.granule), self.size(), self.memory.users());
-        let mut guard = self.allocator().state().lock(None);
+        let mut guard = self.allocator().state().lock();
         self.memory.resize(bytes, Location::caller());
         set_owned(&mut guard, self.ptr().0, size, bytes);
         retire(&mut guard, self.ptr().0, self.ptr().0 + size..self.ptr().0 + before, &users);

@@ -26,20 +26,20 @@ pub(crate) fn settle_reused(guard: &mut StateGuard, slot: u32, donors: &[Donor],
     let mut left = 0;
     for (donor, unmoved) in donors.iter().zip(unmoved) {
         let range = donor.addr..donor.addr + donor.bytes;
-        let heap = &mut guard.arena(donor.arena).heap;
-        let pool = heap.blocks[donor.block].pool;
+        let region = guard.heap.region_of(donor.block);
+        let (pool, stream) = (region.pool, region.stream);
         let Some(paged) = guard.paged.as_mut() else { continue };
         if granules_of(&unmoved) * paged.granule == donor.bytes {
             paged.put_all(donor.addr, &unmoved);
-            guard.arena(donor.arena).heap.unhold_as_free(donor.block);
+            guard.heap.unhold_as_free(donor.block);
             continue;
         }
         paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
-        let Donor { arena, block, after, .. } = *donor;
-        guard.arena(arena).heap.empty_held(block);
+        let Donor { block, after, .. } = *donor;
+        guard.heap.empty_held(block);
         let Some(paged) = guard.paged.as_mut() else { continue };
-        paged.lingering.push(Lingering { arena, block, range, slot, after, unmoved });
-        note_mapping(guard, Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
+        paged.lingering.push(Lingering { block, range, slot, after, unmoved });
+        note_mapping(guard, Action::SegmentUnmap, pool, stream, donor.addr, donor.bytes);
         left += donor.bytes;
     }
     left
@@ -68,7 +68,7 @@ pub(crate) fn unmap_lingering_at_gate(allocator: &Allocator) -> Result<(), Alloc
     }
     let mut unmapped = unmapped.into_iter().peekable();
     while unmapped.peek().is_some() {
-        let mut guard = allocator.state().lock(None);
+        let mut guard = allocator.state().lock();
         unmapped.by_ref().take(BATCH).for_each(|(lingering, gone)| settle_unmapped(&mut guard, lingering, gone));
         account_for_granules(&mut guard);
     }
@@ -81,7 +81,7 @@ fn settle_unmapped(guard: &mut StateGuard, lingering: Lingering, gone: bool) {
     paged.in_hands -= granules_of(&lingering.unmoved);
     if gone {
         paged.spares.extend(lingering.unmoved);
-        guard.arena(lingering.arena).heap.unhold_as_hole(lingering.block);
+        guard.heap.unhold_as_hole(lingering.block);
     } else {
         paged.lingering.push(lingering);
     }
@@ -222,7 +222,7 @@ mod tests {
         let _between = bench.with_gap();
         let block = bench.alloc(128);
         assert!(bench.lingering() > 0);
-        // A milestone covers the uses, and the device gets there.
+        // An event covers the uses, and the device gets there.
         bench.free(block);
         (0..200).for_each(|_| bench.lagging.advance());
         bench.device.default_stream().tick().cover().unwrap();

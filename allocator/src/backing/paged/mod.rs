@@ -28,7 +28,7 @@
 //! | `gate.rs` | who may change mappings at a time |
 //! | `split.rs` | splitting frames that are partly in use, before a request is refused |
 //! | `trim.rs` | giving memory back to the device |
-//! | `milestones.rs` | events recorded in time, so that the host knows what is done |
+//! | `progress_events.rs` | events recorded in time, so that the host knows what is done |
 //! | `peers.rs` | access of other devices |
 //! | `dedicated.rs` | memory outside of heaps, and its way back |
 //! | `deferred_release.rs` | such memory that was given up, by the ticks that it waits for |
@@ -59,9 +59,8 @@
 //!   that it held. Dedicated memory has one owner, until its release is deferred and one operation
 //!   recycles it alone.
 //!
-//! Locks: decisions are made under the shared state's lock and those of the arenas that take part.
-//! Driver calls, waits and observers run under none of them, only under the gate, which comes
-//! before them.
+//! Locks: decisions are made under the allocator's lock. Driver calls, waits and observers run
+//! without it, only under the gate, which comes before it.
 
 pub(crate) mod absent;
 pub(crate) mod account;
@@ -84,13 +83,13 @@ pub(crate) mod grow;
 pub(crate) mod growable;
 pub(crate) mod layout;
 pub(crate) mod lingering;
-pub(crate) mod milestones;
 pub(crate) mod peers;
 pub(crate) mod pin;
 pub(crate) mod pins;
 pub(crate) mod places;
 pub(crate) mod plan;
 pub(crate) mod probe;
+pub(crate) mod progress_events;
 pub(crate) mod saved;
 #[cfg(all(test, aquifer_shuttle))]
 pub(crate) mod schedules;

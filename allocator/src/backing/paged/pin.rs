@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use aquifer_device::fork;
+use aquifer_device::{Device, fork};
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
@@ -39,21 +39,19 @@ pub(crate) fn pin_mapping(allocator: &Allocator, allocation: &Allocation) -> Res
     // Not while the allocator falls asleep, which looks at what is pinned once.
     let _gate = allocator.gate()?.shared();
     let mut shared = allocator.state().shared();
-    let Some((arena, block)) = allocation.place() else {
+    let Some(block) = allocation.block() else {
         return Ok(PinnedMapping { allocator: allocator.kept_open(), range: 0..0, pinned: Pinned::Nothing });
     };
-    if !std::ptr::eq(arena.state, allocator.state()) {
+    if !std::ptr::eq(allocation.state(), allocator.state()) {
         drop(shared);
-        let is = arena.look(|inner| inner.device_id);
+        let is = allocation.state().shared().device.as_ref().map_or(u32::MAX, Device::id);
         return Err(AllocError::wrong_allocator("allocation", is, allocator.device().id()));
     }
     if shared.sleeps(&allocation.range()) {
         return Err(AllocError::Asleep);
     }
-    let segment = arena.look(|inner| {
-        let region = inner.heap.region(inner.heap.blocks[block].region);
-        (!region.is_paged()).then_some(region.addr..region.addr + region.bytes)
-    });
+    let region = shared.heap.region_of(block);
+    let segment = (!region.is_paged()).then_some(region.addr..region.addr + region.bytes);
     let (range, pinned) = match (segment, &shared.paged) {
         (None, Some(paged)) => {
             let Range { start, end } = allocation.range();

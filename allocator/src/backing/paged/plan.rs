@@ -1,8 +1,7 @@
 //! The plan of a remap. A remap moves frames (physical memory) from free blocks to a window of
-//! addresses (`window.rs`) that a request needs. Under the locks of the shared state and of the
-//! arenas that take part, it is first drafted, without changing anything (`draft.rs`); then
-//! planned, which holds all memory that takes part; and, after the driver's work (`carry_out.rs`),
-//! settled (`settle.rs`).
+//! addresses (`window.rs`) that a request needs. Under the allocator's lock, it is first drafted,
+//! without changing anything (`draft.rs`); then planned, which holds all memory that takes part; and,
+//! after the driver's work (`carry_out.rs`), settled (`settle.rs`).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -112,8 +111,8 @@ pub(crate) fn plan(guard: &mut StateGuard, request: &Request, draft: Draft, term
     };
     let made = u32::try_from(facts.frame(request.size, create * granule, granule, frame) / granule).unwrap_or(1);
     let largest = Largest::in_region(made);
-    let (held, fill, changed) = hold_window(guard, request.slot, &window, (ahead + bought_ahead) * granule);
-    let donors = hold_donors(guard, request.slot, donors.into_joined(), &changed, window.end);
+    let (held, fill, changed) = hold_window(guard, &window, (ahead + bought_ahead) * granule);
+    let donors = hold_donors(guard, donors.into_joined(), &changed, window.end);
     let (donors, reused) = donors.into_iter().partition::<Vec<Donor>, _>(|donor| donor.after == 0);
     let mut work = work(guard, &donors, (spares, create), fill, largest);
     work.reused = mappings_of(guard, &reused);
@@ -155,12 +154,11 @@ fn mappings_of(guard: &mut StateGuard, donors: &[Donor]) -> Vec<(Range<u64>, Vec
 /// be filled, and the remainders of the blocks of which only a part was held.
 fn hold_window(
     guard: &mut StateGuard,
-    slot: u32,
     window: &Window,
     ahead: u64,
 ) -> (Vec<BlockId>, Vec<Range<u64>>, BTreeMap<BlockId, Holding>) {
     let granule = guard.paged.as_ref().map_or(1, |paged| paged.granule);
-    let heap = &mut guard.arena(slot).heap;
+    let heap = &mut guard.heap;
     let (mut held, mut changed) = (Vec::new(), BTreeMap::new());
     let mut fill: Vec<Range<u64>> = Vec::new();
     let mut pieces = window.pieces.clone();
@@ -192,13 +190,12 @@ fn hold_window(
 
 /// Holds donors of a remap without a window.
 pub(crate) fn hold_all(guard: &mut StateGuard, chosen: Vec<Donor>) -> Vec<Donor> {
-    hold_donors(guard, 0, chosen, &BTreeMap::new(), 0)
+    hold_donors(guard, chosen, &BTreeMap::new(), 0)
 }
 
 /// Holds donors, in each block from high addresses to low ones.
 fn hold_donors(
     guard: &mut StateGuard,
-    slot: u32,
     chosen: Vec<Donor>,
     changed: &BTreeMap<BlockId, Holding>,
     window_end: u64,
@@ -207,8 +204,8 @@ fn hold_donors(
     // The remainder of the block that the last donor was in.
     let mut left: Option<(Donor, Option<BlockId>)> = None;
     for donor in chosen {
-        let same_block = |last: &Donor| last.arena == donor.arena && last.block == donor.block;
-        let in_window = (donor.arena == slot).then(|| changed.get(&donor.block)).flatten();
+        let same_block = |last: &Donor| last.block == donor.block;
+        let in_window = changed.get(&donor.block);
         let id = match (left.filter(|(last, _)| same_block(last)), in_window) {
             // A donor in a block that the window cut lies in the remainder above or below the
             // held part.
@@ -227,7 +224,7 @@ fn hold_donors(
             (None, None) => Some(donor.block),
         };
         let id = id.unwrap_or_else(|| unreachable!("a donor outside of its block"));
-        let holding = guard.arena(donor.arena).heap.hold(id, donor.addr, donor.addr + donor.bytes);
+        let holding = guard.heap.hold(id, donor.addr, donor.addr + donor.bytes);
         left = Some((donor, holding.below));
         donors.push(Donor { block: holding.id, ..donor });
     }

@@ -58,35 +58,35 @@ pub(crate) fn settle_work(
     }
     guard.growing.end(create * granule);
     if done.created {
-        guard.counters().num_device_alloc.add(1);
+        guard.counters.num_device_alloc.add(1);
     }
     if done.unmapped > 0 {
         let moved = donors[..done.unmapped].iter().map(|donor| donor.bytes).sum::<u64>();
-        guard.counters().remaps.add(1);
-        guard.counters().granules_moved.add(moved / granule);
+        guard.counters.remaps.add(1);
+        guard.counters.granules_moved.add(moved / granule);
     }
 }
 
 /// Counts memory that moved without being unmapped. `counted` is true if the remap counts already.
-fn note_moved(guard: &StateGuard, bytes: u64, counted: bool) {
-    let Some(paged) = guard.paged.as_ref().filter(|_| bytes > 0) else { return };
-    guard.counters().remaps.add(u64::from(!counted));
-    guard.counters().granules_moved.add(bytes / paged.granule);
+fn note_moved(guard: &mut StateGuard, bytes: u64, counted: bool) {
+    let Some(granule) = guard.paged.as_ref().map(|paged| paged.granule).filter(|_| bytes > 0) else { return };
+    guard.counters.remaps.add(u64::from(!counted));
+    guard.counters.granules_moved.add(bytes / granule);
 }
 
 fn settle_donors(guard: &mut StateGuard, donors: &[Donor], done: &Done) {
     let mut still_mapped = done.still_mapped.iter();
     for (at, donor) in donors.iter().enumerate() {
-        let heap = &mut guard.arena(donor.arena).heap;
-        let pool = heap.blocks[donor.block].pool;
         if at < done.unmapped {
-            heap.unhold_as_hole(donor.block);
-            note_mapping(guard, Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
+            let region = guard.heap.region_of(donor.block);
+            let (pool, stream) = (region.pool, region.stream);
+            guard.heap.unhold_as_hole(donor.block);
+            note_mapping(guard, Action::SegmentUnmap, pool, stream, donor.addr, donor.bytes);
             if let Some(paged) = &mut guard.paged {
                 paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
             }
         } else {
-            heap.unhold_as_free(donor.block);
+            guard.heap.unhold_as_free(donor.block);
             let frames = still_mapped.next();
             if let (Some(paged), Some(frames)) = (&mut guard.paged, frames) {
                 paged.put_all(donor.addr, frames);
@@ -105,11 +105,10 @@ fn release_piece(
     usable: &[&Filled],
     stuck: &[&Filled],
 ) -> Option<BlockId> {
-    let heap = &mut guard.arena(request.slot).heap;
-    let block = heap.blocks[id];
+    let block = guard.heap.blocks[id];
     // Held: this piece was free memory. Otherwise it is `Filling`, a hole.
     if block.state == State::Held {
-        return Some(heap.unhold_as_free(id));
+        return Some(guard.heap.unhold_as_free(id));
     }
     let range = block.range();
     // Mapped without access, and not unmapped again: no request gets these addresses before they
@@ -118,15 +117,15 @@ fn release_piece(
     let frames: Vec<Range<u64>> = frames.filter(|frame| range.contains(&frame.start)).collect();
     if !frames.is_empty() {
         if let Some(paged) = &mut guard.paged {
-            paged.stuck.push_back(Stuck { arena: request.slot, block: id, frames });
+            paged.stuck.push_back(Stuck { block: id, frames });
         }
         return None;
     }
     if !usable.iter().any(|filled| filled.range.contains(&block.addr)) {
-        guard.arena(request.slot).heap.unhold_as_hole(id);
+        guard.heap.unhold_as_hole(id);
         return None;
     }
-    let free = guard.arena(request.slot).heap.unhold_as_used(id, used_until);
+    let free = guard.heap.unhold_as_used(id, used_until);
     note_mapping(guard, Action::SegmentMap, request.pool, request.slot, block.addr, block.size);
     Some(free)
 }

@@ -165,7 +165,7 @@ fn wake_up_alone(allocator: &Allocator, waking: &Waking) -> Result<(), AllocErro
 fn fall_asleep(allocator: &Allocator, options: &SleepOptions) -> Result<Vec<Falling>, [Kept; 4]> {
     let state = allocator.state();
     state.begin_deciding();
-    let mut guard = state.lock_all();
+    let mut guard = state.lock();
     // If everything sleeps, nothing has kept the allocator awake since it became quiescing.
     let kept = if options.are_for_all() { None } else { state.kept() };
     let chosen = kept.map_or_else(|| Ok(begin(&mut guard, options)), Err);
@@ -237,7 +237,7 @@ fn release_absent(allocator: &Allocator) -> Result<u64, DeviceError> {
     let unmapped = absent.iter_mut().filter(|absent| absent.may_release());
     let lists = unmapped.map(|absent| &mut absent.frames).chain([&mut spares]);
     let failed = lists.map(|frames| release_all(allocator, frames, &mut released)).find_map(Result::err);
-    let mut guard = allocator.state().lock_all();
+    let mut guard = allocator.state().lock();
     if let Some(paged) = &mut guard.paged {
         paged.in_hands -= released + granules_of(&spares);
         paged.spares.extend(spares);
@@ -246,7 +246,7 @@ fn release_absent(allocator: &Allocator) -> Result<u64, DeviceError> {
     let absent = forget_free(&mut guard, absent);
     relist(&mut guard, absent);
     if released > 0 {
-        guard.counters().num_device_free.add(1);
+        guard.counters.num_device_free.add(1);
     }
     account_for_granules(&mut guard);
     failed.map_or(Ok(released * granule), Err)
@@ -293,7 +293,7 @@ fn release_all(allocator: &Allocator, frames: &mut Vec<Frame>, released: &mut u6
 /// Maps memory at absent ranges, and wakes up what was asleep there. With success, only what was
 /// not to wake up sleeps on.
 fn bring_back(allocator: &Allocator, waking: &Waking) -> Result<(), AllocError> {
-    let mut guard = allocator.state().lock_all();
+    let mut guard = allocator.state().lock();
     let Some(paged) = guard.paged.as_mut().filter(|paged| paged.is_asleep || !paged.absent.is_empty()) else {
         return Ok(());
     };
@@ -320,7 +320,7 @@ fn bring_back(allocator: &Allocator, waking: &Waking) -> Result<(), AllocError> 
     drop(guard);
     let brought = create_absent(allocator, &mut absent, granule, options)
         .and_then(|()| restore(allocator, &mut absent, granule, &access));
-    let mut guard = allocator.state().lock_all();
+    let mut guard = allocator.state().lock();
     cordon::lift(&mut guard);
     if brought.is_ok() {
         if let Some(paged) = &mut guard.paged {
@@ -371,12 +371,12 @@ fn create_absent(
             }
         }
     }
-    let mut guard = allocator.state().lock_all();
+    let mut guard = allocator.state().lock();
     if let Some(paged) = &mut guard.paged {
         paged.in_hands = paged.in_hands + created - released;
     }
     if created > released {
-        guard.counters().num_device_alloc.add(1);
+        guard.counters.num_device_alloc.add(1);
     }
     account_for_granules(&mut guard);
     guard.growing.end(lacking * granule);
@@ -421,7 +421,7 @@ fn restore(allocator: &Allocator, absent: &mut Vec<Absent>, granule: u64, access
         saved.try_for_each(|saved| mover.restore(saved))?;
         used = mover.finish()?;
     }
-    let mut guard = allocator.state().lock_all();
+    let mut guard = allocator.state().lock();
     let (mut mapped, mut restored) = (Vec::new(), Vec::new());
     for Absent { range, kind, frames, place, saved, .. } in absent.drain(..) {
         restored.push(saved);

@@ -94,7 +94,7 @@ pub(crate) fn split_frames(allocator: &Allocator, request: &Request) -> Result<O
     let _alone = allocator.gate()?.exclusive();
     let Some(_splitting) = state.begin_split() else { return Ok(Outcome::Nothing) };
     let free = device.memory_info()?.free;
-    let mut guard = state.lock_all();
+    let mut guard = state.lock();
     if guard.is_asleep() {
         return Err(AllocError::Asleep);
     }
@@ -118,7 +118,7 @@ pub(crate) fn split_frames(allocator: &Allocator, request: &Request) -> Result<O
     drop(guard);
     let mut done = SplitWork { device, hooks: allocator.hooks(), granule, options, access }.carry_out(&chosen);
     let error = done.error.take();
-    let Settled { frames, copied, freed, unmapped } = settle(&mut state.lock_all(), &chosen, held, done);
+    let Settled { frames, copied, freed, unmapped } = settle(&mut state.lock(), &chosen, held, done);
     if frames > 0 {
         tracing::debug!(target: "aquifer::remap", frames, copied, freed, "frames that were partly in use were split");
     }
@@ -149,7 +149,7 @@ fn candidates(guard: &mut StateGuard, window: &Range<u64>) -> Vec<Split> {
     let mut frames: BTreeMap<u64, Split> = BTreeMap::new();
     let mut not_done = Vec::new();
     for donor in free {
-        let block = &guard.heap_of(donor.arena).blocks[donor.block];
+        let block = &guard.heap.blocks[donor.block];
         let is_done = guard.is_known_done(block.owner, block.after);
         let (mut addr, end) = (donor.addr, donor.addr + donor.bytes);
         while let Some(range) = (addr < end).then(|| paged.frame_at(addr)).flatten() {
@@ -199,7 +199,7 @@ fn choose(mut candidates: Vec<Split>, missing: u64, affordable: u64) -> Vec<Spli
 fn hold(guard: &mut StateGuard, chosen: &[Split]) -> BTreeMap<u64, Donor> {
     let mut free: Vec<Donor> = chosen.iter().flat_map(|split| &split.free).copied().collect();
     // Each block from its high end down, as holding it needs.
-    free.sort_unstable_by_key(|donor| (donor.arena, donor.block, Reverse(donor.addr)));
+    free.sort_unstable_by_key(|donor| (donor.block, Reverse(donor.addr)));
     hold_all(guard, free).into_iter().map(|donor| (donor.addr, donor)).collect()
 }
 
@@ -353,14 +353,14 @@ fn settle(guard: &mut StateGuard, chosen: &[Split], mut held: BTreeMap<u64, Dono
     for split in chosen {
         let stretches = replaced.next();
         for donor in split.free.iter().filter_map(|donor| held.remove(&donor.addr)) {
-            let heap = &mut guard.arena(donor.arena).heap;
-            let pool = heap.blocks[donor.block].pool;
             if stretches.is_none() {
-                heap.unhold_as_free(donor.block);
+                guard.heap.unhold_as_free(donor.block);
                 continue;
             }
-            heap.unhold_as_hole(donor.block);
-            note_mapping(guard, Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
+            let region = guard.heap.region_of(donor.block);
+            let (pool, stream) = (region.pool, region.stream);
+            guard.heap.unhold_as_hole(donor.block);
+            note_mapping(guard, Action::SegmentUnmap, pool, stream, donor.addr, donor.bytes);
         }
         let (Some(paged), Some(stretches)) = (&mut guard.paged, stretches) else { continue };
         let (kind, bytes) = (split.kind, split.range.end - split.range.start);
@@ -386,9 +386,9 @@ fn settle(guard: &mut StateGuard, chosen: &[Split], mut held: BTreeMap<u64, Dono
         paged.spares.extend(done.spares);
     }
     if settled.copied > 0 {
-        guard.counters().num_device_alloc.add(1);
+        guard.counters.num_device_alloc.add(1);
     }
-    guard.counters().frames_split.add(settled.frames);
+    guard.counters.frames_split.add(settled.frames);
     guard.growing.end(chosen.iter().map(Split::live_bytes).sum());
     if !unmapped.is_empty() {
         list_unmapped(guard, unmapped);

@@ -67,11 +67,11 @@ fn trim_free(allocator: &Allocator, target: u64, spares_too: bool, which: Which)
     let mut leaving = Leaving::default();
     let mut below = Some(u64::MAX);
     while below.is_some() {
-        below = begin_trim(&mut allocator.state().lock(None), &mut leaving, below, target, spares_too, which);
+        below = begin_trim(&mut allocator.state().lock(), &mut leaving, below, target, spares_too, which);
     }
     if target > 0 {
         // A frame that is larger than what is still too much, if there is one.
-        begin_trim(&mut allocator.state().lock(None), &mut leaving, None, target, spares_too, which);
+        begin_trim(&mut allocator.state().lock(), &mut leaving, None, target, spares_too, which);
     }
     let (mut unmapped, mut failed) = (0, None);
     for (range, frames) in &leaving.ranges {
@@ -99,7 +99,7 @@ fn settle_trim(allocator: &Allocator, leaving: Leaving, unmapped: usize) {
     let Leaving { donors, ranges, loose, bytes } = leaving;
     let mut settled = donors.into_iter().zip(ranges).enumerate().peekable();
     loop {
-        let mut guard = allocator.state().lock(None);
+        let mut guard = allocator.state().lock();
         for (at, (donor, (_, frames))) in settled.by_ref().take(BATCH) {
             settle_leaving(&mut guard, donor, &frames, at < unmapped);
         }
@@ -131,7 +131,7 @@ pub(crate) fn take_stuck_back(allocator: &Allocator) -> Result<(), AllocError> {
 
 /// Unmaps the mappings that have been stuck for longest.
 fn take_one_back(allocator: &Allocator) -> Result<(), AllocError> {
-    let mut guard = allocator.state().lock(None);
+    let mut guard = allocator.state().lock();
     if guard.is_asleep() {
         return Ok(());
     }
@@ -151,7 +151,7 @@ fn take_one_back(allocator: &Allocator) -> Result<(), AllocError> {
             unmapped.extend(stuck.frames.pop());
         }
     }
-    let mut guard = allocator.state().lock(None);
+    let mut guard = allocator.state().lock();
     if let Some(paged) = &mut guard.paged {
         paged.in_hands -= in_hands;
         for frame in unmapped {
@@ -160,7 +160,7 @@ fn take_one_back(allocator: &Allocator) -> Result<(), AllocError> {
         }
     }
     if stuck.frames.is_empty() {
-        guard.arena(stuck.arena).heap.unhold_as_hole(stuck.block);
+        guard.heap.unhold_as_hole(stuck.block);
     } else if let Some(paged) = &mut guard.paged {
         paged.stuck.push_back(stuck);
     }
@@ -191,7 +191,7 @@ pub(crate) fn synchronize_free(allocator: &Allocator, which: Which) -> Result<bo
     let of = if let Which::Of(key) | Which::UnusedOf(key) = which { Some(key) } else { None };
     let launched = awaited_launches(&allocator.state().shared(), of);
     wait_for_launched(allocator, &launched)?;
-    let waits = free_not_done(&mut allocator.state().lock(None), which);
+    let waits = free_not_done(&mut allocator.state().lock(), which);
     synchronize_all(&waits)?;
     Ok(!waits.is_empty() || !launched.ticks.is_empty() || launched.device.is_some())
 }
@@ -235,10 +235,10 @@ fn begin_trim(
     let mut bytes = loose.granules() * granule;
     leaving.loose.extend(loose.iter());
     for donor in hold_all(guard, donors) {
-        let heap = &mut guard.arena(donor.arena).heap;
-        heap.empty_held(donor.block);
-        let pool = heap.blocks[donor.block].pool;
-        note_mapping(guard, Action::SegmentUnmap, pool, donor.arena, donor.addr, donor.bytes);
+        guard.heap.empty_held(donor.block);
+        let region = guard.heap.region_of(donor.block);
+        let (pool, stream) = (region.pool, region.stream);
+        note_mapping(guard, Action::SegmentUnmap, pool, stream, donor.addr, donor.bytes);
         let Some(paged) = &mut guard.paged else { continue };
         paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
         let frames = paged.forget_mapped(donor.addr, donor.bytes);
@@ -254,15 +254,15 @@ fn begin_trim(
 
 /// Returns a held donor to its heap, as a hole if it was unmapped, otherwise with its frames.
 fn settle_leaving(guard: &mut StateGuard, donor: Donor, frames: &[Frame], was_unmapped: bool) {
-    let heap = &mut guard.arena(donor.arena).heap;
-    let pool = heap.blocks[donor.block].pool;
     if was_unmapped {
-        heap.unhold_as_hole(donor.block);
-        guard.counters().num_device_free.add(1);
+        guard.heap.unhold_as_hole(donor.block);
+        guard.counters.num_device_free.add(1);
         return;
     }
-    heap.unhold_as_free(donor.block);
-    note_mapping(guard, Action::SegmentMap, pool, donor.arena, donor.addr, donor.bytes);
+    let region = guard.heap.region_of(donor.block);
+    let (pool, stream) = (region.pool, region.stream);
+    guard.heap.unhold_as_free(donor.block);
+    note_mapping(guard, Action::SegmentMap, pool, stream, donor.addr, donor.bytes);
     if let Some(paged) = &mut guard.paged {
         paged.mapped_bytes[kind_of(pool) as usize] += donor.bytes;
         paged.put_all(donor.addr, frames);

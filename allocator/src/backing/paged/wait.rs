@@ -37,7 +37,7 @@ pub(crate) fn first_enough(
 /// Waits on the host until the timeline has got this far. Returns false if that cannot be done now.
 pub(crate) fn stall_for(allocator: &Allocator, timeline: &Timeline, after: u64) -> Result<bool, AllocError> {
     tracing::debug!(target: "aquifer::wait", stream = timeline.id(), "the host waits so that memory can move");
-    allocator.state().count(|counters| &counters.num_sync_all_streams);
+    allocator.state().shared().counters.num_sync_all_streams.add(1);
     match timeline.synchronize(after.saturating_sub(1)) {
         Ok(()) => Ok(true),
         Err(error) if cannot_be_asked(&error) => Ok(false),

@@ -1,12 +1,19 @@
 //! Windows: the places where contiguous memory costs the fewest granules.
 //!
-//! Adjacent free blocks of the home stream and holes form a *run*; each of them is a *piece*. A
+//! In a stream's regions, adjacent free blocks of the stream and holes form a *run*; each of them is a *piece*. A
 //! *window* is a stretch of a run as long as the request, and its cost is the number of granules
 //! that its holes lack. The best windows begin where a piece begins or end where one ends, so only
 //! those are looked at, and runs with large free blocks before others. Among equally cheap ones the
 //! lowest address wins, which keeps the high ends of regions empty.
 
-use crate::heap::{Block, BlockId, Heap, State};
+use crate::heap::{Block, BlockId, Heap, Owner, State};
+
+/// The regions that windows are looked for in.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Of {
+    pub(crate) pool: u16,
+    pub(crate) stream: u32,
+}
 
 /// A window: a stretch of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,25 +59,26 @@ struct Run {
 /// A window found there is good enough if as much of it need not be filled.
 const LARGE_SHARE: u64 = 8;
 
-/// The cheapest window of `size` bytes in a pool's regions, or one that is nearly as cheap.
+/// The cheapest window of `size` bytes in a pool's regions of a stream, or one that is nearly as
+/// cheap.
 ///
 /// There may be thousands of holes. Most of them lie alone between live blocks, but finding that
 /// out takes a look at their neighbours' records. So windows beside large free blocks are looked
 /// for first. A cheaper window without large blocks would have to hold several small ones that
 /// holes separate. Figures in docs/notes/2026-11-26-mapped-memory.md.
-pub(crate) fn cheapest(heap: &Heap, pool: u16, size: u64, granule: u64) -> Option<Window> {
+pub(crate) fn cheapest(heap: &Heap, of: Of, size: u64, granule: u64) -> Option<Window> {
     let large = size.div_ceil(LARGE_SHARE);
     let good = ((size - large) / granule).max(1);
-    let near = runs_of(heap, pool, beside_large_blocks(heap, pool, large));
-    let near = cheapest_in(heap, pool, near, size, granule);
-    near.filter(|window| window.lacks <= good).or_else(|| cheapest_in(heap, pool, all_runs(heap, pool), size, granule))
+    let near = runs_of(heap, of, beside_large_blocks(heap, of, large));
+    let near = cheapest_in(heap, of, near, size, granule);
+    near.filter(|window| window.lacks <= good).or_else(|| cheapest_in(heap, of, all_runs(heap, of), size, granule))
 }
 
 /// The holes beside free blocks of at least `least` bytes, by address. Empty if there are more such
 /// blocks than holes.
-fn beside_large_blocks(heap: &Heap, pool: u16, least: u64) -> Vec<BlockId> {
+fn beside_large_blocks(heap: &Heap, of: Of, least: u64) -> Vec<BlockId> {
     let (mut found, mut looked_at) = (Vec::new(), 0);
-    let Some(free) = heap.index(pool, heap.home) else { return found };
+    let Some(free) = heap.index(of.pool, Owner::in_own_regions(of.stream)) else { return found };
     free.iter_from(least).take(heap.holes_count()).for_each(|key| {
         let block = &heap.blocks[key.block()];
         found.extend([block.prev, block.next].into_iter().find(|&id| heap.is_hole(id)));
@@ -84,10 +92,10 @@ fn beside_large_blocks(heap: &Heap, pool: u16, least: u64) -> Vec<BlockId> {
 }
 
 /// The runs that some holes belong to. The holes are given by ascending address.
-fn runs_of(heap: &Heap, pool: u16, holes: Vec<BlockId>) -> impl Iterator<Item = Extent> {
+fn runs_of(heap: &Heap, of: Of, holes: Vec<BlockId>) -> impl Iterator<Item = Extent> {
     let mut seen_to = 0;
     holes.into_iter().filter_map(move |hole| {
-        let extent = (heap.blocks[hole].addr >= seen_to).then(|| Extent::around(heap, pool, hole))?;
+        let extent = (heap.blocks[hole].addr >= seen_to).then(|| Extent::around(heap, of, hole))?;
         seen_to = extent.end;
         Some(extent)
     })
@@ -95,9 +103,9 @@ fn runs_of(heap: &Heap, pool: u16, holes: Vec<BlockId>) -> impl Iterator<Item = 
 
 /// All runs with a hole in a pool, by ascending address. Reads no record of a block beside a run: a
 /// search takes most of its time waiting for records.
-fn all_runs(heap: &Heap, pool: u16) -> impl Iterator<Item = Extent> {
-    let mut holes = heap.holes_of(pool).peekable();
-    let free_block = move |id: BlockId| heap.is_own(pool, id).then(|| &heap.blocks[id]);
+fn all_runs(heap: &Heap, of: Of) -> impl Iterator<Item = Extent> {
+    let mut holes = heap.holes_of(of.pool, of.stream).peekable();
+    let free_block = move |id: BlockId| of.is_free(heap, id).then(|| &heap.blocks[id]);
     std::iter::from_fn(move || {
         let first = holes.next()?;
         let mut hole = &heap.blocks[first];
@@ -118,7 +126,7 @@ fn all_runs(heap: &Heap, pool: u16) -> impl Iterator<Item = Extent> {
 }
 
 /// The cheapest window in runs that are given by ascending address.
-fn cheapest_in(heap: &Heap, pool: u16, runs: impl Iterator<Item = Extent>, size: u64, granule: u64) -> Option<Window> {
+fn cheapest_in(heap: &Heap, of: Of, runs: impl Iterator<Item = Extent>, size: u64, granule: u64) -> Option<Window> {
     let mut best: Option<(u64, u64)> = None;
     let mut best_run = None;
     for extent in runs {
@@ -128,7 +136,7 @@ fn cheapest_in(heap: &Heap, pool: u16, runs: impl Iterator<Item = Extent>, size:
         if extent.end - extent.start < size || best.is_some_and(|best| (lacks_at_least(), extent.start) >= best) {
             continue;
         }
-        let run = Run::of(heap, pool, &extent, granule);
+        let run = Run::of(heap, of, &extent, granule);
         if let Some(found) = run.cheapest(size)
             && best.is_none_or(|best| found < best)
         {
@@ -150,14 +158,21 @@ struct Extent {
     free: u64,
 }
 
-/// True if a block of a pool is a piece of a run. Mostly its record is not read.
-fn is_piece(heap: &Heap, pool: u16, id: BlockId) -> bool {
-    heap.is_hole(id) || heap.is_own(pool, id)
+impl Of {
+    /// True if a block in such a region is free and the stream's.
+    fn is_free(self, heap: &Heap, id: BlockId) -> bool {
+        heap.is_free(id) && heap.blocks[id].owner == self.stream
+    }
+
+    /// True if a block in such a region is a piece of a run. Mostly its record is not read.
+    fn is_piece(self, heap: &Heap, id: BlockId) -> bool {
+        heap.is_hole(id) || self.is_free(heap, id)
+    }
 }
 
 impl Extent {
-    fn around(heap: &Heap, pool: u16, id: BlockId) -> Extent {
-        let piece = |id: BlockId| is_piece(heap, pool, id).then(|| &heap.blocks[id]);
+    fn around(heap: &Heap, of: Of, id: BlockId) -> Extent {
+        let piece = |id: BlockId| of.is_piece(heap, id).then(|| &heap.blocks[id]);
         let hole = &heap.blocks[id];
         let (mut first, mut start, mut below) = (id, hole.addr, hole.prev);
         let (mut end, mut above, mut free) = (hole.addr + hole.size, hole.next, 0);
@@ -175,8 +190,8 @@ impl Extent {
 }
 
 impl Run {
-    fn of(heap: &Heap, pool: u16, extent: &Extent, granule: u64) -> Run {
-        let next = |&id: &BlockId| Some(heap.blocks[id].next).filter(|&id| is_piece(heap, pool, id));
+    fn of(heap: &Heap, of: Of, extent: &Extent, granule: u64) -> Run {
+        let next = |&id: &BlockId| Some(heap.blocks[id].next).filter(|&id| of.is_piece(heap, id));
         let mut holes_before = 0;
         let pieces = std::iter::successors(Some(extent.first), next).map(|id| {
             let block = &heap.blocks[id];
@@ -246,26 +261,22 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::config::Config;
-    use crate::heap::IndexKind;
-    use crate::size_class::SizeClasses;
 
     const G: u64 = 4096;
     const BASE: u64 = 1 << 20;
+    const OF: Of = Of { pool: 0, stream: 0 };
 
     /// A region of a map, a letter for each granule: `.` a hole, `f` free, `l` live.
     fn heap(map: &str) -> Heap {
-        let mut heap = Heap::new(0, IndexKind::Bins);
-        heap.add_pools();
-        heap.add_reservation(BASE, map.len() as u64 * G, 0, G);
-        let classes = SizeClasses::new(&Config::default());
+        let mut heap = Heap::new(true);
+        heap.add_reservation(BASE, map.len() as u64 * G, 0, 0, G);
         let mut taken = Vec::new();
         for (at, letter) in map.bytes().enumerate().filter(|(_, letter)| *letter != b'.') {
             let addr = BASE + at as u64 * G;
             let hole = heap.holes().find(|(_, hole)| hole.addr <= addr && addr < hole.addr + hole.size);
             let held = heap.hold(hole.unwrap().0, addr, addr + G).id;
             let free = heap.unhold_as_free(held);
-            let (id, _) = heap.take(&classes, free, 0, G, G);
+            let id = heap.take(free, 0, G, G);
             taken.push((id, letter));
         }
         for (id, _) in taken.into_iter().filter(|(_, letter)| *letter == b'f') {
@@ -275,7 +286,7 @@ mod tests {
     }
 
     fn found(map: &str, size: u64) -> Option<(u64, u64, bool)> {
-        let window = cheapest(&heap(map), 0, size, G)?;
+        let window = cheapest(&heap(map), OF, size, G)?;
         Some(((window.start - BASE) / G, window.lacks, window.room.is_some()))
     }
 
@@ -319,7 +330,7 @@ mod tests {
         fn no_window_lacks_less(map in "[.fl]{1,24}", granules in 1..8u64, bytes in 0..3u64) {
             let size = granules * G - bytes * 512;
             let least = least(&map, size);
-            let window = cheapest(&heap(&map), 0, size, G);
+            let window = cheapest(&heap(&map), OF, size, G);
             let found = window.as_ref().map(|window| window.lacks);
             prop_assert_eq!(found, window.as_ref().and_then(|window| lacks(&map, size, window.start - BASE)));
             prop_assert!(fits_already(&map, size) || found == least, "{:?}", window);
@@ -332,7 +343,7 @@ mod tests {
             granules in 1..60u64,
         ) {
             let size = granules * G;
-            let (least, window) = (least(&map, size), cheapest(&heap(&map), 0, size, G));
+            let (least, window) = (least(&map, size), cheapest(&heap(&map), OF, size, G));
             let found = window.as_ref().map(|window| window.lacks);
             let good = found.is_some_and(|lacks| lacks <= (granules - granules.div_ceil(8)).max(1)) && found >= least;
             prop_assert!(fits_already(&map, size) || good || found == least, "{:?}, {:?}", least, window);
@@ -344,7 +355,7 @@ mod tests {
         #[test]
         fn runs_are_found_in_order_as_from_each_hole(map in "[.fl]{1,40}") {
             let heap = heap(&map);
-            prop_assert!(all_runs(&heap, 0).eq(runs_of(&heap, 0, heap.holes_of(0).collect())));
+            prop_assert!(all_runs(&heap, OF).eq(runs_of(&heap, OF, heap.holes_of(0, 0).collect())));
         }
     }
 

@@ -48,13 +48,6 @@ fn a_message_shows_the_spot() {
          ^^^^",
     );
     assert_eq!(
-        shown("max_split_size_mb:30,large_segment_size_mb:40"),
-        "`max_split_size_mb` is 30 MiB, less than `large_segment_size_mb`, which is 40 MiB; expected at least that \
-         (at byte 18)\n  \
-         max_split_size_mb:30,large_segment_size_mb:40\n                    \
-         ^^",
-    );
-    assert_eq!(
         shown("limit_mb:"),
         "`limit_mb` has no value; expected MiB greater than 0, such as 512 or 0.5; leave the option out for no limit \
          (at byte 9)\n  \
@@ -161,13 +154,15 @@ fn values_outside_the_range() {
         "limit_mb:0.3",
         "limit_mb:1.000000953674316406255",
         "limit_mb:17592186044416.5",
-        "large_segment_size_mb:1048577",
         "limit_mb:17592186044416",
         "limit_mb:18446744073709551616",
         "headroom_mb:99999999999999999999999",
         "history:4294967296",
         "large_segment_size_mb:10",
         "large_segment_size_mb:0",
+        "max_split_size_mb:10",
+        "max_non_split_rounding_mb:10",
+        "granule_mb:3",
         "garbage_collection_threshold:0",
         "garbage_collection_threshold:1",
         "per_process_memory_fraction:1.01",
@@ -184,8 +179,6 @@ fn values_outside_the_range() {
         let error = fault(text);
         assert!(matches!(error.kind(), Kind::OutOfRange { .. }), "{error}");
     }
-    assert!(matches!(fault("max_split_size_mb:19").kind(), Kind::Conflict { .. }));
-    assert!(matches!(fault("max_non_split_rounding_mb:19").kind(), Kind::Conflict { .. }));
     for text in ["garbage_collection_threshold:1e400", "expandable_segments_reserve:G"] {
         assert!(matches!(fault(text).kind(), Kind::InvalidValue { .. }));
     }
@@ -222,23 +215,15 @@ fn flags_say_how_they_are_written() {
 }
 
 #[test]
-fn a_conflict_points_at_what_the_string_set() {
-    let mut config = Config::parse("max_split_size_mb:30").unwrap();
-    let text = "history:1,large_segment_size_mb:40";
-    let error = config.apply(text).unwrap_err();
-    assert_eq!(error.offset(), Some(32));
-    assert!(matches!(error.kind(), Kind::Conflict { key: "max_split_size_mb", .. }));
-    // The last of several is the one that counts.
-    assert_eq!(fault("max_split_size_mb:30,max_split_size_mb:2").offset(), Some(39));
+fn a_rule_points_at_the_last_of_several() {
+    assert_eq!(fault("granule_mb:4,granule_mb:3").offset(), Some(24));
 }
 
 #[test]
 fn fields_that_are_set_in_code_are_checked() {
-    let spoil: [fn(&mut Config); 9] = [
-        |config| config.large_segment_size = 10 << 20,
-        |config| config.max_split_size = Some(1),
-        |config| config.max_non_split_rounding = Some(1),
-        |config| config.roundup_power2_divisions[7] = 3,
+    let spoil: [fn(&mut Config); 7] = [
+        |config| config.granule = Some(3 << 20),
+        |config| config.frame = Some(1 << 20),
         |config| config.per_process_memory_fraction = f64::NAN,
         |config| config.per_process_memory_fraction = 1.1,
         |config| config.limit = Some(0),

@@ -28,24 +28,18 @@ fn config() -> impl Strategy<Value = Config> {
     fn some<S: Strategy>(of: S) -> impl Strategy<Value = Option<S::Value>> {
         prop::option::weighted(0.2, of)
     }
-    let division = prop_oneof![9 => (0..64_u32).prop_map(|log2| 1 << log2), 1 => 0..5_u64];
-    let divisions = prop_oneof![4 => Just([0; 16]), 1 => prop::array::uniform16(division)];
-    let sizes = (some(size()), some(size()), some(size()), some(size()), some(size()), some(size()), some(size()));
+    let sizes = (some(size()), some(size()), some(size()), some(size()));
     let fractions = (some(fraction()), some(fraction()));
-    let others = (divisions, any::<u32>(), prop::sample::select(CrossStream::ALL), any::<bool>());
-    (sizes, fractions, others).prop_map(|(sizes, fractions, (divisions, history, cross_stream, no_cache))| {
+    let others = (any::<u32>(), prop::sample::select(CrossStream::ALL), any::<bool>());
+    (sizes, fractions, others).prop_map(|(sizes, fractions, (history, cross_stream, no_cache))| {
         let default = Config::default();
         Config {
-            large_segment_size: sizes.0.unwrap_or(default.large_segment_size),
-            max_split_size: sizes.1,
-            max_non_split_rounding: sizes.2,
-            limit: sizes.3,
-            headroom: sizes.4.unwrap_or(0),
-            granule: sizes.5,
-            frame: sizes.6,
+            limit: sizes.0,
+            headroom: sizes.1.unwrap_or(0),
+            granule: sizes.2,
+            frame: sizes.3,
             per_process_memory_fraction: fractions.0.unwrap_or(1.0),
             limit_free_fraction: fractions.1,
-            roundup_power2_divisions: divisions,
             history,
             cross_stream,
             no_cache,
@@ -78,19 +72,6 @@ fn play(config: Config) {
     allocator.empty_cache().unwrap();
     assert_eq!((allocator.memory_allocated(), allocator.memory_reserved()), (0, 0));
     assert_eq!(driver.take_violations(), []);
-}
-
-#[test]
-fn segment_sizes_that_no_block_can_have_are_refused() {
-    for large_segment_size in [(10 << 20) + 1, (11 << 20) + 512, (1 << 40) + MIB, u64::MAX, u64::MAX - MIB + 1] {
-        let config = Config { large_segment_size, ..Config::default() };
-        let error = config.validate().unwrap_err().to_string();
-        assert!(error.contains("large_segment_size_mb") && error.contains("whole number of MiB"), "{error}");
-    }
-    let config = Config { max_split_size: Some((30 << 20) + 1), ..Config::default() };
-    assert!(config.validate().unwrap_err().to_string().contains("max_split_size_mb"));
-    let config = Config { max_non_split_rounding: Some(u64::MAX), ..Config::default() };
-    assert!(config.validate().unwrap_err().to_string().contains("max_non_split_rounding_mb"));
 }
 
 #[test]

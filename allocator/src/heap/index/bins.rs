@@ -1,4 +1,4 @@
-//! The fast index: bins of similar sizes, each a linked list through its blocks' own records, last
+//! The index: bins of similar sizes, each a linked list through its blocks' own records, last
 //! in first out.
 //!
 //! Putting a block in and taking it out cost the same however many blocks there are: a bit, a head,
@@ -18,14 +18,10 @@
 //! Invariants:
 //! * a block is in the list of the bin of its size; its links name its neighbours there,
 //!   [`BlockId::NONE`] at both ends;
-//! * a bin's bit is set exactly when its list is not empty;
-//! * a block is a member exactly when it is in a list.
+//! * a bin's bit is set exactly when its list is not empty.
 
-use super::Index;
-use super::key::Key;
 use super::sizes::{BINS, Occupied, bin_of};
 use crate::heap::block::{Block, BlockId, Records, Slab};
-use crate::heap::members::Members;
 
 /// How many blocks of a request's own bin, some of which may be too small, are looked at before the
 /// next bin.
@@ -34,19 +30,18 @@ const CANDIDATES: usize = 4;
 #[derive(Debug)]
 pub(in crate::heap) struct Bins {
     /// The first block of each bin.
-    heads: Box<[BlockId; BINS]>,
+    heads: [BlockId; BINS],
     occupied: Occupied,
-    members: Members,
 }
 
 impl Default for Bins {
     fn default() -> Bins {
-        Bins { heads: Box::new([BlockId::NONE; BINS]), occupied: Occupied::default(), members: Members::default() }
+        Bins { heads: [BlockId::NONE; BINS], occupied: Occupied::default() }
     }
 }
 
 impl Bins {
-    pub(super) fn is_empty(&self) -> bool {
+    pub(in crate::heap) fn is_empty(&self) -> bool {
         self.occupied.is_empty()
     }
 
@@ -77,7 +72,7 @@ impl Bins {
         own.chain(others.flat_map(move |bin| self.list(blocks, bin)))
     }
 
-    /// True if a free block is a member and in its list, judged by its neighbours there.
+    /// True if a free block is in its list, judged by its neighbours there.
     #[cfg(any(test, debug_assertions))]
     pub(super) fn contains(&self, blocks: &Slab, id: BlockId) -> bool {
         let block = &blocks[id];
@@ -86,21 +81,8 @@ impl Bins {
             Some(prev) => blocks[prev].bin_next == id && bin_of(blocks[prev].size) == bin,
             None => self.heads.get(bin) == Some(&id) && self.occupied.first_from(bin) == Some(bin),
         };
-        self.members.contains(id)
-            && before
+        before
             && block.bin_next.some().is_none_or(|next| blocks[next].bin_prev == id && bin_of(blocks[next].size) == bin)
-    }
-
-    /// True if a block is in the index. Its record is not read.
-    #[inline]
-    pub(in crate::heap) fn has(&self, id: BlockId) -> bool {
-        self.members.contains(id)
-    }
-
-    /// True if there are as many members as blocks in lists.
-    #[cfg(any(test, debug_assertions))]
-    pub(super) fn counts_members(&self, blocks: &Slab) -> bool {
-        self.members.count() == self.iter_from(blocks, 1).count()
     }
 
     /// Blocks of one bin, in order.
@@ -114,15 +96,10 @@ impl Bins {
     }
 
     /// Chooses a block for a request if the first block of the request's own bin is too small.
-    fn choose_further(&self, blocks: &Records<'_>, own: usize, size: u64) -> Option<(BlockId, usize)> {
+    fn choose_further(&self, blocks: &Records<'_>, own: usize, size: u64) -> Option<BlockId> {
         let fits = |id: &BlockId| blocks[*id].size >= size;
-        if let Some(id) = self.list(blocks, own).take(CANDIDATES).skip(1).find(fits) {
-            return Some((id, own));
-        }
-        match self.occupied.first_from(own + 1) {
-            Some(bin) => self.heads.get(bin).map(|&head| (head, bin)),
-            None => self.list(blocks, own).find(fits).map(|id| (id, own)),
-        }
+        let near = self.list(blocks, own).take(CANDIDATES).skip(1).find(fits);
+        near.or_else(|| self.first_from(own + 1)).or_else(|| self.list(blocks, own).find(fits))
     }
 
     fn first_from(&self, bin: usize) -> Option<BlockId> {
@@ -152,62 +129,34 @@ impl Bins {
     }
 }
 
-impl Index for Bins {
-    /// The number of the bin.
-    type Place = usize;
-    const SEGMENTS: bool = false;
-    const FIRST_STAYS: bool = false;
-
+impl Bins {
+    /// The block to serve a request of `size` bytes from, if any is large enough.
     #[inline]
-    fn choose(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, usize)> {
+    pub(in crate::heap) fn choose(&self, blocks: &Records<'_>, size: u64) -> Option<BlockId> {
         let own = bin_of(size);
         let bin = self.occupied.first_from(own)?;
         let head = *self.heads.get(bin)?;
-        if blocks[head].size >= size { Some((head, bin)) } else { self.choose_further(blocks, own, size) }
+        if blocks[head].size >= size { Some(head) } else { self.choose_further(blocks, own, size) }
     }
 
-    #[cold]
-    fn best_fit(&self, blocks: &Records<'_>, size: u64) -> Option<(BlockId, usize)> {
-        let smallest = |bin: usize| {
-            self.list(blocks, bin).map(|id| Key::of(id, &blocks[id])).filter(|key| key.size() >= size).min()
-        };
-        let bin = bin_of(size);
-        let best = smallest(bin).or_else(|| smallest(self.occupied.first_from(bin + 1)?));
-        best.map(|key| (key.block(), bin_of(key.size())))
-    }
-
+    /// Puts a free block in.
     #[inline]
-    fn size(blocks: &Records<'_>, id: BlockId, _: usize) -> u64 {
-        blocks[id].size
-    }
-
-    #[inline]
-    fn place(_: BlockId, size: u64) -> usize {
-        bin_of(size)
-    }
-
-    #[inline]
-    fn holds(&self, _: &Records<'_>, id: BlockId, _: u32) -> bool {
-        self.has(id)
-    }
-
-    #[inline]
-    fn insert(&mut self, blocks: &mut Records<'_>, id: BlockId) {
+    pub(in crate::heap) fn insert(&mut self, blocks: &mut Records<'_>, id: BlockId) {
         self.link(blocks, id, bin_of(blocks[id].size));
-        self.members.insert(id);
     }
 
+    /// Takes out a block of this size, which must be in the index.
     #[inline]
-    fn remove(&mut self, blocks: &mut Records<'_>, id: BlockId, place: usize) {
-        self.unlink(blocks, id, place);
-        self.members.remove(id);
+    pub(in crate::heap) fn remove(&mut self, blocks: &mut Records<'_>, id: BlockId, size: u64) {
+        self.unlink(blocks, id, bin_of(size));
     }
 
+    /// Updates the index after the size of a block in it changed, which was `before`.
     #[inline]
-    fn changed(&mut self, blocks: &mut Records<'_>, id: BlockId, place: usize) {
-        let bin = bin_of(blocks[id].size);
-        if bin != place {
-            self.unlink(blocks, id, place);
+    pub(in crate::heap) fn changed(&mut self, blocks: &mut Records<'_>, id: BlockId, before: u64) {
+        let (bin, before) = (bin_of(blocks[id].size), bin_of(before));
+        if bin != before {
+            self.unlink(blocks, id, before);
             self.link(blocks, id, bin);
         }
     }
@@ -247,18 +196,14 @@ mod tests {
     fn check_choice(bins: &Bins, blocks: &mut Slab, model: &BTreeSet<BlockId>, size: u64) -> Result<(), TestCaseError> {
         let sizes: Vec<u64> = model.iter().map(|&id| blocks[id].size).collect();
         let fitting = sizes.into_iter().filter(|&other| other >= size);
-        let Some((chosen, place)) = bins.choose(&blocks.records(), size) else {
+        let Some(chosen) = bins.choose(&blocks.records(), size) else {
             prop_assert_eq!(fitting.min(), None, "there is one whenever any is large enough");
             return Ok(());
         };
         prop_assert!(model.contains(&chosen) && blocks[chosen].size >= size);
         let chosen = bin_of(blocks[chosen].size);
-        prop_assert_eq!(chosen, place);
         let next = fitting.clone().map(bin_of).filter(|&bin| bin > bin_of(size)).min();
         prop_assert!(chosen == bin_of(size) || Some(chosen) == next);
-        let best = bins.best_fit(&blocks.records(), size).map(|(id, _)| id);
-        let best = best.map(|id| blocks[id].size);
-        prop_assert_eq!(best, fitting.clone().min());
         let walked = bins.iter_from_first_fit(blocks, size).filter(|&id| blocks[id].size >= size).count();
         prop_assert_eq!(walked, fitting.clone().count(), "a walk misses no block");
         let from: Vec<u64> = bins.iter_from(blocks, size).map(|id| blocks[id].size).collect();
@@ -281,8 +226,8 @@ mod tests {
                     }
                     Step::Remove { nth: at } => {
                         if let Some(id) = nth(&model, at) {
-                            let place = bin_of(blocks[id].size);
-                            bins.remove(&mut blocks.records(), id, place);
+                            let size = blocks[id].size;
+                            bins.remove(&mut blocks.records(), id, size);
                             model.remove(&id);
                             blocks.remove(id);
                         }
@@ -290,20 +235,20 @@ mod tests {
                     Step::Resize { nth: at, size } => {
                         if let Some(id) = nth(&model, at) {
                             let old = std::mem::replace(&mut blocks[id].size, size);
-                            bins.changed(&mut blocks.records(), id, bin_of(old));
+                            bins.changed(&mut blocks.records(), id, old);
                         }
                     }
                     Step::Take { size } => {
                         check_choice(&bins, &mut blocks, &model, size)?;
-                        if let Some((id, place)) = bins.choose(&blocks.records(), size) {
-                            bins.remove(&mut blocks.records(), id, place);
+                        if let Some(id) = bins.choose(&blocks.records(), size) {
+                            let size = blocks[id].size;
+                            bins.remove(&mut blocks.records(), id, size);
                             model.remove(&id);
                             blocks.remove(id);
                         }
                     }
                 }
                 prop_assert!(model.iter().all(|&id| bins.contains(&blocks, id)));
-                prop_assert!(bins.counts_members(&blocks));
             }
             let held: Vec<BlockId> = bins.iter_from(&blocks, 1).collect();
             prop_assert_eq!(held.len(), model.len());

@@ -14,7 +14,7 @@ pub(super) const BINS: usize = 2048;
 /// Round sizes are the greatest of their bin, not the least, because segments have round sizes, and
 /// the rest should be in the same bin when a little is cut off.
 #[inline]
-pub(super) fn bin_of(size: u64) -> usize {
+pub(in crate::heap) fn bin_of(size: u64) -> usize {
     let last = size.wrapping_sub(1) / MIN_BLOCK;
     let exponent = (last | SUB).ilog2() - SUB_BITS;
     let bin = u64::from(exponent) * SUB + (last >> exponent);

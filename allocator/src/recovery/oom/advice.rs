@@ -18,11 +18,6 @@ pub enum Advice {
         /// Bytes that it still uses.
         bytes: u64,
     },
-    /// Let the request use a free block that the size rules keep from it.
-    RelaxSplitLimit {
-        /// Size of that block.
-        block: u64,
-    },
     /// Let a private pool lend its free memory (`use_on_oom`).
     PrivatePool {
         /// Id of the pool.
@@ -34,11 +29,6 @@ pub enum Advice {
     CrossStream {
         /// Size of a block that another stream owns.
         block: u64,
-    },
-    /// Make segments smaller, which requests from 1 to 10 MiB share.
-    SmallerSegments {
-        /// The largest [`crate::Config::large_segment_size`] that there is room for.
-        to: u64,
     },
     /// Raise the limit.
     RaiseLimit {
@@ -166,11 +156,6 @@ impl OomReport {
         self.attribution.as_ref().map_or(0, Attribution::held_by_others)
     }
 
-    /// Bytes that may still be taken from the device.
-    pub(crate) fn room(&self) -> u64 {
-        self.allowed().saturating_sub(self.reserved)
-    }
-
     /// Notes how much is lacking, given what is held and what the request takes.
     pub(super) fn note_lacking(&mut self) {
         let takes = self.reserved.saturating_add(self.from_device);
@@ -180,14 +165,13 @@ impl OomReport {
     }
 
     /// Adds what helps, most helpful first: what there is to be had without a loss, then options,
-    /// then what others lose. `from_blocks` comes from a look at free blocks that rules keep from
-    /// the request. `fail_fast` tells whether the limit refuses at once
+    /// then what others lose. `from_blocks` comes from a look at free blocks that the request may
+    /// not have. `fail_fast` tells whether the limit refuses at once
     /// (`throw_on_cudamalloc_oom`), before anything goes back.
     pub(super) fn advise(&mut self, from_blocks: Vec<Advice>, held: &Held, fail_fast: bool) {
         let mut advice = Vec::new();
         if self.memory.is_some_and(|memory| self.growth.saturating_add(held.own) > memory.total) {
             self.advise_larger_device(&mut advice);
-            advice.extend(from_blocks.into_iter().filter(|advice| matches!(advice, Advice::SmallerSegments { .. })));
         } else {
             advice = from_blocks;
             self.advise_on_memory(&mut advice, held, fail_fast);
@@ -266,13 +250,6 @@ impl fmt::Display for Advice {
             Advice::WaitFor { stream_id, bytes } => {
                 write!(f, "wait for stream {stream_id}, which still uses {} of freed memory", Bytes(*bytes))
             }
-            Advice::RelaxSplitLimit { block } => {
-                let block = Bytes(*block);
-                write!(
-                    f,
-                    "raise max_split_size_mb or max_non_split_rounding_mb: they keep a free block of {block} for larger requests"
-                )
-            }
             Advice::PrivatePool { pool: (a, b), block } => {
                 write!(f, "let private pool ({a}, {b}) lend its memory (use_on_oom): it has {} free", Bytes(*block))
             }
@@ -283,7 +260,6 @@ impl fmt::Display for Advice {
                     Bytes(*block)
                 )
             }
-            Advice::SmallerSegments { to } => write!(f, "set large_segment_size_mb to at most {}", to >> 20),
             Advice::EmptyCache { cached } => {
                 write!(
                     f,

@@ -8,7 +8,6 @@ use aquifer_device::MemoryInfo;
 use seen::Seen;
 
 use crate::accounting::attribute::attribute;
-use crate::accounting::counters::Hot;
 use crate::allocator::Allocator;
 use crate::backing::growing::Refusal;
 use crate::backing::growth::growth_bytes;
@@ -17,8 +16,9 @@ use crate::cross_stream::waiting::{waiting_bytes, waiting_requested};
 use crate::error::AllocError;
 use crate::history::{Action, Subject};
 use crate::open::trim_others;
-use crate::recovery::oom::advise::{advice_from_blocks, advice_on_segments, advice_to_lend};
+use crate::recovery::oom::advise::{advice_to_cross_streams, advice_to_lend};
 use crate::request::Request;
+use crate::size_class;
 use crate::state::shared::SharedState;
 
 pub(crate) mod advice;
@@ -35,8 +35,6 @@ pub(crate) struct Tried {
     pub(crate) refusal: Option<Refusal>,
     pub(crate) released: u64,
     pub(crate) reclaimers: Vec<Reclaimed>,
-    /// Bytes that the request is to get although its stream might borrow; 0 if it borrows.
-    pub(crate) instead_of_borrowing: u64,
     /// True if the request is for dedicated memory.
     pub(crate) dedicated: bool,
     /// Bytes that the owner of such memory has already and keeps.
@@ -77,28 +75,28 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     let attribution = attribute(allocator, is_of_device.then_some(PROCESSES_ARE_KNOWN_FOR)).ok();
     let memory = attribution.as_ref().map(|all| MemoryInfo { free: all.free, total: all.total });
     let state = allocator.state();
-    let mut guard = state.lock(Some(request.slot));
-    state.counters.num_ooms.add(1);
+    let mut guard = state.lock();
+    guard.counters.num_ooms.add(1);
     let (pool, free) = (guard.pools.history_id(request.pool), memory.map_or(0, |memory| memory.free));
     let subject = Subject { addr: free, size: request.size, slot: request.slot, tag: request.tag, pool };
-    state.history.lock().note(Action::Oom, subject);
-    let mut from_blocks = if tried.dedicated { Vec::new() } else { advice_to_lend(&mut guard, request) };
+    guard.history.note(Action::Oom, subject);
+    let mut from_blocks = Vec::new();
+    if !tried.dedicated {
+        from_blocks.extend(advice_to_lend(&guard, request));
+        from_blocks.extend(advice_to_cross_streams(&guard, request));
+    }
     let growth = if tried.dedicated { request.size } else { growth_bytes(allocator, &guard, request) };
     let lacking = if tried.dedicated { None } else { lacking_bytes(&mut guard, request) };
-    drop(guard);
-    // No cached hit waits for the shared state's lock, under which the time grows with waiting
-    // blocks and dedicated memory.
-    let shared = state.shared();
-    let mut report = report(&shared, request, &tried);
-    let mut seen = Seen::new(&shared, request, tried.own);
-    let waiting = waiting_requested(&shared);
-    report.is_mapped = tried.dedicated || shared.paged_granule_for(request).is_some();
-    drop(shared);
+    let mut report = report(&guard, request, &tried);
+    let mut seen = Seen::new(&guard, request, tried.own);
+    report.is_mapped = tried.dedicated || guard.paged_granule_for(request).is_some();
     report.growth = growth;
     report.from_device = lacking.unwrap_or(growth);
-    report.allocated = state.read(Hot::Bytes).all.current;
-    report.requested_live = state.read(Hot::Requested).all.current.saturating_sub(waiting);
-    state.walk(|shared, heap, passed| seen.add(shared, heap, passed));
+    report.allocated = guard.counters.bytes.current_of_all();
+    report.requested_live = guard.counters.requested.current_of_all() - waiting_requested(&guard);
+    // No cached hit waits until the report has seen all blocks.
+    drop(guard);
+    state.walk(|shared, passed| seen.add(shared, passed));
     let held = seen.tell(&mut report);
     report.device = allocator.device().info().ordinal;
     report.device_name.clone_from(&allocator.device().info().name);
@@ -107,10 +105,6 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     report.memory = memory;
     report.attribution = attribution;
     report.note_lacking();
-    if !tried.dedicated {
-        from_blocks.extend(advice_from_blocks(allocator, request));
-        from_blocks.extend(advice_on_segments(allocator, request, &report));
-    }
     report.advise(from_blocks, &held, allocator.config().fail_fast);
     tracing::debug!(
         target: "aquifer::oom",
@@ -149,7 +143,7 @@ fn report(shared: &SharedState, request: &Request, tried: &Tried) -> OomReport {
         device: 0,
         device_name: String::new(),
         requested: request.requested,
-        padding: if tried.dedicated { 0 } else { request.size.saturating_sub(shared.classes.round(request.requested)) },
+        padding: if tried.dedicated { 0 } else { request.size.saturating_sub(size_class::round(request.requested)) },
         is_mapped: false,
         growth: 0,
         from_device: 0,

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 
 use crate::accounting::fragmentation::releasable_part;
 use crate::cross_stream::waiting::waiting_bytes;
-use crate::heap::{Heap, Passed, Region, State};
+use crate::heap::{Passed, Region, State};
 use crate::pools::table::Private;
 use crate::recovery::oom::advice::Held;
 use crate::recovery::oom::report::{LISTED, OomReport};
@@ -68,12 +68,12 @@ impl Seen {
     }
 
     /// Adds a block, and with the first one of a region what depends on the region.
-    pub(super) fn add(&mut self, shared: &SharedState, heap: &Heap, passed: &Passed) {
+    pub(super) fn add(&mut self, shared: &SharedState, passed: &Passed) {
         let (block, request) = (&passed.block, self.request);
         let owner = promised(shared, block.pool);
         let is_of_another = owner.is_some_and(|private| !private.owns(request.pool));
         if passed.is_first {
-            self.held.pinned += pinned_in(shared, heap.region(block.region));
+            self.held.pinned += pinned_in(shared, shared.heap.region(block.region));
         }
         if owner.is_some() && block.state.has_memory() {
             self.reserved_by_private_pools += block.size;
@@ -85,7 +85,7 @@ impl Seen {
             self.held.live_in_pools += if is_of_another { block.size } else { 0 };
         }
         if matches!(block.state, State::Free | State::Waiting) && owner.is_none() {
-            let part = releasable_part(shared, heap, block);
+            let part = releasable_part(shared, block);
             self.kept_by_captures += if self.captures { part.bytes } else { 0 };
             if block.state == State::Free {
                 self.held.cached += part.bytes;

@@ -68,12 +68,10 @@ pub(crate) fn configs() -> impl Strategy<Value = Config> {
         "",
         "cross_stream:off",
         "cross_stream:wait",
-        "max_split_size_mb:40",
-        "roundup_power2_divisions:4",
         "limit_mb:400",
         "throw_on_cudamalloc_oom:True,limit_mb:200",
         "no_cache:True",
-        "large_segment_size_mb:64,headroom_mb:32",
+        "headroom_mb:32",
     ]);
     (options, prop::sample::select(Backing::ALL)).prop_map(|(options, backing)| {
         let mut config = Config::parse(options).unwrap();

@@ -35,3 +35,60 @@ fn snapshots_agree_with_their_history_beside_other_threads() {
         }
     });
 }
+
+/// A segment was listed twice, once with the blocks of both, and blocks did not add up.
+#[test]
+fn a_snapshot_is_of_one_moment() {
+    for config in ["", "backing:segments"] {
+        let (_driver, allocator) = allocator(config.parse().unwrap(), 1);
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for thread in 0..2 {
+                let (allocator, done) = (&allocator, &done);
+                scope.spawn(move || {
+                    let streams = [(); 3].map(|()| allocator.device().stream().unwrap());
+                    for round in thread..600 {
+                        let held: Vec<_> = (0..4)
+                            .map(|n| {
+                                allocator.alloc_bytes((2 + (round + n) % 5) << 20, &streams[n as usize % 3]).unwrap()
+                            })
+                            .collect();
+                        drop(held);
+                        if round % 3 == 0 {
+                            allocator.empty_cache().unwrap();
+                        }
+                    }
+                    done.store(true, Ordering::Relaxed);
+                });
+            }
+            while !done.load(Ordering::Relaxed) {
+                check_segments(&allocator.snapshot()).unwrap();
+            }
+        });
+    }
+}
+
+/// Peaks of several threads were a few percent high.
+#[test]
+fn peaks_are_exact_whatever_threads_allocate() {
+    const BYTES: u64 = 3 << 20;
+    let (_driver, allocator) = allocator(aquifer_allocator::Config::default(), 1);
+    // Each thread has one block at a time, and the barrier has all of them have theirs at once.
+    let barrier = std::sync::Barrier::new(3);
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                let stream = allocator.device().stream().unwrap();
+                (0..500).for_each(|_| drop(allocator.alloc_bytes(BYTES, &stream).unwrap()));
+                let block = allocator.alloc_bytes(BYTES, &stream).unwrap();
+                barrier.wait();
+                drop(block);
+                (0..500).for_each(|_| drop(allocator.alloc_bytes(BYTES, &stream).unwrap()));
+            });
+        }
+    });
+    let stats = allocator.stats();
+    assert_eq!((stats.allocation.all.peak, stats.allocated_bytes.all.peak), (3, 3 * BYTES));
+    assert_eq!((stats.allocation.all.current, stats.allocation.all.allocated), (0, 3003));
+    assert!(stats.requested_bytes.all.peak <= stats.allocated_bytes.all.peak);
+}

@@ -45,7 +45,7 @@ fn a_kernel_that_breaks_its_declaration_is_named() {
     let kernel = move |device: &mut dyn aquifer_device::KernelMemory| device.write(memory.offset(512), &[1]);
     driver.kernel("stray", &declared, Some(std::sync::Arc::new(move |device, _| kernel(device))), stream).unwrap();
     let text = loss(&driver);
-    assert!(text.contains("undeclared access: 'kernel stray #1' on stream 1"), "{text}");
+    assert!(text.contains("undeclared access at ") && text.contains("\n  by: 'kernel stray #1' on stream 1"), "{text}");
 }
 
 #[test]

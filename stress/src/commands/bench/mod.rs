@@ -4,9 +4,13 @@
 //! yardstick run the same pairs alternately, round by round, so that other load on the machine
 //! affects both; medians are reported. Runs of several threads also alternate with one thread
 //! alone, so that their rates are comparable.
+//!
+//! `--scale` and `--peers` measure other things: see `scale.rs` and `peers.rs`.
 
 mod handover;
+mod peers;
 mod scale;
+mod streams;
 mod team;
 
 use std::path::Path;
@@ -113,6 +117,9 @@ pub fn run(session: &Session, args: &BenchArgs) -> Result<Outcome, Failure> {
     if args.scale {
         return scale::run(session, config, args);
     }
+    if args.peers {
+        return peers::run(session, config, args);
+    }
     let chosen = chosen(args.filter.as_deref().unwrap_or_default());
     if chosen.is_empty() {
         let names: Vec<_> = BENCHMARKS.iter().map(|benchmark| benchmark.name).collect();
@@ -161,7 +168,10 @@ fn measure_all<T, R: Serialize>(
 ) -> Result<(Outcome, Vec<R>), Failure> {
     let (mut outcome, mut rows) = (Outcome::Done, Vec::new());
     let bar = session.progress(chosen.len() as u64, "bench");
-    for one in chosen {
+    for (number, one) in (1..).zip(chosen) {
+        if bar.is_hidden() {
+            session.message(format_args!("bench: {number} of {}: {}", chosen.len(), name(one)));
+        }
         bar.set_message(name(one));
         match measure(one) {
             Ok(measured) => {

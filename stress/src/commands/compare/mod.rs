@@ -12,7 +12,7 @@ use crate::commands::fit::{Job, fit_all, with_splitting, without_same};
 use crate::commands::{all_programs, options, out_of_memory, ratio, replay};
 use crate::exit::{Failure, Outcome};
 use crate::input::Program;
-use crate::plot::{Axis, Dots, Panel, save_dots};
+use crate::plot::{Axis, Points, save_points};
 use crate::session::Session;
 use crate::table::{number, optional, table};
 use crate::text::Bytes;
@@ -35,8 +35,8 @@ struct Row {
     smallest_device_bytes: Option<u64>,
     smallest_over_requested: Option<f64>,
     allocs: u64,
-    driver_allocs: u64,
-    warm_driver_allocs: Option<f64>,
+    driver_calls: Option<u64>,
+    warm_driver_calls: Option<f64>,
     driver_time_modelled_us: Option<f64>,
     warm_driver_time_modelled_us: Option<f64>,
     worst_alloc_us: Option<f64>,
@@ -131,35 +131,25 @@ pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
         let tables: Vec<String> = tables.chain([summary::tabulate(&means)]).collect();
         session.show(tables.join("\n\n"))?;
         if let Some(path) = &args.plot {
-            plot(session, &rows, &means, path)?;
+            plot(session, &means, path)?;
         }
     }
     Ok(outcome)
 }
 
-/// Draws the memory that each program takes and fits on, and its time in driver calls.
-fn plot(session: &Session, rows: &[Row], means: &[Summary], path: &Path) -> Result<(), Failure> {
-    let traces: Vec<&[Row]> = rows.chunk_by(|one, other| one.trace == other.trace).collect();
-    let panel = |name, is_logarithmic, from, figure: fn(&Row) -> Option<f64>| {
-        let of = |mean: &Summary, rows: &&[Row]| rows.iter().find(|row| row.config == mean.config).and_then(figure);
-        let values = means.iter().map(|mean| traces.iter().map(|rows| of(mean, rows)).collect()).collect();
-        Panel { axis: Axis { name, is_logarithmic, from }, values }
+/// Draws what each of the options holds against its time in driver calls.
+fn plot(session: &Session, means: &[Summary], path: &Path) -> Result<(), Failure> {
+    let series = means.iter().filter_map(|mean| {
+        let us = mean.driver_time_modelled_us?;
+        Some((options(&mean.config), us / 1e3, mean.reserved_over_requested?))
+    });
+    let points = Points {
+        title: "Memory held against driver time: less of both is better",
+        across: Axis { name: "driver time of the first passes, modelled, ms", is_logarithmic: true, from: None },
+        up: Axis { name: "holds / requested, geometric mean", is_logarithmic: false, from: Some(1.0) },
+        series: series.collect(),
     };
-    let dots = Dots {
-        title: "aquifer-stress compare: memory and driver time",
-        rows: traces.iter().map(|rows| &*rows[0].trace).collect(),
-        series: means.iter().map(|mean| options(&mean.config)).collect(),
-        panels: vec![
-            panel("most held / most requested", false, Some(1.0), |row| {
-                row.served(row.reserved_over_requested).flatten()
-            }),
-            panel("smallest device / most requested", false, Some(1.0), |row| row.smallest_over_requested),
-            panel("driver time, modelled, ms", true, None, |row| {
-                row.served(row.driver_time_modelled_us).flatten().map(|us| us / 1e3)
-            }),
-        ],
-    };
-    save_dots(session, &dots, path)
+    save_points(session, &points, path)
 }
 
 impl Row {
@@ -178,8 +168,8 @@ impl Row {
             smallest_device_bytes: smallest,
             smallest_over_requested: smallest.and_then(|bytes| ratio(bytes, program.peak_requested_bytes)),
             allocs: replayed.allocs,
-            driver_allocs: replayed.driver_allocs,
-            warm_driver_allocs: replayed.warm_driver_allocs,
+            driver_calls: Some(replayed.driver_calls.values().sum()),
+            warm_driver_calls: replayed.warm_driver_calls,
             driver_time_modelled_us: replayed.driver_time_modelled_us,
             warm_driver_time_modelled_us: replayed.warm_driver_time_modelled_us,
             worst_alloc_us: replayed.worst_alloc_us,
@@ -219,13 +209,13 @@ fn tabulate(rows: &[Row]) -> String {
         1,
         &[
             ("options", |row| options(&row.config).to_owned()),
-            ("takes", |row| optional(row.served(row.peak_reserved_bytes).map(Bytes))),
-            ("takes, ratio", |row| number(row.served(row.reserved_over_requested).flatten(), 3)),
-            ("first pass, ratio", |row| number(row.served(row.first_pass_reserved_over_requested).flatten(), 3)),
-            ("fits on", |row| optional(row.smallest_device_bytes.map(Bytes))),
-            ("fits on, ratio", |row| number(row.smallest_over_requested, 4)),
-            ("driver allocs", |row| optional(row.served(row.driver_allocs))),
-            ("warm allocs", |row| number(row.served(row.warm_driver_allocs).flatten(), 1)),
+            ("holds", |row| optional(row.served(row.peak_reserved_bytes).map(Bytes))),
+            ("ratio", |row| number(row.served(row.reserved_over_requested).flatten(), 3)),
+            ("ratio, first pass", |row| number(row.served(row.first_pass_reserved_over_requested).flatten(), 3)),
+            ("smallest device", |row| optional(row.smallest_device_bytes.map(Bytes))),
+            ("its ratio", |row| number(row.smallest_over_requested, 4)),
+            ("driver calls", |row| optional(row.served(row.driver_calls).flatten())),
+            ("warm calls", |row| number(row.served(row.warm_driver_calls).flatten(), 1)),
             ("driver ms, modelled", |row| {
                 number(row.served(row.driver_time_modelled_us).flatten().map(|us| us / 1e3), 1)
             }),

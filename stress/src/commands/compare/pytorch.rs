@@ -38,7 +38,6 @@ struct Measured {
 struct Figures {
     options: String,
     peak_reserved_bytes: u64,
-    device_allocs: u64,
     ooms: u64,
     smallest_device_bytes: Option<u64>,
     ns_per_op_torch_2_15: Option<f64>,
@@ -77,7 +76,6 @@ impl Recorded {
             smallest_device_bytes: figures.smallest_device_bytes,
             smallest_over_requested: figures.smallest_device_bytes.and_then(|bytes| ratio(bytes, requested)),
             allocs: program.allocs(),
-            driver_allocs: figures.device_allocs,
             ns_per_op: figures.ns_per_op_torch_2_15,
             ooms: figures.ooms,
             ..Row::default()

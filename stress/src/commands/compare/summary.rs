@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::Row;
 use crate::commands::{hundredths, options};
-use crate::table::{number, table};
+use crate::table::{number, optional, table};
 
 /// All programs under some options: geometric means, the worst, and totals. `compare --help`
 /// explains the fields.
@@ -13,15 +13,15 @@ pub(super) struct Summary {
     pub(super) config: String,
     traces: usize,
     finished: usize,
-    reserved_over_requested: Option<f64>,
+    pub(super) reserved_over_requested: Option<f64>,
     worst_reserved_over_requested: Option<f64>,
     first_pass_reserved_over_requested: Option<f64>,
     smallest_over_requested: Option<f64>,
     worst_smallest_over_requested: Option<f64>,
     allocs: Option<u64>,
-    driver_allocs: Option<u64>,
-    warm_driver_allocs: Option<f64>,
-    driver_time_modelled_us: Option<f64>,
+    driver_calls: Option<u64>,
+    warm_driver_calls: Option<f64>,
+    pub(super) driver_time_modelled_us: Option<f64>,
     warm_driver_time_modelled_us: Option<f64>,
     worst_alloc_us: Option<f64>,
     ns_per_op: Option<f64>,
@@ -62,8 +62,13 @@ fn summarise(config: &str, rows: &[&Row]) -> Summary {
         smallest_over_requested: smallest.as_deref().and_then(geometric_mean),
         worst_smallest_over_requested: smallest.and_then(|figures| figures.into_iter().max_by(f64::total_cmp)),
         allocs: count(|row| row.allocs),
-        driver_allocs: count(|row| row.driver_allocs),
-        warm_driver_allocs: sum(|row| row.warm_driver_allocs),
+        driver_calls: finished
+            .iter()
+            .map(|row| row.driver_calls)
+            .collect::<Option<Vec<u64>>>()
+            .filter(|calls| !calls.is_empty())
+            .map(|calls| calls.into_iter().fold(0, u64::saturating_add)),
+        warm_driver_calls: sum(|row| row.warm_driver_calls),
         driver_time_modelled_us: sum(|row| row.driver_time_modelled_us),
         warm_driver_time_modelled_us: sum(|row| row.warm_driver_time_modelled_us),
         worst_alloc_us: worst(|row| row.worst_alloc_us),
@@ -100,13 +105,6 @@ fn geometric_mean(figures: &[f64]) -> Option<f64> {
     }
 }
 
-/// The share of the allocations in per cent.
-#[expect(clippy::cast_precision_loss, reason = "a ratio to display")]
-fn per_cent(part: Option<f64>, whole: Option<u64>) -> String {
-    let whole = whole.filter(|&whole| whole > 0);
-    number(part.zip(whole).map(|(part, whole)| 100.0 * part / whole as f64), 3)
-}
-
 pub(super) fn tabulate(summaries: &[Summary]) -> String {
     let table = table(
         summaries,
@@ -117,14 +115,13 @@ pub(super) fn tabulate(summaries: &[Summary]) -> String {
                 all if all == row.traces => all.to_string(),
                 some => format!("{some} of {}", row.traces),
             }),
-            ("takes", |row| number(row.reserved_over_requested, 4)),
-            ("worst takes", |row| number(row.worst_reserved_over_requested, 3)),
+            ("holds, ratio", |row| number(row.reserved_over_requested, 4)),
+            ("worst", |row| number(row.worst_reserved_over_requested, 3)),
             ("first pass", |row| number(row.first_pass_reserved_over_requested, 4)),
-            ("fits on", |row| number(row.smallest_over_requested, 4)),
-            ("worst fits on", |row| number(row.worst_smallest_over_requested, 3)),
-            #[expect(clippy::cast_precision_loss, reason = "a ratio to display")]
-            ("driver allocs %", |row| per_cent(row.driver_allocs.map(|allocs| allocs as f64), row.allocs)),
-            ("warm %", |row| per_cent(row.warm_driver_allocs, row.allocs)),
+            ("smallest device, ratio", |row| number(row.smallest_over_requested, 4)),
+            ("worst device", |row| number(row.worst_smallest_over_requested, 3)),
+            ("driver calls", |row| optional(row.driver_calls)),
+            ("warm calls", |row| number(row.warm_driver_calls, 1)),
             ("driver ms, modelled", |row| number(row.driver_time_modelled_us.map(|us| us / 1e3), 1)),
             ("worst µs, modelled", |row| number(row.worst_alloc_us, 0)),
             ("ns/op", |row| number(row.ns_per_op, 1)),
@@ -146,8 +143,8 @@ mod tests {
             reserved_over_requested: Some(reserved),
             smallest_over_requested: smallest,
             allocs: 1000,
-            driver_allocs: 5,
-            warm_driver_allocs: Some(0.5),
+            driver_calls: Some(5),
+            warm_driver_calls: Some(0.5),
             driver_time_modelled_us: Some(10.0),
             worst_alloc_us: Some(reserved),
             ns_per_op: Some(40.0),
@@ -164,9 +161,8 @@ mod tests {
         assert!((x.reserved_over_requested.unwrap_or_default() - 2.0).abs() < 1e-9);
         assert_eq!((x.worst_reserved_over_requested, x.worst_alloc_us), (Some(4.0), Some(4.0)));
         assert_eq!((x.smallest_over_requested, x.warm_driver_time_modelled_us), (None, None), "not known for all");
-        assert_eq!((x.allocs, x.driver_allocs, x.warm_driver_allocs, x.ooms), (Some(2000), Some(10), Some(1.0), 0));
+        assert_eq!((x.allocs, x.driver_calls, x.warm_driver_calls, x.ooms), (Some(2000), Some(10), Some(1.0), 0));
         assert_eq!((x.driver_time_modelled_us, x.times_yardstick), (Some(20.0), Some(2.0)));
-        assert_eq!(per_cent(Some(10.0), Some(2000)), "0.500");
     }
 
     #[test]
@@ -175,20 +171,20 @@ mod tests {
         let failed_later = Row { warm_ooms: 1, ..row("a", "y", 0.5, Some(2.0)) };
         let rows = [row("a", "x", 1.5, Some(2.0)), failed("b", "x"), failed("a", "y"), failed_later];
         let [x, y] = &summaries(&rows)[..] else { panic!("two configs") };
-        assert_eq!((x.traces, x.finished, x.ooms, x.allocs, x.driver_allocs), (2, 1, 3, Some(1000), Some(5)));
+        assert_eq!((x.traces, x.finished, x.ooms, x.allocs, x.driver_calls), (2, 1, 3, Some(1000), Some(5)));
         assert!((x.reserved_over_requested.unwrap_or_default() - 1.5).abs() < 1e-9);
-        assert_eq!((x.worst_alloc_us, x.warm_driver_allocs), (Some(1.5), Some(0.5)));
+        assert_eq!((x.worst_alloc_us, x.warm_driver_calls), (Some(1.5), Some(0.5)));
         assert!(x.smallest_over_requested.is_some(), "found on other devices");
         assert_eq!((y.traces, y.finished, y.ooms, y.warm_ooms), (2, 0, 3, 1));
-        assert_eq!((y.reserved_over_requested, y.warm_driver_allocs), (None, None));
-        assert_eq!((y.allocs, y.driver_allocs), (None, None), "no totals of nothing");
+        assert_eq!((y.reserved_over_requested, y.warm_driver_calls), (None, None));
+        assert_eq!((y.allocs, y.driver_calls), (None, None), "no totals of nothing");
         assert!(tabulate(&[x.clone(), y.clone()]).contains("1 of 2"));
     }
 
     #[test]
     fn totals_saturate() {
-        let rows = ["a", "b"].map(|trace| Row { driver_allocs: u64::MAX, ..row(trace, "x", 1.0, None) });
-        assert_eq!(summaries(&rows)[0].driver_allocs, Some(u64::MAX));
+        let rows = ["a", "b"].map(|trace| Row { driver_calls: Some(u64::MAX), ..row(trace, "x", 1.0, None) });
+        assert_eq!(summaries(&rows)[0].driver_calls, Some(u64::MAX));
     }
 
     #[test]

@@ -1,19 +1,17 @@
 //! The comparison at the end of the demonstration.
 
-use aquifer::Device;
-use aquifer::memory::MemoryStats;
 use serde::Serialize;
 
-use super::{POLICIES, PYTORCH};
+use super::{EXPANDABLE, POLICIES, PYTORCH};
 use crate::commands::fit::{Job, fit_all, with_splitting, without_same};
+use crate::commands::study::sampled::sample;
 use crate::commands::{hazards, options, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
-use crate::pytorch::{Expandable, Native};
+use crate::profile::Profile;
 use crate::session::Session;
 use crate::stage::Stage;
-use crate::subject::Measured;
 use crate::table::{NOTHING, optional, table};
 use crate::text::Bytes;
 
@@ -25,7 +23,7 @@ pub(super) struct Compared {
     peak_requested_bytes: u64,
     peak_reserved_bytes: u64,
     reserved_over_requested: Option<f64>,
-    growths: u64,
+    driver_calls: u64,
     smallest_device_bytes: Option<u64>,
     ratio: Option<f64>,
     retries_at_fit: Option<u64>,
@@ -48,7 +46,9 @@ impl Compared {
 }
 
 pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Compared>, Failure> {
-    let policies = with_splitting(&session.configs_with(&POLICIES));
+    let maps = session.sim().is_none_or(|sim| sim.vmm);
+    let mut policies = with_splitting(&session.configs_with(&POLICIES));
+    policies.retain(|policy| maps || !policy.pytorch.as_ref().is_some_and(|options| options.expandable_segments));
     let jobs: Vec<Job<'_>> = programs
         .iter()
         .flat_map(|program| policies.iter().map(move |config| Job::new(&program.name, program, config)))
@@ -65,28 +65,20 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
             }
             Err(failure) => return Err(failure),
         };
-        let device = session.open_with_capacity(plenty(job.program))?;
-        let (stats, ooms) = match &job.config.pytorch {
-            None => {
-                let mut stage = Stage::new(session, &device, job.config, job.program.streams.len())?;
-                let ooms = Player::new(job.program).play(&mut stage, OnOom::Skip)?;
-                (stage.allocator.stats(), ooms)
-            }
-            Some(options) if options.expandable_segments => play_model::<Expandable>(session, job, &device)?,
-            Some(_) => play_model::<Native>(session, job, &device)?,
-        };
+        let roomy = session.resized(plenty(job.program));
+        let sampled = sample(&roomy, job.program, job.config, &Profile::of(job.program).buckets, None)?;
         compared.push(Compared {
             trace: job.name.to_owned(),
             config: job.config.text.clone(),
             peak_requested_bytes: job.program.peak_requested_bytes,
-            peak_reserved_bytes: stats.reserved_bytes.all.peak,
-            reserved_over_requested: ratio(stats.reserved_bytes.all.peak, job.program.peak_requested_bytes),
-            growths: stats.num_device_alloc,
+            peak_reserved_bytes: sampled.peak_reserved,
+            reserved_over_requested: ratio(sampled.peak_reserved, job.program.peak_requested_bytes),
+            driver_calls: sampled.calls,
             smallest_device_bytes: fit.as_ref().map(|fit| fit.smallest_device_bytes),
             ratio: fit.as_ref().and_then(|fit| fit.ratio),
             retries_at_fit: fit.map(|fit| fit.retries_at_fit),
-            ooms,
-            hazards: hazards(session, job.name, &device),
+            ooms: sampled.refused_at.len() as u64,
+            hazards: if job.config.pytorch.is_some() { 0 } else { checked(&roomy, job)? },
             caches: !job.config.config.no_cache,
         });
     }
@@ -99,11 +91,12 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
     Ok(compared)
 }
 
-/// Plays a program to a model, and returns its statistics and the number of refused requests.
-fn play_model<S: Measured>(session: &Session, job: &Job<'_>, device: &Device) -> Result<(MemoryStats, u64), Failure> {
-    let mut model = S::new(session, device, job.config, job.program.streams.len())?;
-    let ooms = Player::new(job.program).play(&mut model, OnOom::Skip)?;
-    Ok((model.stats(), ooms))
+/// Plays a program whose streams write to every block. Returns the number of violations.
+fn checked(session: &Session, job: &Job<'_>) -> Result<u64, Failure> {
+    let device = session.open()?;
+    let mut stage = Stage::new(session, &device, job.config, job.program.streams.len())?;
+    Player::new(job.program).play(&mut stage, OnOom::Skip)?;
+    Ok(hazards(session, job.name, &device))
 }
 
 /// A device with plenty of memory, below the size at which granules get larger.
@@ -128,15 +121,14 @@ fn tabulate_one(compared: &[Compared]) -> String {
         1,
         &[
             ("options", |row| options(&row.config).to_owned()),
-            ("takes", |row| optional((row.ooms == 0).then_some(Bytes(row.peak_reserved_bytes)))),
-            ("takes, ratio", |row| match row.ooms {
+            ("holds", |row| optional((row.ooms == 0).then_some(Bytes(row.peak_reserved_bytes)))),
+            ("ratio", |row| match row.ooms {
                 0 => times(row.reserved_over_requested),
                 _ => NOTHING.to_owned(),
             }),
-            ("growths", |row| optional((row.ooms == 0).then_some(row.growths))),
-            ("fits on", |row| optional(row.smallest_device_bytes.map(Bytes))),
-            ("fits on, ratio", |row| times(row.ratio)),
-            ("OOMs", |row| row.ooms.to_string()),
+            ("smallest device", |row| optional(row.smallest_device_bytes.map(Bytes))),
+            ("its ratio", |row| times(row.ratio)),
+            ("driver calls", |row| optional((row.ooms == 0).then_some(row.driver_calls))),
         ],
     );
     let requested = |row: &Compared| Bytes(row.peak_requested_bytes);
@@ -148,12 +140,12 @@ fn tabulate_one(compared: &[Compared]) -> String {
 pub(super) fn findings(trace: &str, compared: &[Compared]) -> Option<String> {
     let rows = || compared.iter().filter(|row| row.trace == trace && row.ooms == 0);
     let usual = rows().find(|row| row.config.is_empty())?;
-    let pytorch = rows().filter(|row| row.config.starts_with(PYTORCH));
+    let pytorch = rows().filter(|row| row.config.starts_with(PYTORCH) || row.config == EXPANDABLE);
     let fitting = pytorch.filter_map(|row| Some((row, row.smallest_device_bytes?)));
     let (best, best_device) = fitting.min_by_key(|&(_, device)| device)?;
     let mut text = format!(
         "{trace} finishes on {} with the defaults. The best of these options of PyTorch's is {}: {}, and where there \
-         is plenty, it takes {} instead of {}.",
+         is plenty, it holds {} instead of {}.",
         Bytes(usual.smallest_device_bytes?),
         best.config,
         Bytes(best_device),
@@ -162,9 +154,9 @@ pub(super) fn findings(trace: &str, compared: &[Compared]) -> Option<String> {
     );
     if let Some(none) = rows().find(|row| !row.caches) {
         text += &format!(
-            " Without a cache it takes what it uses, at the price of asking the driver for memory {} times instead \
-             of {}, and of waiting for the device each time that some goes back.",
-            none.growths, usual.growths
+            " Without a cache it holds what it uses, at the price of {} driver calls instead of {}, and of waiting for \
+             the device each time that some goes back.",
+            none.driver_calls, usual.driver_calls
         );
     }
     Some(text)

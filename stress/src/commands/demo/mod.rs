@@ -26,14 +26,17 @@ const RECORDINGS: [(&str, &[u8]); 2] = [
 
 /// The model of PyTorch's allocator.
 const PYTORCH: &str = "backing:pytorch";
+/// The same with expandable segments.
+const EXPANDABLE: &str = "backing:expandable";
 /// Memory that does not move, as PyTorch's by default.
 const SEGMENTS: &str = "backing:segments";
 
 /// The options that are compared besides the user's.
-const POLICIES: [&str; 6] = [
+const POLICIES: [&str; 7] = [
     "",
     SEGMENTS,
     PYTORCH,
+    EXPANDABLE,
     "backing:pytorch,roundup_power2_divisions:8",
     "backing:pytorch,max_split_size_mb:128",
     "no_cache:True",
@@ -69,6 +72,10 @@ pub fn run(session: &Session, args: &DemoArgs) -> Result<Outcome, Failure> {
         return run(&alone, args);
     }
     let story = Story { session, style: Style::of_stdout(args.ascii) };
+    story.say(
+        "Five chapters, a few seconds: a recorded program that fragments memory, how it runs out of memory, what it \
+         lost by that, what Aquifer makes of the same device, and a comparison.",
+    )?;
     let programs = recordings()?;
     let Some(program) = programs.first() else { return Ok(Outcome::Done) };
     let outcomes = [story.roomy(program)?, story.small(program)?, story.moving(program)?, story.compare(&programs)?];
@@ -108,7 +115,7 @@ impl Story<'_> {
         let (peak, size, reserved) =
             (Bytes(program.peak_requested_bytes), Bytes(roomy.device_bytes), Bytes(roomy.peak_reserved_bytes));
         if ooms == 0 {
-            self.heading(&format!("1. A program that needs {peak} takes {reserved}"))?;
+            self.heading(&format!("1. A program that needs {peak} holds {reserved}"))?;
         } else {
             self.out_of_memory(program, PYTORCH, ooms, size);
             self.heading(&format!("1. A program that needs {peak} is refused some of it on a device of {size}"))?;
@@ -177,7 +184,8 @@ impl Story<'_> {
         let capacity = small(program);
         let moving = play::moving(self.session, program, capacity)?;
         self.session.row(&Row::Remap(&moving))?;
-        let Moving { report, why_segments, remaps, granules_moved, damaged, hazards, peak_reserved_bytes, .. } = moving;
+        let Moving { report, why_segments, remaps, granules_moved, damaged, hazards, peak_reserved_bytes, map, .. } =
+            moving;
         let intact = self.intact(program, damaged);
         let mut ended = outcome(hazards).max(intact);
         if report.is_some() {
@@ -210,6 +218,9 @@ impl Story<'_> {
              of its blocks read differently.",
             if damaged == 0 { "none".to_owned() } else { damaged.to_string() },
         ))?;
+        if let Some(map) = map {
+            self.session.show(format_args!("When it held most:\n{}\n", map.draw(self.style)))?;
+        }
         Ok(ended)
     }
 
@@ -220,8 +231,8 @@ impl Story<'_> {
             self.session.row(&Row::Compare(row))?;
         }
         self.say(
-            "Two recordings under several options: the memory that each takes from a device with plenty, how often \
-             it asks the driver for memory, and the smallest device on which it fits; ratios are relative to the most \
+            "Two recordings under several options: the most memory that each holds on a device with plenty, the \
+             smallest device on which it finishes, and how often the driver is called; ratios are relative to the most \
              memory that it uses.",
         )?;
         self.session.show(format_args!("{}\n", compare::tabulate(&compared)))?;
@@ -253,7 +264,8 @@ impl Story<'_> {
         for (arguments, meaning) in [
             ("fragmentation", "five synthetic programs that fragment memory, under several options"),
             ("oom", &ways),
-            ("explain snapshot.pickle", "your own program, from torch.cuda.memory._dump_snapshot()"),
+            ("explain --help", "how to record a program of your own"),
+            ("explain snapshot.pickle", "what it uses memory for, why it runs out of it, and what helps"),
             ("report snapshot.pickle", "the same as a page: memory over time, what is alive, what lies where"),
             ("fit --config '' --config backing:segments snapshot.pickle", "the smallest device for it"),
             ("bench", "how fast the allocator is"),

@@ -149,6 +149,9 @@ pub(super) struct Moving {
     pub(super) granules_moved: u64,
     pub(super) damaged: usize,
     pub(super) hazards: u64,
+    /// What lay where when most was held.
+    #[serde(skip)]
+    pub(super) map: Option<Map>,
     /// Why memory does not move, if it does not.
     #[serde(skip)]
     pub(super) why_segments: Option<String>,
@@ -171,6 +174,8 @@ pub(super) fn moving(session: &Session, program: &Program, device_bytes: u64) ->
     Player::new(program).play(&mut stage, OnOom::Stop)?;
     let stats = stage.allocator.stats();
     let (report, reserved) = (stage.first_oom.take(), stats.reserved_bytes.all.peak);
+    let buckets = Profile::of(program).buckets;
+    let sampled = sample(&session.resized(device_bytes), program, &ConfigArg::default(), &buckets, Some(&[]))?;
     Ok(Moving {
         trace: program.name.clone(),
         device_bytes,
@@ -181,6 +186,7 @@ pub(super) fn moving(session: &Session, program: &Program, device_bytes: u64) ->
         granules_moved: stats.granules_moved,
         damaged,
         hazards: hazards(session, &program.name, &device),
+        map: sampled.fullest,
         why_segments: stage.allocator.why_segments().map(ToString::to_string),
         report,
     })

@@ -423,7 +423,7 @@ fn tabulate(rows: &[Row], args: &ReplayArgs) -> Table {
         ("trace", |row| row.trace.clone()),
         ("config", |row| options(&row.config).to_owned()),
         ("requested", |row| Bytes(row.peak_requested_bytes).to_string()),
-        ("reserved", |row| Bytes(row.peak_reserved_bytes).to_string()),
+        ("holds", |row| Bytes(row.peak_reserved_bytes).to_string()),
         ("ratio", |row| row.ratio(Some(&row.peak_reserved_bytes))),
     ];
     if args.passes.repeat > 1 {
@@ -441,7 +441,7 @@ fn tabulate(rows: &[Row], args: &ReplayArgs) -> Table {
     }
     if args.driver_pool {
         columns.push(("driver's pool", |row| number(row.pool_ns_per_op, 1)));
-        columns.push(("its reserved", |row| optional(row.pool_peak_reserved_bytes.map(Bytes))));
+        columns.push(("it holds", |row| optional(row.pool_peak_reserved_bytes.map(Bytes))));
     }
     let calls: [Column<Row>; 5] = [
         ("driver calls", |row| row.driver_calls.values().sum::<u64>().to_string()),

@@ -70,7 +70,7 @@ impl Figures {
             config: case.manager.config.text.clone(),
             options: case.manager.options.clone(),
             peak_reserved_bytes: case.sampled.peak_reserved,
-            peak_reserved_bytes_before: before.takes(),
+            peak_reserved_bytes_before: before.holds(),
             smallest_device_bytes: case.smallest_device,
             smallest_device_bytes_before: before.smallest_device,
             driver_time_modelled_us: case.driver_us(),
@@ -127,7 +127,7 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
     advice.extend(study.own().and_then(|usual| fewer_calls(usual, &own)));
     advice.extend(growing(program));
     // Where options remove the waste, the program need not change.
-    let left = in_pytorch.unwrap_or(usual).takes();
+    let left = in_pytorch.unwrap_or(usual).holds();
     if left.is_none_or(|left| left.saturating_sub(study.profile.peak.bytes) >= left / WORTH) {
         advice.extend(outliving(program));
     }
@@ -139,13 +139,13 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
 impl Advice {
     /// Options with which a program finishes. `how` is a sentence about them, or empty.
     fn option(title: String, how: &str, case: &Case, usual: &Case) -> Advice {
-        let most = match (case.takes(), usual.takes()) {
-            (Some(new), Some(old)) => format!(" It takes {}.", instead(new, old)),
+        let most = match (case.holds(), usual.holds()) {
+            (Some(new), Some(old)) => format!(" It holds {}.", instead(new, old)),
             _ => " With it the program finishes on this device.".to_owned(),
         };
         let time = driver_time(case, usual).map_or_else(String::new, |time| format!(" {time}"));
         let text = format!("{}{most}{time}{how}", needs(case, usual));
-        let saves = case.takes().zip(usual.takes()).and_then(|(new, old)| old.checked_sub(new));
+        let saves = case.holds().zip(usual.holds()).and_then(|(new, old)| old.checked_sub(new));
         Advice { title, text, saves, figures: Some(Figures::of(case, usual)) }
     }
 
@@ -157,8 +157,8 @@ impl Advice {
 /// A sentence about the smallest device.
 fn needs(case: &Case, usual: &Case) -> String {
     match (case.smallest_device, usual.smallest_device) {
-        (Some(new), Some(old)) => format!("It needs free device memory of {}.", instead(new, old)),
-        (Some(new), None) => format!("It needs free device memory of {}; before, no device had enough.", Bytes(new)),
+        (Some(new), Some(old)) => format!("The smallest device has {}.", instead(new, old)),
+        (Some(new), None) => format!("The smallest device has {}; before, no device had enough.", Bytes(new)),
         (None, _) => "No device has enough.".to_owned(),
     }
 }
@@ -187,7 +187,7 @@ fn best<'a>(usual: &Case, cases: &[&'a Case]) -> Option<&'a Case> {
     let device = |case: &Case| case.smallest_device.unwrap_or(u64::MAX);
     let is_less = |new: u64, old: u64| new < old && old - new >= old / WORTH;
     // Only runs in which every request was served are compared.
-    let is_worth = |case: &Case| match (case.takes(), usual.takes()) {
+    let is_worth = |case: &Case| match (case.holds(), usual.holds()) {
         (None, _) => false,
         (Some(_), None) => true,
         (Some(new), Some(old)) => {
@@ -197,24 +197,24 @@ fn best<'a>(usual: &Case, cases: &[&'a Case]) -> Option<&'a Case> {
     let worth = || cases.iter().copied().filter(|case| is_worth(case));
     let smallest = worth().map(device).min()?;
     let near = worth().filter(|case| device(case) - smallest <= smallest / 100);
-    near.min_by_key(|case| case.takes())
+    near.min_by_key(|case| case.holds())
 }
 
 /// Options of this project that save a third of the driver's time for at most 1 % more memory.
 fn fewer_calls(usual: &Case, others: &[&Case]) -> Option<Advice> {
     let time = usual.driver_us().filter(|&us| us >= MATTERS_US)?;
-    let before = usual.takes()?;
+    let before = usual.holds()?;
     let time_of = |case: &Case| case.driver_us().unwrap_or(f64::INFINITY);
     let is_worth = |case: &&&Case| {
-        case.takes().is_some_and(|takes| takes <= before + before / 100) && time_of(case) <= time * 2.0 / 3.0
+        case.holds().is_some_and(|held| held <= before + before / 100) && time_of(case) <= time * 2.0 / 3.0
     };
     let best = others.iter().filter(is_worth).min_by(|one, other| time_of(one).total_cmp(&time_of(other)))?;
     Some(Advice {
         title: format!("With Aquifer, if driver calls matter, set AQUIFER_ALLOC_CONF={}", best.manager.options),
         text: format!(
-            "{} It takes {}. {}",
+            "{} It holds {}. {}",
             driver_time(best, usual)?,
-            instead(best.takes()?, before),
+            instead(best.holds()?, before),
             needs(best, usual)
         ),
         saves: None,
@@ -387,10 +387,10 @@ fn many_sizes(program: &Program, usual: &Case, pytorch: &[&Case]) -> Option<Advi
     // An option that saves as much needs no change of the program.
     let device = |case: &Case| case.smallest_device.unwrap_or(u64::MAX);
     let is_as_good = |case: &&Case| {
-        device(case) <= device(rounded) && case.takes().is_some_and(|takes| Some(takes) <= rounded.takes())
+        device(case) <= device(rounded) && case.holds().is_some_and(|held| Some(held) <= rounded.holds())
     };
-    let less = match (rounded.takes(), usual.takes()) {
-        (Some(new), Some(old)) => format!("PyTorch takes {}", instead(new, old)),
+    let less = match (rounded.holds(), usual.holds()) {
+        (Some(new), Some(old)) => format!("PyTorch holds {}", instead(new, old)),
         _ => "PyTorch finishes on this device".to_owned(),
     };
     (sizes >= 100 && sizes * 20 >= allocs && !others.iter().any(is_as_good)).then(|| {

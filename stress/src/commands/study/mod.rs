@@ -112,13 +112,13 @@ pub struct Case {
 }
 
 impl Case {
-    /// Whether every request was served. Otherwise what it takes says little.
+    /// Whether every request was served. Otherwise what it holds says little.
     pub fn finishes(&self) -> bool {
         self.sampled.refused_at.is_empty()
     }
 
     /// The most that it holds, if every request was served.
-    pub fn takes(&self) -> Option<u64> {
+    pub fn holds(&self) -> Option<u64> {
         self.finishes().then_some(self.sampled.peak_reserved)
     }
 

@@ -52,6 +52,7 @@ pub struct Space {
     pub live: Vec<u64>,
     pub free: Vec<u64>,
     pub largest_free: Vec<u64>,
+    pub largest_free_at: Vec<u64>,
     pub waiting: Vec<u64>,
     pub parts: Vec<u64>,
 }
@@ -72,27 +73,35 @@ impl Space {
             live: each(|figures| figures.live),
             free: each(|figures| figures.free),
             largest_free: each(|figures| figures.largest_free),
+            largest_free_at: each(|figures| figures.largest_free_at),
             waiting: each(|figures| figures.waiting),
             parts: each(|figures| figures.segments),
         })
     }
 }
 
-/// A row of a map alone.
+/// A row of a map alone, in which memory that is free on the device follows what is held, as `-`.
 #[derive(Debug, Clone, Serialize)]
 #[expect(missing_docs, reason = "the page's schema")]
 pub struct Row {
     pub cell: u64,
     pub columns: usize,
     pub row: String,
+    pub largest_free_at: u64,
 }
 
 impl Row {
     /// The row of a map.
     pub fn of(map: &Map) -> Row {
-        let Figures { live, free, waiting, .. } = map.figures();
-        let cell = cell(live + free + waiting);
-        Row { cell, columns: COLUMNS, row: map.row(cell, COLUMNS) }
+        let Figures { live, free, waiting, largest_free, largest_free_at, .. } = map.figures();
+        let (held, spare) = (live + free + waiting, map.free_on_device());
+        let cell = cell(held + spare);
+        let spare_cells = usize::try_from(spare.div_ceil(cell)).unwrap_or(COLUMNS);
+        let row = map.row(cell, COLUMNS);
+        let taken = row.trim_end_matches('_').len();
+        let row =
+            format!("{:_<COLUMNS$}", format!("{}{}", &row[..taken], "-".repeat(spare_cells.min(COLUMNS - taken))));
+        Row { cell, columns: COLUMNS, row, largest_free_at: if spare > largest_free { held } else { largest_free_at } }
     }
 }
 
@@ -259,9 +268,23 @@ mod tests {
     use super::*;
     use crate::cli::Global;
     use crate::input;
+    use crate::map::{Piece, Use};
     use crate::profile::Profile;
 
     const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn a_row_has_what_is_free_on_the_device_behind_what_is_held() {
+        let piece = |mib, is, starts| Piece { bytes: mib * MIB, is, stream: 0, starts };
+        let held = vec![piece(4, Use::Live, true), piece(6, Use::Free, false), piece(2, Use::Live, false)];
+        let row = |spare| Row::of(&Map::new(held.clone(), spare * MIB, 64 * MIB));
+        let tight = row(3);
+        let (taken, per_mib) = (tight.row.trim_end_matches('_'), COLUMNS / 15);
+        assert_eq!(tight.row.len(), COLUMNS);
+        assert!(taken.matches('-').count().abs_diff(3 * per_mib) <= 3 && taken.ends_with('-'), "{taken}");
+        assert_eq!((tight.largest_free_at, row(7).largest_free_at), (4 * MIB, 12 * MIB), "in the cache, on the device");
+        assert!(!row(0).row.contains('-'));
+    }
 
     #[test]
     fn samples_show_what_is_held_refused_and_where() {

@@ -144,7 +144,7 @@ fn no_capture_is_broken_by_giving_memory_back() {
             pool.empty_cache().map(drop)
         }),
     ];
-    let options = ["", "backing:segments", "backing:segments,max_split_size_mb:20", "backing:segments,no_cache:True"];
+    let options = ["", "backing:segments", "backing:segments,no_cache:True"];
     for options in options {
         for (name, succeeds, meanwhile) in meanwhile {
             let bench = bench(options);

@@ -40,19 +40,17 @@ fn pinned_granules_are_not_trimmed_but_handed_out_again() {
 
 #[test]
 fn a_pinned_segment_is_not_released() {
-    for options in ["backing:segments", "backing:segments,max_split_size_mb:20"] {
-        let bench = Bench::new(128 * MIB, options);
-        let block = bench.alloc(40 * MIB);
-        let (ptr, pin) = (block.ptr(), bench.allocator.pin_mapping(&block).unwrap());
-        assert_eq!(pin.range(), ptr.0..ptr.0 + 40 * MIB);
-        drop(block);
-        assert!(bench.refused(100 * MIB).is_out_of_memory(), "{options}");
-        bench.allocator.empty_cache().unwrap();
-        assert_eq!(bench.allocator.memory_reserved(), 40 * MIB, "{options}");
-        drop(pin);
-        drop(bench.alloc(100 * MIB));
-        bench.driver.assert_no_violation();
-    }
+    let bench = Bench::new(128 * MIB, "backing:segments");
+    let block = bench.alloc(40 * MIB);
+    let (ptr, pin) = (block.ptr(), bench.allocator.pin_mapping(&block).unwrap());
+    assert_eq!(pin.range(), ptr.0..ptr.0 + 40 * MIB);
+    drop(block);
+    assert!(bench.refused(100 * MIB).is_out_of_memory());
+    bench.allocator.empty_cache().unwrap();
+    assert_eq!(bench.allocator.memory_reserved(), 40 * MIB);
+    drop(pin);
+    drop(bench.alloc(100 * MIB));
+    bench.driver.assert_no_violation();
 }
 
 #[test]

@@ -8,24 +8,6 @@ fn bench(capacity: u64, options: &str) -> Bench {
 }
 
 #[test]
-fn pytorch_123548_and_193400_a_split_limit_makes_nothing_grow() {
-    let bench = bench(GIB, ",max_split_size_mb:32");
-    let mut held: Vec<Allocation> = Vec::new();
-    for step in 0..400_u64 {
-        // Sizes around the limit, which change from step to step.
-        held.push(bench.written((20 + step * 7 % 31) * MIB));
-        if held.len() > 3 {
-            drop(held.remove(0));
-        }
-    }
-    let stats = bench.allocator.stats();
-    let (reserved, live) = (stats.reserved_bytes.all.peak, stats.allocated_bytes.all.peak);
-    assert!(reserved <= live + live / 2, "{reserved} bytes reserved for {live}");
-    drop(held);
-    bench.assert_returned();
-}
-
-#[test]
 fn pytorch_188008_a_mapping_that_fails_half_way_is_rolled_back() {
     for operation in [Operation::CreatePhysical, Operation::Map, Operation::SetAccess] {
         for code in [Code::OUT_OF_MEMORY, Code::INVALID_VALUE, Code(999)] {

@@ -92,7 +92,6 @@ fn kept_2_the_report_names_the_segment_that_it_tried_to_allocate() {
     begins(segments, 41 * MIB, "42.00 MiB for a request of 41.00 MiB");
     begins(segments, 42 * MIB, "42.00 MiB");
     begins(segments, 42 * MIB - 1, "42.00 MiB");
-    begins("backing:segments,roundup_power2_divisions:4", 42 * MIB, "48.00 MiB for a request of 42.00 MiB");
     begins("backing:segments,no_cache:True", 3 * MIB, "3.00 MiB");
     // Mapped memory has no segments.
     let bench = Bench::new(8 * MIB, "");

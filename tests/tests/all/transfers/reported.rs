@@ -287,6 +287,13 @@ fn copies_between_devices_are_ordered_on_both() {
 /// The first of many small copies waited for all work of the stream that it was made for.
 #[test]
 fn the_first_batch_does_not_wait_for_the_stream() {
+    // Where tests share a device, a thread that another test left may wait for a longer stall, and so
+    // let the device's time pass.
+    let tries = if Subject::is_shared() { 4 } else { 1 };
+    assert!((0..tries).any(|_| first_batch_leaves_the_stream_busy()), "the stream was waited for");
+}
+
+fn first_batch_leaves_the_stream_busy() -> bool {
     let bench = Bench::new();
     let on = bench.transfer.on(&bench.stream).unwrap();
     let mut buffers = [bench.alloc(1000), bench.alloc(1000)];
@@ -297,13 +304,14 @@ fn the_first_batch_does_not_wait_for_the_stream() {
     let mut batch = on.batch();
     buffers.iter_mut().for_each(|buffer| batch.upload(&[7u8; 1000], buffer).unwrap());
     let pending = batch.run().unwrap();
-    assert!(!last.is_done().unwrap(), "the stream was waited for");
+    let is_busy = !last.is_done().unwrap();
     pending.wait().unwrap();
     for buffer in &buffers {
         assert_eq!(bench.read(buffer), [7; 1000]);
     }
     drop((on, buffers, last));
     bench.finish();
+    is_busy
 }
 
 /// Rows that one call read had been written by an earlier one.

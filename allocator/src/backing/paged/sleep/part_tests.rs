@@ -312,6 +312,7 @@ fn a_thousand_cycles_leave_nothing_behind() {
         let shared = setup.allocator.state().shared();
         let paged = shared.paged.as_ref().unwrap();
         let lists = (paged.absent.len(), paged.sleeping.len(), shared.other_users.len(), shared.waiting.blocks.len());
+        drop(shared);
         let sim = &setup.sim;
         (setup.allocator.memory_reserved(), sim.held_bytes(), format!("{:?}", sim.live_objects()), lists)
     };
