@@ -70,7 +70,7 @@ mod policy;
 mod pools;
 mod raw;
 mod recovery;
-mod replace_file;
+pub mod replace_file;
 mod request;
 pub mod size_class;
 pub mod snapshot;
@@ -110,7 +110,6 @@ pub mod internal {
 
     pub use crate::buffer::ranges::resolve;
     pub use crate::buffer::record::AccessRecord;
-    pub use crate::replace_file::{Step, check_destination, replace_file};
 
     /// What another crate keeps for the allocator's buffers, one of each type: made at the first
     /// call, and dropped once the allocator is closed and driver calls are allowed. It must not
