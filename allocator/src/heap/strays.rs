@@ -143,7 +143,7 @@ mod tests {
             let (mut live, mut done) = (Vec::new(), 0);
             for (now, (stream, takes, units, which)) in (1..).zip(steps) {
                 if takes {
-                    let size = units * 128 << 10;
+                    let size = units * (128 << 10);
                     let own = heap.take_best(Owner::in_own_regions(stream), 1, size, size);
                     let taken = own.or_else(|| {
                         let found = heap.best_of_others(stream, 1, size, |_| done)?;
