@@ -18,11 +18,11 @@ use crate::error::AllocError;
 use crate::heap::Heap;
 use crate::history::History;
 use crate::recovery::hooks::Hooks;
-use crate::request::Request;
 use crate::size_class::MIN_BLOCK;
 use crate::state::shared::SharedState;
 use crate::state::{AllocatorState, Service, close_abandoned, special};
 use crate::tags::Tag;
+use crate::types::Request;
 
 /// The alignment that every allocation has, in bytes.
 pub const ALIGNMENT: u64 = MIN_BLOCK;

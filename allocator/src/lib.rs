@@ -71,12 +71,12 @@ mod pools;
 mod raw;
 mod recovery;
 pub mod replace_file;
-mod request;
 pub mod size_class;
 pub mod snapshot;
 mod state;
 mod sync;
 mod tags;
+mod types;
 
 pub use accounting::{Attribution, Fragmentation, FreeSizes, MemoryStats, PoolStats, Stat, unusable_index};
 pub use allocation::Allocation;

@@ -152,7 +152,7 @@ impl AllocatorState {
         let shared = self.shared();
         let (tag, pool) = (Tag(shared.heap.blocks[id].tag), shared.heap.blocks[id].pool);
         drop(shared);
-        let block = NewBlock { ptr, bytes, tag: tag.name(), is_for_graphs: pool >= 2, at: Some(at) };
+        let block = NewBlock { ptr, bytes, tag: tag.name(), is_for_graphs: pool.is_private(), at: Some(at) };
         self.tell_witness(|witness| witness.begins(block));
     }
 
