@@ -307,12 +307,12 @@ impl Allocator {
 
     /// Bytes in live blocks now: PyTorch's `memory_allocated()`.
     pub fn memory_allocated(&self) -> u64 {
-        self.inner.state.enter().counters.bytes.current_of_all()
+        self.inner.state.read(|shared| shared.counters.bytes.current_of_all())
     }
 
     /// Bytes held from the device now: PyTorch's `memory_reserved()`.
     pub fn memory_reserved(&self) -> u64 {
-        self.inner.state.shared().reserved
+        self.inner.state.read(|shared| shared.reserved)
     }
 
     /// That memory has to be mapped for `what`, and why it is not.

@@ -173,12 +173,10 @@ impl Pools {
         all.map(PoolId::numbered).filter(|&number| self.get(number).is_some())
     }
 
-    /// Forgets owners that have no free block now.
+    /// Forgets owners that have no free block in the default pools now. Private pools are too many to be
+    /// looked at each time, and mostly have one owner.
     pub(super) fn forget_empty(&mut self) {
-        self.default
-            .iter_mut()
-            .chain(self.private.iter_mut().flatten().map(|pool| &mut **pool))
-            .for_each(Pool::forget_empty);
+        self.default.iter_mut().for_each(Pool::forget_empty);
     }
 
     #[cfg(all(test, not(aquifer_shuttle)))]

@@ -185,6 +185,15 @@ impl AllocatorState {
         guard
     }
 
+    /// Reads what does not depend on which blocks are deferred, with the frees queued so far. In a forked
+    /// child, in which the thread that has the lock may be gone, the default.
+    pub(crate) fn read<R: Default>(&'static self, read: impl FnOnce(&SharedState) -> R) -> R {
+        if fork::is_child() {
+            return self.try_shared().map(|guard| read(&guard)).unwrap_or_default();
+        }
+        read(&self.enter())
+    }
+
     /// Takes the lock alone: for what does not depend on which blocks are free.
     #[inline]
     pub(crate) fn shared(&'static self) -> StateGuard {
