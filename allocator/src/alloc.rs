@@ -136,8 +136,8 @@ fn take_cached(
     (granted.block, granted.addr)
 }
 
-/// Grants a block where the fast path does not apply: zero bytes, a request that no free block serves, or any special bit. `searched` says whether the fast path
-/// searched the heap.
+/// Grants a block where the fast path does not apply: zero bytes, a request that no free block
+/// serves, or any special bit. `searched` says whether the fast path searched the heap.
 #[cold]
 #[inline(never)]
 pub(crate) fn grant_uncached(

@@ -133,7 +133,8 @@ mod tests {
             (0..3).for_each(|n| {
                 heap.add_region(BASE + n * (64 << 20), 1 << 20, 0, PoolId::SMALL);
             });
-            let mut live: Vec<BlockId> = before.iter().filter_map(|n| heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, n * 512, 1)).collect();
+            let owner = Owner::in_own_regions(0);
+            let mut live: Vec<BlockId> = before.iter().filter_map(|n| heap.take_best(owner, PoolId::SMALL, n * 512, 1)).collect();
             let mut changes = between.chunks(4);
             let (mut walk, mut passed) = (Walk::default(), Vec::new());
             while heap.step(&mut walk, |one| passed.push(*one)) {

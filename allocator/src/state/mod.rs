@@ -174,8 +174,8 @@ impl AllocatorState {
         guard
     }
 
-    /// Takes the lock for an allocation, or to read counters, and applies the frees queued so far. What
-    /// is deferred stays so: whoever reads statistics changes nothing that is decided later.
+    /// Takes the lock for an allocation, or to read counters, and applies the frees queued so far. It
+    /// leaves deferred blocks alone, so that reading statistics changes no later decision.
     #[inline]
     pub(crate) fn enter(&'static self) -> StateGuard {
         let mut guard = self.shared();
