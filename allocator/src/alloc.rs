@@ -16,12 +16,12 @@ use crate::heap::BlockId;
 use crate::pools::capture::refuse_capture;
 use crate::pools::lookup::{came_from_a_graph, route_and_note};
 use crate::recovery::ladder::climb;
-use crate::request::Request;
 use crate::size_class::{self, PoolKind, REQUEST_LIMIT};
 use crate::state::awake::{Keeper, KeptAwake};
 use crate::state::guard::Granted;
 use crate::state::special;
 use crate::tags::Tag;
+use crate::types::{PoolId, Request};
 
 /// The largest alignment that can be asked for, in bytes.
 const ALIGNMENT_MAX: u64 = 2 << 20;
@@ -118,7 +118,7 @@ fn take_cached(
     }
     let mut guard = inner.state.enter();
     let size = size_class::round(bytes);
-    let pool = PoolKind::of(size) as u16;
+    let pool = PoolId::default_of(PoolKind::of(size));
     let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular: true };
     let granted = guard.take_own(&request);
     let is_event_due = guard.is_progress_event_due(request.slot);
@@ -136,8 +136,8 @@ fn take_cached(
     (granted.block, granted.addr)
 }
 
-/// Grants a block where the fast path does not apply: zero bytes, a request that no free block serves, or any special bit. `searched` says whether the fast path
-/// searched the heap.
+/// Grants a block where the fast path does not apply: zero bytes, a request that no free block
+/// serves, or any special bit. `searched` says whether the fast path searched the heap.
 #[cold]
 #[inline(never)]
 pub(crate) fn grant_uncached(
@@ -207,7 +207,7 @@ fn grant_rounded(
         if private.is_none() {
             refuse_capture(stream)?;
         }
-        let pool = private.unwrap_or(kind as u16);
+        let pool = private.unwrap_or(PoolId::default_of(kind));
         let request = Request { requested: bytes, size, pool, slot: stream.id(), tag, is_regular };
         let granted = search_and_climb(allocator, &request, stream, special, searched, may_poll)?;
         if private.is_none() || !came_from_a_graph(allocator, pool, stream) {
@@ -231,7 +231,7 @@ fn search_and_climb(
 ) -> Result<Granted, AllocError> {
     let state = allocator.inner().state;
     // Private pools keep their memory also without a cache.
-    let caches = special & special::NO_CACHE == 0 || request.pool >= 2;
+    let caches = special & special::NO_CACHE == 0 || request.pool.is_private();
     let may_find_more = special != 0 || !searched;
     // Everything that can fail comes before a block is taken.
     if special & special::NO_CACHE != 0 {

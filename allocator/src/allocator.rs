@@ -17,11 +17,11 @@ use crate::error::AllocError;
 use crate::heap::Heap;
 use crate::history::History;
 use crate::recovery::hooks::Hooks;
-use crate::request::Request;
 use crate::size_class::MIN_BLOCK;
 use crate::state::shared::SharedState;
 use crate::state::{AllocatorState, close_abandoned, special};
 use crate::tags::Tag;
+use crate::types::Request;
 
 /// The alignment that every allocation has, in bytes.
 pub const ALIGNMENT: u64 = MIN_BLOCK;
@@ -297,12 +297,12 @@ impl Allocator {
 
     /// Bytes in live blocks now: PyTorch's `memory_allocated()`.
     pub fn memory_allocated(&self) -> u64 {
-        self.inner.state.enter().counters.bytes.current_of_all()
+        self.inner.state.read(|shared| shared.counters.bytes.current_of_all())
     }
 
     /// Bytes held from the device now: PyTorch's `memory_reserved()`.
     pub fn memory_reserved(&self) -> u64 {
-        self.inner.state.shared().reserved
+        self.inner.state.read(|shared| shared.reserved)
     }
 
     /// That memory has to be mapped for `what`, and why it is not.

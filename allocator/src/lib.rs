@@ -69,14 +69,14 @@ mod policy;
 mod pools;
 mod raw;
 mod recovery;
-mod replace_file;
-mod request;
+pub mod replace_file;
 pub mod size_class;
 pub mod snapshot;
 mod state;
 mod storage;
 mod sync;
 mod tags;
+mod types;
 
 pub use accounting::{Attribution, Fragmentation, FreeSizes, MemoryStats, PoolStats, Stat, unusable_index};
 pub use allocation::Allocation;
@@ -102,7 +102,6 @@ pub use tags::TagScope;
 pub mod internal {
     use crate::Allocator;
 
-    pub use crate::replace_file::{Step, check_destination, replace_file};
     pub use crate::storage::ranges::resolve;
     pub use crate::storage::record::AccessRecord;
 

@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::path::Path;
 
-use aquifer_allocator::internal::{check_destination, replace_file};
+use aquifer_allocator::replace_file::{check_destination, replace_file};
 
 use crate::cli::Command;
 use crate::exit::Failure;

@@ -5,7 +5,7 @@ use std::fmt;
 
 use crate::allocator::Allocator;
 use crate::format::Bytes;
-use crate::heap::{Block, BlockId, Passed, Region, State, kind_of};
+use crate::heap::{Block, BlockId, Passed, Region, State};
 use crate::size_class::{self, PoolKind};
 use crate::state::shared::SharedState;
 
@@ -96,7 +96,7 @@ pub(crate) fn measure(allocator: &Allocator, request_bytes: u64, counts: impl Fn
     let is_asleep = shared.is_asleep();
     drop(shared);
     allocator.state().walk(|shared, passed| {
-        if counts(kind_of(passed.block.pool)) {
+        if counts(passed.block.pool.kind()) {
             add_block(shared, &mut found, &mut free, passed);
         }
     });

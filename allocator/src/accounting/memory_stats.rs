@@ -155,7 +155,7 @@ fn integer(value: u64) -> i64 {
 
 /// See [`Allocator::stats`].
 pub(crate) fn stats(allocator: &Allocator) -> MemoryStats {
-    MemoryStats::read(&allocator.state().enter().counters)
+    allocator.state().read(|shared| MemoryStats::read(&shared.counters))
 }
 
 /// See [`Allocator::reserved_by_private_pools`].

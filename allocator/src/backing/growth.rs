@@ -2,10 +2,10 @@
 
 use crate::allocator::Allocator;
 use crate::backing::growing::Refusal;
-use crate::request::Request;
 use crate::size_class;
 use crate::state::guard::Granted;
 use crate::state::shared::SharedState;
+use crate::types::Request;
 
 /// How an attempt to grow ended.
 pub(crate) enum Growth {

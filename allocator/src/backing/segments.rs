@@ -16,14 +16,14 @@ use crate::backing::growing::Refusal;
 use crate::backing::growth::{Growth, segment_bytes};
 use crate::backing::headroom::{ASKS, Room, buyable, room};
 use crate::error::AllocError;
-use crate::heap::{Block, BlockId, Region, State, kind_of};
+use crate::heap::{Block, BlockId, Region, State};
 use crate::history::{Action, Subject};
 use crate::pools::lookup::{heap_with_pool, numbers_of};
 use crate::pools::table::{Private, Which};
-use crate::request::Request;
 use crate::state::guard::StateGuard;
 use crate::state::shared::SharedState;
 use crate::tags::Tag;
+use crate::types::{PoolId, Request};
 
 /// A segment out of the heap while the driver is asked to take it back.
 struct Releasing {
@@ -147,7 +147,7 @@ pub(crate) fn release_where(
 
 impl SharedState {
     /// Wholly free segments of one pool of the heap that are not pinned.
-    pub(crate) fn whole_segments_in(&self, pool: u16) -> impl Iterator<Item = BlockId> + '_ {
+    pub(crate) fn whole_segments_in(&self, pool: PoolId) -> impl Iterator<Item = BlockId> + '_ {
         let blocks = self.heap.free_blocks(pool).map(|key| key.block());
         blocks.filter(move |&id| is_whole_segment(self, &self.heap.blocks[id]))
     }
@@ -160,8 +160,8 @@ fn add_segment(guard: &mut StateGuard, request: &Request, addr: u64, bytes: u64)
     heap_with_pool(guard, request.pool).add_region(addr, bytes, request.slot, request.pool)
 }
 
-fn count_segment(guard: &mut StateGuard, pool: u16, slot: u32, tag: Tag, addr: u64, bytes: u64) {
-    let kind = kind_of(pool);
+fn count_segment(guard: &mut StateGuard, pool: PoolId, slot: u32, tag: Tag, addr: u64, bytes: u64) {
+    let kind = pool.kind();
     guard.reserved += bytes;
     guard.counters.segment.add(kind, 1);
     guard.counters.reserved_bytes.add(kind, bytes);
@@ -187,7 +187,7 @@ fn begin_release(guard: &mut StateGuard, &Chosen { block: id, addr, kept_for_gra
     }
     let (owner, after) = (block.owner, block.after);
     let region = guard.heap.remove_region(id);
-    let kind = kind_of(region.pool);
+    let kind = region.pool.kind();
     guard.reserved -= region.bytes;
     guard.leaving += region.bytes;
     guard.counters.segment.sub(kind, 1);

@@ -14,8 +14,8 @@ use crate::cross_stream::progress::{cannot_be_asked, poll};
 use crate::cross_stream::waiting::{sweep_ordered, unknown};
 use crate::error::AllocError;
 use crate::heap::{Block, BlockId};
-use crate::request::Request;
 use crate::state::guard::{Granted, StateGuard};
+use crate::types::Request;
 
 /// Serves the request from blocks of other streams, or from what they give back, without waiting.
 pub(crate) fn reuse_of_others(allocator: &Allocator, request: &Request) -> Result<Option<Granted>, AllocError> {

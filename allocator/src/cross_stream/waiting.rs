@@ -20,7 +20,7 @@ use crate::allocator::Allocator;
 use crate::cross_stream::progress::{Pending, poll, synchronize_all};
 use crate::cross_stream::waiting_list::Waiting;
 use crate::error::AllocError;
-use crate::heap::{Block, kind_of};
+use crate::heap::Block;
 use crate::history::Action;
 use crate::policy::EVENT_SHARE;
 use crate::pools::table::Which;
@@ -127,7 +127,7 @@ fn sweep(guard: &mut StateGuard, ordered: Option<(u32, &Clock)>) {
 /// Frees a block that need not wait any more.
 pub(crate) fn end_wait(guard: &mut StateGuard, waiting: &Waiting) {
     let &Waiting { id, block: Block { owner, pool, size, requested, .. }, own_use, .. } = waiting;
-    guard.counters.waited(kind_of(pool), size, requested);
+    guard.counters.waited(pool.kind(), size, requested);
     // The tick is taken now, because the owner's later events also cover the work that it is
     // ordered after.
     let tick = guard.tick_of(owner);

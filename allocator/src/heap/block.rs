@@ -2,6 +2,8 @@
 
 use std::ops::{Index, IndexMut};
 
+use crate::types::PoolId;
+
 /// Number of a block in the slab.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct BlockId(pub(crate) u32);
@@ -93,7 +95,7 @@ pub(crate) struct Block {
     pub(crate) owner: u32,
     /// Tag of the allocation.
     pub(crate) tag: u32,
-    pub(crate) pool: u16,
+    pub(crate) pool: PoolId,
     pub(crate) state: State,
     /// While live: true if other streams use the block, too. The allocator's state lists them.
     pub(crate) used_elsewhere: bool,
@@ -130,7 +132,7 @@ impl Default for Block {
             region: 0,
             owner: 0,
             tag: 0,
-            pool: 0,
+            pool: PoolId::SMALL,
             state: State::Vacant,
             used_elsewhere: false,
         }

@@ -22,6 +22,7 @@
 use super::recent::Use;
 use super::{Block, BlockId, Heap, Owner, State, moves};
 use crate::size_class::SMALL_SIZE;
+use crate::types::PoolId;
 
 /// Blocks that may be deferred besides the newest in a heap of many small ones.
 const OLDER: usize = 3;
@@ -161,7 +162,7 @@ impl Heap {
 
     /// Takes the block that the stream deferred last, if that is the block that the request gets.
     #[inline(always)]
-    pub(crate) fn retake(&mut self, stream: u32, pool: u16, size: u64, requested: u64) -> Option<BlockId> {
+    pub(crate) fn retake(&mut self, stream: u32, pool: PoolId, size: u64, requested: u64) -> Option<BlockId> {
         let of_stream = self.streams.get_mut(stream as usize)?;
         let id = of_stream.deferred.newest.block;
         if of_stream.deferred.newest.size != size || self.blocks[id].pool != pool {
@@ -203,12 +204,13 @@ mod tests {
     fn full_heap(blocks: u64) -> (Heap, Vec<BlockId>) {
         let (base, granule) = (1 << 30, 4096);
         let mut heap = Heap::new(true);
-        heap.add_reservation(base, blocks * granule, 0, 0, granule);
+        heap.add_reservation(base, blocks * granule, 0, PoolId::SMALL, granule);
         let hole = heap.holes().next().unwrap().0;
         let held = heap.hold(hole, base, base + blocks * granule);
         heap.unhold_as_free(held.id);
-        let live =
-            (0..blocks).map(|_| heap.take_best(Owner::in_own_regions(0), 0, granule, granule).unwrap()).collect();
+        let live = (0..blocks)
+            .map(|_| heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, granule, granule).unwrap())
+            .collect();
         heap.coalesce_all();
         (heap, live)
     }
@@ -230,8 +232,11 @@ mod tests {
             defer(&mut heap, live[2 * n + 1], n as u64 + 1);
         }
         assert_eq!(heap.free, 0);
-        assert!(heap.take_best(Owner::in_own_regions(0), 0, 4096, 4096).is_none(), "deferred blocks are in no index");
-        let newest = heap.retake(0, 0, 4096, 100).unwrap();
+        assert!(
+            heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, 4096, 4096).is_none(),
+            "deferred blocks are in no index"
+        );
+        let newest = heap.retake(0, PoolId::SMALL, 4096, 100).unwrap();
         assert_eq!((newest, heap.blocks[newest].requested), (live[2 * OLDER + 1], 100));
         defer(&mut heap, newest, 5);
         defer(&mut heap, live[20], 6);
@@ -247,11 +252,11 @@ mod tests {
     fn a_large_block_is_not_deferred_among_older_ones() {
         let (mut heap, live) = full_heap(2 * MANY as u64);
         let large = 2 * SMALL_SIZE;
-        heap.add_reservation(1 << 40, large, 0, 1, large);
+        heap.add_reservation(1 << 40, large, 0, PoolId::LARGE, large);
         let hole = heap.holes().next().unwrap().0;
         let held = heap.hold(hole, 1 << 40, (1 << 40) + large);
         heap.unhold_as_free(held.id);
-        let block = heap.take_best(Owner::in_own_regions(0), 1, large, large).unwrap();
+        let block = heap.take_best(Owner::in_own_regions(0), PoolId::LARGE, large, large).unwrap();
         defer(&mut heap, live[1], 1);
         defer(&mut heap, block, 2);
         assert_eq!(heap.free, 0);
@@ -271,13 +276,13 @@ mod tests {
             for (after, (take, units, which)) in (1..).zip(steps) {
                 if take {
                     let size = units * 512;
-                    let taken = heap.retake(0, 0, size, size).or_else(|| {
+                    let taken = heap.retake(0, PoolId::SMALL, size, size).or_else(|| {
                         heap.make_room(0);
-                        heap.take_best(Owner::in_own_regions(0), 0, size, size)
+                        heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, size, size)
                     });
                     let taken = taken.or_else(|| {
                         heap.coalesce_all();
-                        heap.take_best(Owner::in_own_regions(0), 0, size, size)
+                        heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, size, size)
                     });
                     match taken {
                         Some(id) => live.push(id),

@@ -13,6 +13,7 @@
 use super::last_use::{Granules, LastUses};
 use super::recent::Use;
 use super::{Block, BlockId, Heap, Region, State};
+use crate::types::PoolId;
 
 /// The parts of a block of which one part is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,7 +42,7 @@ impl Region {
 impl Heap {
     /// Adds a region of addresses of a stream without memory, which is one hole. `granule` is a power
     /// of two that divides address and length.
-    pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64, stream: u32, pool: u16, granule: u64) {
+    pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64, stream: u32, pool: PoolId, granule: u64) {
         let number = self.add_region_record(addr, bytes, stream, pool);
         let state = State::Hole;
         let hole = Block { addr, size: bytes, region: number, owner: stream, pool, state, ..Block::default() };
@@ -128,7 +129,7 @@ impl Heap {
     }
 
     /// The holes of a pool in a stream's regions that are not held, by address.
-    pub(crate) fn holes_of(&self, pool: u16, stream: u32) -> impl Iterator<Item = BlockId> + '_ {
+    pub(crate) fn holes_of(&self, pool: PoolId, stream: u32) -> impl Iterator<Item = BlockId> + '_ {
         self.holes.of(pool, stream)
     }
 
@@ -300,7 +301,7 @@ mod tests {
 
     fn heap(granules: u64) -> Heap {
         let mut heap = Heap::new(true);
-        heap.add_reservation(BASE, granules * GRANULE, 0, 0, GRANULE);
+        heap.add_reservation(BASE, granules * GRANULE, 0, PoolId::SMALL, GRANULE);
         heap
     }
 
@@ -348,8 +349,8 @@ mod tests {
     fn a_granule_has_a_last_use_of_its_own() {
         let mut heap = heap(4);
         fill(&mut heap, 0, 4);
-        let one = heap.take_best(Owner::in_own_regions(0), 0, 2 * GRANULE, 1).unwrap();
-        let two = heap.take_best(Owner::in_own_regions(0), 0, 2 * GRANULE, 1).unwrap();
+        let one = heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, 2 * GRANULE, 1).unwrap();
+        let two = heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, 2 * GRANULE, 1).unwrap();
         for (id, after) in [(one, 5), (two, 9)] {
             heap.note_last_use(id, 0, after);
             heap.give(id, 0, after);
@@ -372,7 +373,8 @@ mod tests {
     fn what_was_held_is_not_done_before_what_it_merges_with() {
         let mut heap = heap(4);
         fill(&mut heap, 0, 4);
-        let [one, two] = [(); 2].map(|()| heap.take_best(Owner::in_own_regions(0), 0, 2 * GRANULE, 1).unwrap());
+        let [one, two] =
+            [(); 2].map(|()| heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, 2 * GRANULE, 1).unwrap());
         heap.give(one, 0, 5);
         let held = heap.hold(one, BASE, BASE + 2 * GRANULE).id;
         // Used for longer, and given back while the other is in the hands of the driver.
@@ -389,7 +391,8 @@ mod tests {
     fn what_rested_is_not_done_before_what_it_merges_with() {
         let mut heap = heap(4);
         fill(&mut heap, 0, 4);
-        let [one, two] = [(); 2].map(|()| heap.take_best(Owner::in_own_regions(0), 0, 2 * GRANULE, 1).unwrap());
+        let [one, two] =
+            [(); 2].map(|()| heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, 2 * GRANULE, 1).unwrap());
         heap.give_deferred(0, one, 2 * GRANULE, 5);
         // As memory that was lent comes back, by a way on which nothing rests.
         heap.give(two, 0, 9);
@@ -417,7 +420,7 @@ mod tests {
                             if as_free { heap.unhold_as_free(held); } else { heap.unhold_as_hole(held); }
                         }
                     }
-                    2 | 3 => live.extend(heap.take_best(Owner::in_own_regions(0), 0, n * 1024, n)),
+                    2 | 3 => live.extend(heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, n * 1024, n)),
                     _ if !live.is_empty() => {
                         let id = live.swap_remove(usize::try_from(at).unwrap() % live.len());
                         heap.note_last_use(id, 0, n);

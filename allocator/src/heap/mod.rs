@@ -48,10 +48,12 @@ pub(crate) use last_use::LastUses;
 use members::Members;
 use moves::{Joined, Piece, Taken};
 use pools::Pools;
-pub(crate) use pools::{HeapPoolOptions, Owner, kind_of};
+pub(crate) use pools::{HeapPoolOptions, Owner};
 use recent::RecentUses;
 use strays::Strays;
 pub(crate) use walk::{Passed, Walk};
+
+use crate::types::PoolId;
 
 /// A contiguous range of device addresses.
 #[derive(Clone, Debug)]
@@ -60,7 +62,7 @@ pub(crate) struct Region {
     pub(crate) bytes: u64,
     /// The stream for which it was reserved.
     pub(crate) stream: u32,
-    pub(crate) pool: u16,
+    pub(crate) pool: PoolId,
     pub(crate) first: BlockId,
     /// Last uses of its granules; empty for a segment.
     pub(crate) granules: Granules,
@@ -113,7 +115,7 @@ impl Heap {
 
     /// Adds a private pool, which is about to get a region here, unless the heap has it. Small
     /// pools have even numbers, large ones odd numbers. The pool goes with its last region.
-    pub(crate) fn add_private_pool(&mut self, number: u16, options: HeapPoolOptions) {
+    pub(crate) fn add_private_pool(&mut self, number: PoolId, options: HeapPoolOptions) {
         self.pools.add_private(number, options);
     }
 
@@ -134,7 +136,7 @@ impl Heap {
     /// Takes `size` bytes for a stream from the block that the index chooses among the free ones of an
     /// owner, which is that stream.
     #[inline(always)]
-    pub(crate) fn take_best(&mut self, owner: Owner, pool: u16, size: u64, requested: u64) -> Option<BlockId> {
+    pub(crate) fn take_best(&mut self, owner: Owner, pool: PoolId, size: u64, requested: u64) -> Option<BlockId> {
         let record = self.pools.get_mut(pool)?;
         let (piece, no_split) = (Piece { owner: owner.stream, size, requested }, record.options.no_split);
         let index = record.of_mut(owner)?;
@@ -229,7 +231,7 @@ impl Heap {
     }
 
     /// Adds a region of a stream, which is one free block of the stream.
-    pub(crate) fn add_region(&mut self, addr: u64, bytes: u64, stream: u32, pool: u16) -> BlockId {
+    pub(crate) fn add_region(&mut self, addr: u64, bytes: u64, stream: u32, pool: PoolId) -> BlockId {
         let region = self.add_region_record(addr, bytes, stream, pool);
         let state = State::Free;
         let block = Block { addr, size: bytes, region, owner: stream, pool, state, ..Block::default() };
@@ -241,7 +243,7 @@ impl Heap {
     }
 
     /// Adds a region that has no block yet, and returns its number.
-    fn add_region_record(&mut self, addr: u64, bytes: u64, stream: u32, pool: u16) -> u32 {
+    fn add_region_record(&mut self, addr: u64, bytes: u64, stream: u32, pool: PoolId) -> u32 {
         let number = self.vacant_regions.pop().unwrap_or_else(|| {
             self.regions.push(None);
             u32::try_from(self.regions.len() - 1).unwrap_or(u32::MAX)
@@ -286,23 +288,23 @@ impl Heap {
     }
 
     /// The free blocks of a pool that belong to `owner`.
-    pub(crate) fn index(&self, pool: u16, owner: Owner) -> Option<IndexView<'_>> {
+    pub(crate) fn index(&self, pool: PoolId, owner: Owner) -> Option<IndexView<'_>> {
         Some(IndexView::new(self.pools.get(pool)?.of(owner)?, &self.blocks))
     }
 
     /// The free blocks of a pool by owner.
-    pub(crate) fn indexes(&self, pool: u16) -> impl Iterator<Item = (Owner, IndexView<'_>)> + '_ {
+    pub(crate) fn indexes(&self, pool: PoolId) -> impl Iterator<Item = (Owner, IndexView<'_>)> + '_ {
         let owners = self.pools.get(pool).into_iter().flat_map(pools::Pool::owners);
         owners.map(|(owner, index)| (owner, IndexView::new(index, &self.blocks)))
     }
 
     /// Every free block of a pool, by owner, and for each owner in the index's order.
-    pub(crate) fn free_blocks(&self, pool: u16) -> impl Iterator<Item = Key> + '_ {
+    pub(crate) fn free_blocks(&self, pool: PoolId) -> impl Iterator<Item = Key> + '_ {
         self.free_blocks_from(pool, 1)
     }
 
     /// The free blocks of a pool of at least `size` bytes, not 0, in the same order.
-    pub(crate) fn free_blocks_from(&self, pool: u16, size: u64) -> impl Iterator<Item = Key> + '_ {
+    pub(crate) fn free_blocks_from(&self, pool: PoolId, size: u64) -> impl Iterator<Item = Key> + '_ {
         self.indexes(pool).flat_map(move |(_, index)| index.iter_from(size))
     }
 

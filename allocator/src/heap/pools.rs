@@ -6,7 +6,7 @@ use std::ops::{Index, IndexMut};
 
 use super::index::Bins;
 use super::members::Members;
-use crate::size_class::PoolKind;
+use crate::types::PoolId;
 
 /// A pool of the heap: requests of a pool are served from its own blocks. There are a small and a
 /// large default pool, and those of private pools.
@@ -110,12 +110,6 @@ impl Pool {
     }
 }
 
-/// The kind of a pool, by its number.
-#[inline]
-pub(crate) fn kind_of(pool: u16) -> PoolKind {
-    if pool.is_multiple_of(2) { PoolKind::Small } else { PoolKind::Large }
-}
-
 /// The pools that a heap has. Indexing is for the default ones and for those of its blocks.
 #[derive(Debug, Default)]
 pub(crate) struct Pools {
@@ -130,12 +124,12 @@ impl Pools {
         Pools { default: (0..2).map(|_| Pool::new(HeapPoolOptions::default())).collect(), private: Vec::new() }
     }
 
-    fn place(&self, number: u16) -> Option<usize> {
-        usize::from(number).checked_sub(self.default.len())
+    fn place(&self, number: PoolId) -> Option<usize> {
+        usize::from(number.number()).checked_sub(self.default.len())
     }
 
     /// Adds a private pool, unless it is here already.
-    pub(super) fn add_private(&mut self, number: u16, options: HeapPoolOptions) {
+    pub(super) fn add_private(&mut self, number: PoolId, options: HeapPoolOptions) {
         let Some(place) = self.place(number) else { return };
         if place >= self.private.len() {
             self.private.resize_with(place + 1, || None);
@@ -144,7 +138,7 @@ impl Pools {
     }
 
     /// Notes that a region of a pool is gone. A private pool without regions goes, too.
-    pub(super) fn region_left(&mut self, number: u16) {
+    pub(super) fn region_left(&mut self, number: PoolId) {
         let pool = &mut self[number];
         pool.regions -= 1;
         if pool.regions > 0 {
@@ -157,16 +151,16 @@ impl Pools {
     }
 
     #[inline]
-    pub(crate) fn get(&self, number: u16) -> Option<&Pool> {
-        match self.default.get(usize::from(number)) {
+    pub(crate) fn get(&self, number: PoolId) -> Option<&Pool> {
+        match self.default.get(usize::from(number.number())) {
             Some(pool) => Some(pool),
             None => self.private.get(self.place(number)?)?.as_deref(),
         }
     }
 
     #[inline]
-    pub(crate) fn get_mut(&mut self, number: u16) -> Option<&mut Pool> {
-        let place = usize::from(number);
+    pub(crate) fn get_mut(&mut self, number: PoolId) -> Option<&mut Pool> {
+        let place = usize::from(number.number());
         if place < self.default.len() {
             return self.default.get_mut(place);
         }
@@ -174,17 +168,15 @@ impl Pools {
     }
 
     /// The numbers of the pools that are here, in order.
-    pub(crate) fn numbers(&self) -> impl Iterator<Item = u16> + '_ {
-        let places = (0..=u16::MAX).take(self.default.len() + self.private.len());
-        places.filter(|&number| self.get(number).is_some())
+    pub(crate) fn numbers(&self) -> impl Iterator<Item = PoolId> + '_ {
+        let all = (0..=u16::MAX).take(self.default.len() + self.private.len());
+        all.map(PoolId::numbered).filter(|&number| self.get(number).is_some())
     }
 
-    /// Forgets owners that have no free block now.
+    /// Forgets owners that have no free block in the default pools now. Private pools are too many to be
+    /// looked at each time, and mostly have one owner.
     pub(super) fn forget_empty(&mut self) {
-        self.default
-            .iter_mut()
-            .chain(self.private.iter_mut().flatten().map(|pool| &mut **pool))
-            .for_each(Pool::forget_empty);
+        self.default.iter_mut().for_each(Pool::forget_empty);
     }
 
     #[cfg(all(test, not(aquifer_shuttle)))]
@@ -193,18 +185,18 @@ impl Pools {
     }
 }
 
-impl Index<u16> for Pools {
+impl Index<PoolId> for Pools {
     type Output = Pool;
 
     #[inline]
-    fn index(&self, number: u16) -> &Pool {
+    fn index(&self, number: PoolId) -> &Pool {
         self.get(number).unwrap_or_else(|| unreachable!("a heap has no block of a pool that it lacks"))
     }
 }
 
-impl IndexMut<u16> for Pools {
+impl IndexMut<PoolId> for Pools {
     #[inline]
-    fn index_mut(&mut self, number: u16) -> &mut Pool {
+    fn index_mut(&mut self, number: PoolId) -> &mut Pool {
         self.get_mut(number).unwrap_or_else(|| unreachable!("a heap has no block of a pool that it lacks"))
     }
 }

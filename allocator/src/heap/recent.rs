@@ -66,6 +66,7 @@ mod tests {
     use super::*;
     use crate::heap::Owner;
     use crate::heap::{BlockId, Heap, State};
+    use crate::types::PoolId;
 
     const GRANULE: u64 = 4096;
     const BASE: u64 = 1 << 20;
@@ -73,7 +74,7 @@ mod tests {
 
     fn heap() -> Heap {
         let mut heap = Heap::new(true);
-        heap.add_reservation(BASE, GRANULES as u64 * GRANULE, 0, 0, GRANULE);
+        heap.add_reservation(BASE, GRANULES as u64 * GRANULE, 0, PoolId::SMALL, GRANULE);
         let hole = heap.holes().next().unwrap().0;
         let held = heap.hold(hole, BASE, BASE + GRANULES as u64 * GRANULE);
         heap.unhold_as_free(held.id);
@@ -124,7 +125,7 @@ mod tests {
             let (mut heap, mut model, mut live, mut done) = (heap(), vec![0; GRANULES], Vec::new(), 0);
             for (now, (what, n, which)) in (1..).zip(steps) {
                 match what {
-                    0..3 => live.extend(heap.take_best(Owner::in_own_regions(0), 0, n * 512, n)),
+                    0..3 => live.extend(heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, n * 512, n)),
                     3..5 if !live.is_empty() => {
                         let id = live.swap_remove(which % live.len());
                         model[granules(&heap, id)].fill(now);

@@ -1,6 +1,7 @@
 //! Free blocks that belong to other streams.
 
 use super::{BlockId, Heap};
+use crate::types::PoolId;
 
 /// How many blocks of one owner are considered, smallest first.
 const CANDIDATES: usize = 32;
@@ -11,7 +12,7 @@ impl Heap {
     pub(crate) fn best_of_others(
         &self,
         stream: u32,
-        pool: u16,
+        pool: PoolId,
         size: u64,
         until: impl Fn(u32) -> u64,
     ) -> Option<BlockId> {
@@ -27,7 +28,7 @@ impl Heap {
 
     /// The latest tick of each other stream that has blocks of a pool which are large enough; and of
     /// the owners of strays.
-    pub(crate) fn ticks_of_others(&self, stream: u32, pool: u16, size: u64) -> Vec<(u32, u64)> {
+    pub(crate) fn ticks_of_others(&self, stream: u32, pool: PoolId, size: u64) -> Vec<(u32, u64)> {
         let others = self.indexes(pool).filter(|(owner, _)| owner.stream != stream);
         let mut latest: Vec<(u32, u64)> = others
             .filter_map(|(owner, index)| {

@@ -9,6 +9,7 @@ use std::collections::VecDeque;
 
 use super::members::Members;
 use super::{BlockId, Heap, State};
+use crate::types::PoolId;
 
 /// The most strays that are looked at in one go.
 const LOOKS: usize = 64;
@@ -77,7 +78,7 @@ impl Heap {
     }
 
     /// The ticks of some strays: owner, tick and pool.
-    pub(crate) fn ticks_of_strays(&self) -> impl Iterator<Item = (u32, u64, u16)> + '_ {
+    pub(crate) fn ticks_of_strays(&self) -> impl Iterator<Item = (u32, u64, PoolId)> + '_ {
         let strays = self.strays.queue.iter().take(LOOKS).filter(|id| self.is_stray(**id));
         strays.map(|&id| {
             let block = &self.blocks[id];
@@ -103,8 +104,8 @@ mod tests {
     #[test]
     fn strays_go_to_the_stream_of_their_region_once_they_are_done() {
         let mut heap = Heap::new(true);
-        heap.add_region(MIB, 3 * MIB, 0, 1);
-        let blocks = [0, 1, 2].map(|_| heap.take_best(Owner::in_own_regions(0), 1, MIB, MIB).unwrap());
+        heap.add_region(MIB, 3 * MIB, 0, PoolId::LARGE);
+        let blocks = [0, 1, 2].map(|_| heap.take_best(Owner::in_own_regions(0), PoolId::LARGE, MIB, MIB).unwrap());
         heap.give(blocks[0], 0, 5);
         heap.give(blocks[1], 1, 7);
         heap.give(blocks[2], 0, 6);
@@ -120,8 +121,8 @@ mod tests {
     #[test]
     fn memory_stays_where_streams_do_not_share() {
         let mut heap = Heap::new(false);
-        heap.add_region(MIB, 2 * MIB, 0, 1);
-        let blocks = [0, 1].map(|_| heap.take_best(Owner::in_own_regions(0), 1, MIB, MIB).unwrap());
+        heap.add_region(MIB, 2 * MIB, 0, PoolId::LARGE);
+        let blocks = [0, 1].map(|_| heap.take_best(Owner::in_own_regions(0), PoolId::LARGE, MIB, MIB).unwrap());
         heap.give(blocks[0], 0, 1);
         heap.give(blocks[1], 1, 1);
         assert!(!heap.return_strays(|_| 9));
@@ -138,15 +139,15 @@ mod tests {
         ) {
             let mut heap = Heap::new(true);
             for stream in 0..3 {
-                heap.add_region((u64::from(stream) + 1) << 30, 4 * MIB, stream, 1);
+                heap.add_region((u64::from(stream) + 1) << 30, 4 * MIB, stream, PoolId::LARGE);
             }
             let (mut live, mut done) = (Vec::new(), 0);
             for (now, (stream, takes, units, which)) in (1..).zip(steps) {
                 if takes {
-                    let size = units * 128 << 10;
-                    let own = heap.take_best(Owner::in_own_regions(stream), 1, size, size);
+                    let size = units * (128 << 10);
+                    let own = heap.take_best(Owner::in_own_regions(stream), PoolId::LARGE, size, size);
                     let taken = own.or_else(|| {
-                        let found = heap.best_of_others(stream, 1, size, |_| done)?;
+                        let found = heap.best_of_others(stream, PoolId::LARGE, size, |_| done)?;
                         Some(heap.take(found, stream, size, size))
                     });
                     live.extend(taken.map(|id| (id, stream)));

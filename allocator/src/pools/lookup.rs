@@ -13,6 +13,7 @@ use crate::heap::Heap;
 use crate::pools::graphs::Launched;
 use crate::pools::table::{PoolKey, Private, Which};
 use crate::state::shared::SharedState;
+use crate::types::PoolId;
 
 /// The work that must be done before memory of a pool may go that was used by graphs which are not
 /// launched any more.
@@ -41,15 +42,15 @@ pub(crate) fn awaited_launches(shared: &SharedState, of: Option<PoolKey>) -> Lau
 }
 
 /// The heap, for a region to be added to a pool. [`PoolTable::note_region`] counts the region.
-pub(crate) fn heap_with_pool(shared: &mut SharedState, pool: u16) -> &mut Heap {
+pub(crate) fn heap_with_pool(shared: &mut SharedState, pool: PoolId) -> &mut Heap {
     let options = shared.pools.owner_of(pool).map(Private::heap_options);
     options.into_iter().for_each(|options| shared.heap.add_private_pool(pool, options));
     &mut shared.heap
 }
 
 /// The numbers of some pools that have regions: the default pools first, then by pool.
-pub(crate) fn numbers_of(shared: &SharedState, which: Which) -> impl Iterator<Item = u16> + '_ {
-    let default = [0, 1].into_iter().filter(move |_| which.has_default());
+pub(crate) fn numbers_of(shared: &SharedState, which: Which) -> impl Iterator<Item = PoolId> + '_ {
+    let default = [PoolId::SMALL, PoolId::LARGE].into_iter().filter(move |_| which.has_default());
     default.chain(shared.pools.with_regions(which))
 }
 
@@ -57,7 +58,7 @@ pub(crate) fn numbers_of(shared: &SharedState, which: Which) -> impl Iterator<It
 /// stream; `None` if there is none. If the stream captures, this notes that the graph uses the
 /// pool, and that its launches come after earlier work of the stream, because the graph may get
 /// memory that this work used.
-pub(crate) fn route_and_note(allocator: &Allocator, stream: &Stream) -> Option<[u16; 2]> {
+pub(crate) fn route_and_note(allocator: &Allocator, stream: &Stream) -> Option<[PoolId; 2]> {
     allocator.state().shared().pools.routed()?;
     // Before the allocator's lock is taken, because no timeline is locked under it.
     let captured = stream.launches_of_capture();
@@ -75,7 +76,7 @@ pub(crate) fn route_and_note(allocator: &Allocator, stream: &Stream) -> Option<[
 
 /// True if a block granted outside of captures may belong to a graph, because one was captured
 /// since the request was routed.
-pub(crate) fn came_from_a_graph(allocator: &Allocator, pool: u16, stream: &Stream) -> bool {
+pub(crate) fn came_from_a_graph(allocator: &Allocator, pool: PoolId, stream: &Stream) -> bool {
     let keeps = allocator.state().shared().pools.owner_of(pool).is_some_and(|private| private.keeps_for_graphs(pool));
     keeps && !stream.is_capturing()
 }

@@ -13,9 +13,10 @@ use std::thread::{self, ThreadId};
 use aquifer_device::internal::{Launches, WaitMark};
 
 use crate::error::AllocError;
-use crate::heap::{HeapPoolOptions, kind_of};
+use crate::heap::HeapPoolOptions;
 use crate::pools::graphs::{Graphs, Launched};
 use crate::size_class::PoolKind;
+use crate::types::PoolId;
 
 /// A private pool: its id, and its place in the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,17 +30,17 @@ pub(crate) struct PoolKey {
 pub(crate) struct Private {
     pub(crate) id: (u64, u64),
     /// Numbers in the heap of the small and the large pool that captures are served from.
-    numbers: [u16; 2],
+    numbers: [PoolId; 2],
     /// Numbers of the pools that requests outside of captures are served from while the pool has
     /// graphs.
-    beside_graphs: [u16; 2],
+    beside_graphs: [PoolId; 2],
     pub(crate) options: PoolOptions,
     pub(crate) open: bool,
     /// The graphs whose captures allocated from it.
     pub(crate) graphs: Graphs,
     /// How many regions it has by number in the heap, those on their way back to the driver
     /// included: if that refuses one, it returns.
-    regions: BTreeMap<u16, usize>,
+    regions: BTreeMap<PoolId, usize>,
     /// Number of scopes that route threads to it.
     routes: usize,
 }
@@ -82,7 +83,7 @@ pub(crate) enum Which {
 static NEXT_POOL: AtomicU64 = AtomicU64::new(1);
 
 /// The first number of a private pool in the heap. The default pools have the ones below.
-pub(super) const FIRST: u16 = 2;
+const FIRST: u16 = 2;
 /// The numbers that each private pool has.
 const NUMBERS: u16 = 4;
 /// The most private pools at one time.
@@ -136,7 +137,7 @@ impl PoolTable {
     /// outside of captures or, with `captured`, for the graph with these launches. Notes in the
     /// latter case that the graph uses the pool, and returns true with the numbers if that was not
     /// known.
-    pub(super) fn route_and_note(&mut self, captured: Option<&Arc<Launches>>) -> Option<([u16; 2], bool)> {
+    pub(super) fn route_and_note(&mut self, captured: Option<&Arc<Launches>>) -> Option<([PoolId; 2], bool)> {
         let key = self.routed()?;
         let private = self.find_mut(key)?;
         private.graphs.forget_those_over();
@@ -174,23 +175,23 @@ impl PoolTable {
     }
 
     /// The private pool that owns a heap pool; `None` for the default pools.
-    pub(crate) fn owner_of(&self, number: u16) -> Option<&Private> {
+    pub(crate) fn owner_of(&self, number: PoolId) -> Option<&Private> {
         self.private.get(usize::from(place_of(number)?))?.as_ref()
     }
 
-    fn owner_mut(&mut self, number: u16) -> Option<&mut Private> {
+    fn owner_mut(&mut self, number: PoolId) -> Option<&mut Private> {
         self.private.get_mut(usize::from(place_of(number)?))?.as_mut()
     }
 
     /// The second half of the id of the private pool that owns a heap pool, for history; 0 for the
     /// default pools. Heap pools are reused by later private pools, so entries cannot keep their
     /// numbers.
-    pub(crate) fn history_id(&self, number: u16) -> u32 {
+    pub(crate) fn history_id(&self, number: PoolId) -> u32 {
         self.owner_of(number).map_or(0, Private::history_id)
     }
 
     /// True if a heap pool is among some pools.
-    pub(crate) fn is_among(&self, number: u16, which: Which) -> bool {
+    pub(crate) fn is_among(&self, number: PoolId, which: Which) -> bool {
         let owner = self.owner_of(number);
         match which {
             Which::All => true,
@@ -204,7 +205,7 @@ impl PoolTable {
     }
 
     /// The numbers of private pools among some pools that have regions, in order.
-    pub(crate) fn with_regions(&self, which: Which) -> impl Iterator<Item = u16> + '_ {
+    pub(crate) fn with_regions(&self, which: Which) -> impl Iterator<Item = PoolId> + '_ {
         let (closed, one) = match which {
             Which::All | Which::Idle => (None, None),
             Which::Unpromised => (Some(self.at(self.closed.iter().copied())), None),
@@ -225,14 +226,14 @@ impl PoolTable {
     }
 
     /// Notes a new region of a heap pool.
-    pub(crate) fn note_region(&mut self, number: u16) {
+    pub(crate) fn note_region(&mut self, number: PoolId) {
         if let Some(private) = self.owner_mut(number) {
             *private.regions.entry(number).or_default() += 1;
         }
     }
 
     /// Notes that a region of a heap pool is gone.
-    pub(crate) fn forget_region(&mut self, number: u16) {
+    pub(crate) fn forget_region(&mut self, number: PoolId) {
         let Some(private) = self.owner_mut(number) else { return };
         if let Some(regions) = private.regions.get_mut(&number) {
             *regions -= 1;
@@ -295,8 +296,8 @@ impl PoolTable {
 }
 
 /// The place of the private pool that a heap pool belongs to.
-fn place_of(number: u16) -> Option<u16> {
-    Some(number.checked_sub(FIRST)? / NUMBERS)
+fn place_of(number: PoolId) -> Option<u16> {
+    Some(number.number().checked_sub(FIRST)? / NUMBERS)
 }
 
 impl Private {
@@ -305,8 +306,8 @@ impl Private {
         let first = NUMBERS * place + FIRST;
         Private {
             id,
-            numbers: [first, first + 1],
-            beside_graphs: [first + 2, first + 3],
+            numbers: [first, first + 1].map(PoolId::numbered),
+            beside_graphs: [first + 2, first + 3].map(PoolId::numbered),
             options,
             open: true,
             graphs: Graphs::default(),
@@ -316,28 +317,28 @@ impl Private {
     }
 
     /// All numbers of the pool in the heap.
-    pub(crate) fn numbers(&self) -> impl Iterator<Item = u16> + use<> {
+    pub(crate) fn numbers(&self) -> impl Iterator<Item = PoolId> + use<> {
         self.numbers.into_iter().chain(self.beside_graphs)
     }
 
-    pub(crate) fn owns(&self, number: u16) -> bool {
+    pub(crate) fn owns(&self, number: PoolId) -> bool {
         self.numbers().any(|own| own == number)
     }
 
     /// True if a graph may use the free memory of the heap pool with this number.
-    pub(crate) fn keeps_for_graphs(&self, number: u16) -> bool {
+    pub(crate) fn keeps_for_graphs(&self, number: PoolId) -> bool {
         self.numbers.contains(&number) && self.graphs.any()
     }
 
     /// True if a graph captured here may use it, so that it must stay.
-    pub(crate) fn keeps_for_our_graphs(&self, number: u16) -> bool {
+    pub(crate) fn keeps_for_our_graphs(&self, number: PoolId) -> bool {
         self.numbers.contains(&number) && self.graphs.any_of_ours()
     }
 
     /// The heap pools of a kind whose free memory other requests may take.
-    pub(crate) fn lent(&self, kind: PoolKind) -> impl Iterator<Item = u16> {
+    pub(crate) fn lent(&self, kind: PoolKind) -> impl Iterator<Item = PoolId> {
         let lends = self.open && self.options.use_on_oom;
-        self.numbers().filter(move |&number| lends && kind_of(number) == kind && !self.keeps_for_graphs(number))
+        self.numbers().filter(move |&number| lends && number.kind() == kind && !self.keeps_for_graphs(number))
     }
 
     /// True if it keeps no free memory: it is closed, and no graph that it served may
@@ -347,7 +348,7 @@ impl Private {
     }
 
     #[cfg(all(test, not(aquifer_shuttle)))]
-    pub(super) fn regions(&self) -> impl Iterator<Item = (u16, usize)> + '_ {
+    pub(super) fn regions(&self) -> impl Iterator<Item = (PoolId, usize)> + '_ {
         self.regions.iter().map(|(&number, &count)| (number, count))
     }
 

@@ -11,7 +11,6 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::config::Config;
-use crate::pools::table::FIRST;
 use crate::state::guard::StateGuard;
 
 const MIB: u64 = 1 << 20;
@@ -26,7 +25,7 @@ fn setup(config: &str) -> (Allocator, [Stream; 3]) {
 /// regions, and closed pools without any are gone, unless `graphs` may keep them.
 fn check(guard: &StateGuard, graphs: bool) -> Result<(), TestCaseError> {
     let mut regions = std::collections::BTreeMap::new();
-    for region in guard.heap.regions().filter(|region| region.pool >= FIRST) {
+    for region in guard.heap.regions().filter(|region| region.pool.is_private()) {
         prop_assert!(guard.pools.owner_of(region.pool).is_some(), "a region without a pool");
         *regions.entry(region.pool).or_insert(0) += 1;
     }

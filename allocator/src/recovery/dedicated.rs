@@ -7,7 +7,7 @@ use crate::error::AllocError;
 use crate::pools::capture::refuse_unannounced_capture;
 use crate::recovery::oom::{Tried, out_of_memory};
 use crate::recovery::reclaim::ask_reclaimers;
-use crate::request::Request;
+use crate::types::Request;
 
 /// Serves a request outside of the heaps by calling `attempt` until it succeeds. Between attempts
 /// it makes room as the ladder does: it gives unused memory back to the device, waiting for streams

@@ -37,15 +37,14 @@ use crate::config::CrossStream;
 use crate::cross_stream::others::{reuse_of_others, wait_for_other};
 use crate::cross_stream::waiting::synchronize_pending;
 use crate::error::AllocError;
-use crate::heap::kind_of;
 use crate::pools::capture::{poll_launches, refuse_unannounced_capture};
 use crate::pools::lookup::{awaited_launches, wait_for_launched};
 use crate::pools::table::Which;
 use crate::recovery::oom::report::Reclaimed;
 use crate::recovery::oom::{Tried, out_of_memory};
 use crate::recovery::reclaim::ask_reclaimers;
-use crate::request::Request;
 use crate::state::guard::Granted;
+use crate::types::{PoolId, Request};
 
 /// The name under which reports count what the driver's own pools gave back.
 const DRIVER_POOLS: &str = "the driver's memory pools";
@@ -126,12 +125,12 @@ fn try_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung
 /// Takes a block of a private pool that lends on OOM, unless a graph may use it. A request for a
 /// private pool itself is not served from other pools.
 fn take_lent_by_pools(allocator: &Allocator, request: &Request) -> Option<Granted> {
-    if request.pool >= 2 {
+    if request.pool.is_private() {
         return None;
     }
     let mut guard = allocator.state().lock();
     let lenders = guard.pools.lenders();
-    let pools: Vec<u16> = lenders.flat_map(|private| private.lent(kind_of(request.pool))).collect();
+    let pools: Vec<PoolId> = lenders.flat_map(|private| private.lent(request.pool.kind())).collect();
     pools.into_iter().find_map(|pool| guard.take_own(&Request { pool, is_regular: false, ..*request }))
 }
 

@@ -16,7 +16,7 @@ use crate::allocator::Allocator;
 use crate::backing::growth::growth_bytes;
 use crate::recovery::hooks::{ReclaimRequest, Reclaimer, Within, contained};
 use crate::recovery::oom::report::Reclaimed;
-use crate::request::Request;
+use crate::types::Request;
 
 /// Prepares calling the reclaimers for a request.
 pub(crate) fn ask_reclaimers<'a>(allocator: &'a Allocator, request: &Request) -> Asking<'a> {

@@ -7,7 +7,7 @@ use super::{Block, BlockState, Nothing, Segment, Settings, Snapshot, TraceEntry}
 use crate::allocator::Allocator;
 use crate::backing::paged::dedicated::in_use;
 use crate::backing::paged::granules::POOL;
-use crate::heap::{self, Passed, State, kind_of};
+use crate::heap::{self, Passed, State};
 use crate::history::{Action, Entry, History, Subject};
 use crate::size_class::PoolKind;
 use crate::state::shared::SharedState;
@@ -81,7 +81,7 @@ impl Copied {
                 let region = shared.heap.region(block.region);
                 let is_paged = region.is_paged();
                 let pool = shared.pools.owner_of(block.pool).map_or((0, 0), |private| private.id);
-                let (stream, kind) = (region.stream, kind_of(block.pool));
+                let (stream, kind) = (region.stream, block.pool.kind());
                 self.ranges.push(Range { addr: block.addr, bytes: block.size, stream, kind, pool, is_paged });
             }
         }

@@ -7,7 +7,7 @@ use aquifer_device::fork;
 use crossbeam_queue::ArrayQueue;
 
 use crate::cross_stream::waiting_list::Waiting;
-use crate::heap::{BlockId, State, kind_of};
+use crate::heap::{BlockId, State};
 use crate::history::{Action, Actions};
 use crate::size_class::{self, PoolKind};
 use crate::state::guard::StateGuard;
@@ -134,10 +134,10 @@ impl StateGuard {
             (block.size, block.requested, block.owner, block.pool, block.used_elsewhere);
         self.heap.forget_irregular(id);
         match on.filter(|&on| on != owner) {
-            None if !shared => self.free_own(id, owner, kind_of(pool), size, requested),
+            None if !shared => self.free_own(id, owner, pool.kind(), size, requested),
             Some(on) if !shared && self.crosses_streams => {
                 self.note(Actions::FREE, id);
-                self.given_back(owner, kind_of(pool), size, requested);
+                self.given_back(owner, pool.kind(), size, requested);
                 let after = self.tick_of(on);
                 self.complete(id, on, after, after);
             }
@@ -180,7 +180,7 @@ impl StateGuard {
     #[cold]
     fn begin_wait(&mut self, id: BlockId, on: Option<u32>) {
         let block = &self.heap.blocks[id];
-        let (owner, kind, size) = (block.owner, kind_of(block.pool), block.size);
+        let (owner, kind, size) = (block.owner, block.pool.kind(), block.size);
         self.note(Action::FreeRequested, id);
         self.given_back(owner, kind, size, 0);
         self.heap.set_waiting(id);
@@ -206,6 +206,6 @@ impl StateGuard {
     fn is_as_requested(&self, id: BlockId, stream: u32, kind: PoolKind, size: u64, requested: u64) -> bool {
         let block = &self.heap.blocks[id];
         let is_own = block.state == State::Live && block.owner == stream && !block.used_elsewhere;
-        is_own && (kind_of(block.pool), block.size, block.requested) == (kind, size, requested)
+        is_own && (block.pool.kind(), block.size, block.requested) == (kind, size, requested)
     }
 }

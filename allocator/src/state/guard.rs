@@ -5,15 +5,15 @@
 
 use std::ops::{Deref, DerefMut};
 
-use crate::heap::{BlockId, Owner, kind_of};
+use crate::heap::{BlockId, Owner};
 use crate::history::{Action, Actions, Subject};
-use crate::request::Request;
 use crate::state::AllocatorState;
 use crate::state::shared::{SharedState, done_until};
 use crate::sync::MutexGuard;
 #[cfg(debug_assertions)]
 use crate::sync::{atomic::Ordering, this_thread};
 use crate::tags::Tag;
+use crate::types::Request;
 
 /// The lock, held. Two words, which stay in registers from where the lock is taken to where it is
 /// released: copying it, and handles, through memory cost about 40 ns a hot pair.
@@ -113,7 +113,7 @@ impl StateGuard {
         }
         let block = &mut shared.heap.blocks[id];
         block.tag = request.tag.0;
-        let (addr, size, kind) = (block.addr, block.size, kind_of(block.pool));
+        let (addr, size, kind) = (block.addr, block.size, block.pool.kind());
         shared.live += 1;
         shared.counters.allocated(kind, size, request.requested);
         self.note(Action::Alloc, id);

@@ -148,7 +148,7 @@ impl AllocatorState {
         let shared = self.shared();
         let (tag, pool) = (Tag(shared.heap.blocks[id].tag), shared.heap.blocks[id].pool);
         drop(shared);
-        let block = NewBlock { ptr, bytes, tag: tag.name(), is_for_graphs: pool >= 2, at: Some(at) };
+        let block = NewBlock { ptr, bytes, tag: tag.name(), is_for_graphs: pool.is_private(), at: Some(at) };
         self.tell_witness(|witness| witness.begins(block));
     }
 
@@ -170,8 +170,8 @@ impl AllocatorState {
         guard
     }
 
-    /// Takes the lock for an allocation, or to read counters, and applies the frees queued so far. What
-    /// is deferred stays so: whoever reads statistics changes nothing that is decided later.
+    /// Takes the lock for an allocation, or to read counters, and applies the frees queued so far. It
+    /// leaves deferred blocks alone, so that reading statistics changes no later decision.
     #[inline]
     pub(crate) fn enter(&'static self) -> StateGuard {
         let mut guard = self.shared();
@@ -179,6 +179,15 @@ impl AllocatorState {
             guard.apply_queued_frees();
         }
         guard
+    }
+
+    /// Reads what does not depend on which blocks are deferred, with the frees queued so far. In a forked
+    /// child, in which the thread that has the lock may be gone, the default.
+    pub(crate) fn read<R: Default>(&'static self, read: impl FnOnce(&SharedState) -> R) -> R {
+        if fork::is_child() {
+            return self.try_shared().map(|guard| read(&guard)).unwrap_or_default();
+        }
+        read(&self.enter())
     }
 
     /// Takes the lock alone: for what does not depend on which blocks are free.

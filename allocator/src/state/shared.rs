@@ -18,8 +18,8 @@ use crate::cross_stream::waiting_list::WaitingList;
 use crate::heap::{BlockId, Heap};
 use crate::history::History;
 use crate::pools::table::PoolTable;
-use crate::request::Request;
 use crate::tags::Tag;
+use crate::types::Request;
 
 /// A stream that the allocator knows.
 #[derive(Debug, Default)]

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
-use aquifer_allocator::internal::replace_file;
+use aquifer_allocator::replace_file::replace_file;
 use aquifer_device::RequestError;
 use serde_json::{Map, Value, json};
 

@@ -308,7 +308,8 @@ impl World {
         }
     }
 
-    /// Reads statistics and, where no other thread works, a snapshot, and compares them.
+    /// Reads statistics and a snapshot, each of which is of one moment, and, where no other thread works,
+    /// compares them.
     pub(super) fn look(&self) {
         count(&self.counts.safety);
         let stats = self.memory.stats();
@@ -323,13 +324,14 @@ impl World {
         let is_awake = !self.sleeping.may_refuse(self.threads);
         // Blocks that other streams still use are active and requested, and not allocated. Memory that
         // sleeps is not reserved, and snapshots show it.
-        let agree = allocated.current.max(requested.current) <= active.current && active.current <= reserved.current;
-        if named.iter().any(|(_, stat)| wrong(stat)) || (self.threads == 1 && is_awake && !agree) {
+        let in_use = allocated.current.max(requested.current) <= active.current;
+        let agree = in_use && (self.threads > 1 || !is_awake || active.current <= reserved.current);
+        if named.iter().any(|(_, stat)| wrong(stat)) || !agree {
             self.report(format!("statistics contradict each other: {named:?}"));
         }
+        let snapshot = self.memory.snapshot();
+        self.check_tiling(&snapshot);
         if self.threads == 1 {
-            let snapshot = self.memory.snapshot();
-            self.check_tiling(&snapshot);
             let sum = |of: fn(&Segment) -> u64| snapshot.segments.iter().map(of).sum::<u64>();
             let shown = [
                 sum(|segment| segment.requested_size),

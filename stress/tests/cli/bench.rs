@@ -94,7 +94,10 @@ fn bench_scale_measures_blocks_with_segments_too() {
 #[test]
 fn bench_scale_prints_a_table_and_lists_its_series() {
     let output = stress(&["bench", "--scale", "--quick", "--filter", "nothing"]);
-    assert!(errors(&output).contains("bench: 1 of 1: nothing"), "without a terminal, progress is told in lines");
+    assert!(
+        errors(&output).contains("bench: 1 of 1: nothing"),
+        "bench does not print progress in lines without a terminal"
+    );
     let text = String::from_utf8(output.stdout.clone()).unwrap();
     assert!(output.status.success() && text.contains("spin") && text.contains("exponent"), "{text}");
     let output = stress(&["bench", "--scale", "--quick", "--filter", "growables", "--config", "backing:segments"]);

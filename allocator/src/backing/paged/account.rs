@@ -3,8 +3,9 @@
 use crate::history::{Action, Subject};
 use crate::state::guard::StateGuard;
 use crate::tags::Tag;
+use crate::types::PoolId;
 
-pub(crate) fn note_mapping(guard: &mut StateGuard, action: Action, pool: u16, slot: u32, addr: u64, bytes: u64) {
+pub(crate) fn note_mapping(guard: &mut StateGuard, action: Action, pool: PoolId, slot: u32, addr: u64, bytes: u64) {
     let pool = guard.pools.history_id(pool);
     let subject = Subject { addr, size: bytes, slot, tag: Tag::default(), pool };
     guard.history.note(action, subject);

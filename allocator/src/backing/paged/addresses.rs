@@ -5,11 +5,11 @@ use aquifer_device::{DevicePtr, ErrorKind};
 use crate::allocator::Allocator;
 use crate::backing::paged::granules::Purpose;
 use crate::error::AllocError;
-use crate::heap::{BlockId, kind_of};
+use crate::heap::BlockId;
 use crate::pools::lookup::heap_with_pool;
 use crate::pools::table::Which;
-use crate::request::Request;
 use crate::state::guard::StateGuard;
+use crate::types::Request;
 
 /// At most this many times as many addresses are reserved as the device has memory. Live blocks
 /// spread over addresses: on a full device whose program never settles, they took more than four
@@ -43,7 +43,7 @@ pub(super) fn reserve_addresses(allocator: &Allocator, request: &Request) -> Res
                 allocator.state().tell_witness(|witness| witness.managed(ptr.range(bytes)));
                 let mut guard = allocator.state().lock();
                 if let Some(paged) = &mut guard.paged {
-                    paged.add_reservation(ptr.0, bytes, kind_of(request.pool), Purpose::Heap);
+                    paged.add_reservation(ptr.0, bytes, request.pool.kind(), Purpose::Heap);
                 }
                 guard.pools.note_region(request.pool);
                 let heap = heap_with_pool(&mut guard, request.pool);

@@ -21,6 +21,7 @@ use crate::history::Action;
 use crate::pools::table::Which;
 use crate::state::guard::StateGuard;
 use crate::tags::Tag;
+use crate::types::PoolId;
 
 /// Memory that is to sleep, and those of its contents that are to be saved.
 pub(crate) struct Falling {
@@ -78,7 +79,7 @@ fn spans<'a>(guard: &StateGuard, options: &'a SleepOptions) -> Vec<Span<'a>> {
     let mut spans: Vec<Span> = Vec::new();
     // What sleeps in part already keeps its contents.
     let sleeps = |range: &Range<u64>| guard.paged.as_ref().is_some_and(|paged| paged.sleeps(range));
-    let fate = |range: &Range<u64>, pool: u16, tag: Option<Tag>| match options.fate(&guard.pools, pool, tag) {
+    let fate = |range: &Range<u64>, pool: PoolId, tag: Option<Tag>| match options.fate(&guard.pools, pool, tag) {
         Some(_) if sleeps(range) => options.are_for_all().then_some(&KEPT),
         fate => fate,
     };
@@ -103,7 +104,7 @@ fn for_each_used(guard: &StateGuard, mut with: impl FnMut(&Block, Option<Tag>)) 
 }
 
 /// True if a private pool keeps the free memory of a heap pool: a graph may use it.
-fn is_promised(guard: &StateGuard, pool: u16) -> bool {
+fn is_promised(guard: &StateGuard, pool: PoolId) -> bool {
     !guard.pools.is_among(pool, Which::Unpromised)
 }
 
@@ -130,7 +131,7 @@ fn contents_of(spans: &[Span], range: &Range<u64>, granule: u64) -> Vec<(Range<u
 
 /// Divides absent memory into what wakes up with some parts, and what sleeps on.
 pub(crate) fn divide(guard: &StateGuard, absent: Vec<Absent>, parts: &[Part]) -> [Vec<Absent>; 2] {
-    let has = |pool: u16, tag: Option<Tag>| parts.iter().any(|part| part.has(&guard.pools, pool, tag));
+    let has = |pool: PoolId, tag: Option<Tag>| parts.iter().any(|part| part.has(&guard.pools, pool, tag));
     let Some(paged) = &guard.paged else { return [Vec::new(), absent] };
     let granule = paged.granule;
     let mut waking: Vec<Range<u64>> = Vec::new();

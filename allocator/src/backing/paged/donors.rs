@@ -141,7 +141,7 @@ pub(super) fn add_reusable(
     for candidate in candidates(guard, paged, Which::Unpromised) {
         let heap = &guard.heap;
         let block = &heap.blocks[candidate.block];
-        if block.owner != slot || block.pool >= 2 || guard.is_known_done(slot, block.after) {
+        if block.owner != slot || block.pool.is_private() || guard.is_known_done(slot, block.after) {
             continue;
         }
         let frames = paged.whole_frames(heap.region(block.region).addr, &block.range());

@@ -5,12 +5,11 @@ use crate::backing::paged::dedicated::in_use;
 use crate::backing::paged::donors::{Donors, add_reusable, donors};
 use crate::backing::paged::layout::FrameRoom;
 use crate::backing::paged::window::{self, Of, Window};
-use crate::heap::kind_of;
 use crate::policy::Facts;
 use crate::pools::table::Which;
-use crate::request::Request;
 use crate::size_class::PoolKind;
 use crate::state::guard::StateGuard;
+use crate::types::{PoolId, Request};
 
 /// The parts of a remap, before anything is held.
 #[derive(Debug)]
@@ -66,7 +65,9 @@ pub(crate) fn draft(guard: &mut StateGuard, request: &Request, left: u64, may_bu
 /// Serves what a draft would take from the device from memory that the request's own stream may use
 /// again at once although the device is not done with it (`lingering.rs`).
 pub(super) fn reuse_unfinished(guard: &mut StateGuard, request: &Request, draft: &mut Draft) {
-    let Some(paged) = guard.paged.as_ref().filter(|paged| paged.may_alias && request.pool < 2) else { return };
+    let Some(paged) = guard.paged.as_ref().filter(|paged| paged.may_alias && !request.pool.is_private()) else {
+        return;
+    };
     let granule = paged.granule;
     let room = FrameRoom::new(&draft.window.holes(&guard.heap, granule));
     let before = draft.donors.granules;
@@ -86,18 +87,18 @@ pub(crate) fn lacking_bytes(guard: &mut StateGuard, request: &Request) -> Option
 /// Number of granules, of `bytes` that may be taken ahead of need, to map behind a window of a pool.
 /// For a small pool, at most as many as small pools have: the next large request would take more of
 /// them back. For a private pool, at most as many as it has there: no other pool may use them.
-fn reach(guard: &StateGuard, window: &Window, pool: u16, bytes: u64) -> u64 {
+fn reach(guard: &StateGuard, window: &Window, pool: PoolId, bytes: u64) -> u64 {
     let Some(paged) = &guard.paged else { return 0 };
-    let most = match (pool, kind_of(pool)) {
-        (2.., _) => paged.mapped_around(window.start),
-        (_, PoolKind::Small) => paged.mapped_bytes[PoolKind::Small as usize],
-        (_, PoolKind::Large) => u64::MAX,
+    let most = match pool.kind() {
+        _ if pool.is_private() => paged.mapped_around(window.start),
+        PoolKind::Small => paged.mapped_bytes[PoolKind::Small as usize],
+        PoolKind::Large => u64::MAX,
     };
     (bytes.min(most) / paged.granule).min(room(window, paged.granule))
 }
 
 /// Number of granules to take from the device beyond the need.
-pub(super) fn bought_ahead(guard: &StateGuard, draft: &Draft, pool: u16, granule: u64, buyable: u64) -> u64 {
+pub(super) fn bought_ahead(guard: &StateGuard, draft: &Draft, pool: PoolId, granule: u64, buyable: u64) -> u64 {
     let bytes = draft.facts.ahead(draft.buy * granule);
     let ahead = reach(guard, &draft.window, pool, bytes).saturating_sub(draft.buy);
     if draft.buy + ahead <= buyable { ahead } else { 0 }

@@ -30,16 +30,15 @@ use crate::backing::paged::granules::Owned;
 use crate::backing::paged::granules::{POOL, Purpose};
 use crate::backing::segments::grow_segment_of;
 use crate::error::AllocError;
-use crate::heap::kind_of;
 use crate::history::Action;
 use crate::pools::capture::{refuse_capture_dedicated, refuse_unannounced_capture};
 use crate::pools::private_pool::create_pool;
 use crate::pools::table::{PoolOptions, Private};
 use crate::recovery::dedicated::climb_dedicated;
-use crate::request::Request;
 use crate::size_class::{PoolKind, REQUEST_LIMIT, ROUND_LARGE};
 use crate::storage::{Memory, Storage};
 use crate::tags::Tag;
+use crate::types::Request;
 
 /// Memory whose physical handle can be exported. Dropping it, and the buffers made of it, gives it
 /// up without a driver call and without waiting; it goes back to the device at a later operation,
@@ -113,7 +112,7 @@ fn alloc_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<A
     refuse_unannounced_capture(allocator, slot)?;
     let shared = allocator.state().shared();
     let mut numbers = shared.pools.find(private.key()).into_iter().flat_map(Private::numbers);
-    let pool = numbers.find(|&number| kind_of(number) == PoolKind::Large).unwrap_or(POOL);
+    let pool = numbers.find(|&number| number.kind() == PoolKind::Large).unwrap_or(POOL);
     drop(shared);
     let size = bytes.next_multiple_of(allocator.device().info().granularity_bytes.unwrap_or(ROUND_LARGE));
     let request = Request { requested: bytes, size, pool, slot, tag: Tag::current(), is_regular: false };

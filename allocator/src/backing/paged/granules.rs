@@ -19,6 +19,7 @@ use crate::backing::paged::probe::Ability;
 use crate::heap::BlockId;
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
+use crate::types::PoolId;
 
 /// The state of mapped memory.
 #[derive(Debug)]
@@ -444,7 +445,7 @@ impl Iterator for WholeFrames<'_> {
 }
 
 /// The pool that dedicated memory counts in: the default large one.
-pub(crate) const POOL: u16 = PoolKind::Large as u16;
+pub(crate) const POOL: PoolId = PoolId::LARGE;
 
 /// The part of a reservation that its owner has, from the first address on. All sizes are 0 while
 /// the owner has nothing yet.

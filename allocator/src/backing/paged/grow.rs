@@ -23,9 +23,9 @@ use crate::backing::paged::wait::{first_enough, latest, stall_for};
 use crate::cross_stream::progress::{Pending, poll};
 use crate::cross_stream::waiting::poll_waiting;
 use crate::error::AllocError;
-use crate::request::Request;
 use crate::state::guard::StateGuard;
 use crate::sync::RwLockReadGuard;
+use crate::types::Request;
 
 /// How often a request is planned anew at most. It may have to be, because others may take the
 /// memory that it waited for.

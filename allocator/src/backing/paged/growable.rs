@@ -41,10 +41,10 @@ use crate::history::Action;
 use crate::pools::capture::refuse_capture_dedicated;
 use crate::pools::table::Which;
 use crate::recovery::dedicated::climb_dedicated;
-use crate::request::Request;
 use crate::size_class::{PoolKind, REQUEST_LIMIT};
 use crate::storage::{Memory, Storage};
 use crate::tags::Tag;
+use crate::types::Request;
 
 /// Memory that grows and shrinks at one address, such as a cache of keys and values. It consists of
 /// whole granules, of 2 MiB by default ([`crate::Config::granule`]), so it suits few that are large

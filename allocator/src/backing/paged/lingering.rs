@@ -16,7 +16,6 @@ use crate::backing::paged::carry_out::{unless_capturing, unmap_range};
 use crate::backing::paged::donors::{BATCH, Donor};
 use crate::backing::paged::frames::{Frame, Lingering, granules_of};
 use crate::error::AllocError;
-use crate::heap::kind_of;
 use crate::history::Action;
 use crate::state::guard::StateGuard;
 
@@ -34,7 +33,7 @@ pub(crate) fn settle_reused(guard: &mut StateGuard, slot: u32, donors: &[Donor],
             guard.heap.unhold_as_free(donor.block);
             continue;
         }
-        paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
+        paged.mapped_bytes[pool.kind() as usize] -= donor.bytes;
         let Donor { block, after, .. } = *donor;
         guard.heap.empty_held(block);
         let Some(paged) = guard.paged.as_mut() else { continue };

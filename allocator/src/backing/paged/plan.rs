@@ -14,8 +14,8 @@ use crate::backing::paged::frames::Frame;
 use crate::backing::paged::layout::Largest;
 use crate::backing::paged::window::Window;
 use crate::heap::{BlockId, Holding, State};
-use crate::request::Request;
 use crate::state::guard::StateGuard;
+use crate::types::Request;
 
 /// What a plan takes from the device. If the device refuses, the next plan takes less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -9,10 +9,10 @@ use crate::backing::paged::donors::Donor;
 use crate::backing::paged::granules::Stuck;
 use crate::backing::paged::lingering::settle_reused;
 use crate::backing::paged::plan::Held;
-use crate::heap::{BlockId, State, kind_of};
+use crate::heap::{BlockId, State};
 use crate::history::Action;
-use crate::request::Request;
 use crate::state::guard::StateGuard;
+use crate::types::{PoolId, Request};
 
 /// Accounts for what the driver did, and releases the held memory to the heap. Returns the free
 /// block that the window became, if all went well.
@@ -29,7 +29,7 @@ pub(crate) fn settle_plan(guard: &mut StateGuard, request: &Request, held: Held,
     // Memory that is mapped without access is of no use to a pool.
     if let Some(paged) = guard.paged.as_mut() {
         let bytes = stuck.iter().map(|filled| filled.range.end - filled.range.start).sum::<u64>();
-        paged.mapped_bytes[kind_of(request.pool) as usize] -= bytes;
+        paged.mapped_bytes[request.pool.kind() as usize] -= bytes;
     }
     // The pieces merge as they are released, so the block of the last one is the whole window.
     let last =
@@ -44,12 +44,12 @@ pub(crate) fn settle_work(
     guard: &mut StateGuard,
     donors: &[Donor],
     (spares, create): (u64, u64),
-    pool: u16,
+    pool: PoolId,
     done: &Done,
 ) {
     settle_donors(guard, donors, done);
     let Some(paged) = guard.paged.as_mut() else { return };
-    let (kind, granule) = (kind_of(pool), paged.granule);
+    let (kind, granule) = (pool.kind(), paged.granule);
     paged.in_hands -= spares;
     paged.spares.extend(done.spares.iter());
     for filled in &done.filled {
@@ -83,7 +83,7 @@ fn settle_donors(guard: &mut StateGuard, donors: &[Donor], done: &Done) {
             guard.heap.unhold_as_hole(donor.block);
             note_mapping(guard, Action::SegmentUnmap, pool, stream, donor.addr, donor.bytes);
             if let Some(paged) = &mut guard.paged {
-                paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
+                paged.mapped_bytes[pool.kind() as usize] -= donor.bytes;
             }
         } else {
             guard.heap.unhold_as_free(donor.block);

@@ -6,6 +6,7 @@ use std::time::Duration;
 use crate::backing::paged::contents::Contents;
 use crate::pools::table::{PoolKey, PoolTable};
 use crate::tags::Tag;
+use crate::types::PoolId;
 
 /// A part of an allocator's memory that may sleep while the rest is in use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,7 +37,7 @@ impl Part {
 
     /// True if an allocation from a heap pool belongs to it; or, without a tag, the free memory of
     /// that heap pool.
-    pub(crate) fn has(&self, pools: &PoolTable, pool: u16, tag: Option<Tag>) -> bool {
+    pub(crate) fn has(&self, pools: &PoolTable, pool: PoolId, tag: Option<Tag>) -> bool {
         match &self.0 {
             Selected::Tag(name) => tag.and_then(Tag::name).is_some_and(|tag| tag == *name),
             Selected::Untagged => tag == Some(Tag::default()),
@@ -97,7 +98,7 @@ impl SleepOptions {
 
     /// The fate of an allocation's contents, or, without a tag, of the free memory of a heap pool;
     /// `None` if it stays awake.
-    pub(crate) fn fate(&self, pools: &PoolTable, pool: u16, tag: Option<Tag>) -> Option<&Contents> {
+    pub(crate) fn fate(&self, pools: &PoolTable, pool: PoolId, tag: Option<Tag>) -> Option<&Contents> {
         let part = self.parts.iter().find(|(part, _)| part.has(pools, pool, tag));
         part.map(|(_, contents)| contents).or(self.others.as_ref())
     }

@@ -35,13 +35,12 @@ use crate::backing::paged::plan::hold_all;
 use crate::backing::paged::sleep::{list_unmapped, wake_ranges};
 use crate::config::SplitFrames;
 use crate::error::AllocError;
-use crate::heap::kind_of;
 use crate::history::Action;
 use crate::pools::table::Which;
 use crate::recovery::hooks::Hooks;
-use crate::request::Request;
 use crate::size_class::PoolKind;
 use crate::state::guard::StateGuard;
+use crate::types::Request;
 
 /// The result of an attempt to split frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -159,7 +158,7 @@ fn candidates(guard: &mut StateGuard, window: &Range<u64>) -> Vec<Split> {
             }
             let is_in_window = range.start < window.end && window.start < range.end;
             if range.end - range.start > bytes && !is_in_window && !guard.pins.are_in(range.clone()) {
-                let new = Split { range: range.clone(), kind: kind_of(block.pool), live: Vec::new(), free: Vec::new() };
+                let new = Split { range: range.clone(), kind: block.pool.kind(), live: Vec::new(), free: Vec::new() };
                 let frame = frames.entry(range.start).or_insert(new);
                 frame.free.push(Donor { addr, bytes, ..donor });
             }

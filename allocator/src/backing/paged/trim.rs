@@ -22,7 +22,6 @@ use crate::backing::paged::lingering::{lingering_not_done, may_be_in_use, unmap_
 use crate::backing::paged::plan::hold_all;
 use crate::cross_stream::progress::synchronize_all;
 use crate::error::AllocError;
-use crate::heap::kind_of;
 use crate::history::Action;
 use crate::pools::lookup::{awaited_launches, wait_for_launched};
 use crate::pools::table::Which;
@@ -240,7 +239,7 @@ fn begin_trim(
         let (pool, stream) = (region.pool, region.stream);
         note_mapping(guard, Action::SegmentUnmap, pool, stream, donor.addr, donor.bytes);
         let Some(paged) = &mut guard.paged else { continue };
-        paged.mapped_bytes[kind_of(pool) as usize] -= donor.bytes;
+        paged.mapped_bytes[pool.kind() as usize] -= donor.bytes;
         let frames = paged.forget_mapped(donor.addr, donor.bytes);
         leaving.ranges.push((donor.addr..donor.addr + donor.bytes, frames));
         leaving.donors.push(donor);
@@ -264,7 +263,7 @@ fn settle_leaving(guard: &mut StateGuard, donor: Donor, frames: &[Frame], was_un
     guard.heap.unhold_as_free(donor.block);
     note_mapping(guard, Action::SegmentMap, pool, stream, donor.addr, donor.bytes);
     if let Some(paged) = &mut guard.paged {
-        paged.mapped_bytes[kind_of(pool) as usize] += donor.bytes;
+        paged.mapped_bytes[pool.kind() as usize] += donor.bytes;
         paged.put_all(donor.addr, frames);
     }
 }

@@ -7,11 +7,12 @@
 //! lowest address wins, which keeps the high ends of regions empty.
 
 use crate::heap::{Block, BlockId, Heap, Owner, State};
+use crate::types::PoolId;
 
 /// The regions that windows are looked for in.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Of {
-    pub(crate) pool: u16,
+    pub(crate) pool: PoolId,
     pub(crate) stream: u32,
 }
 
@@ -264,12 +265,12 @@ mod tests {
 
     const G: u64 = 4096;
     const BASE: u64 = 1 << 20;
-    const OF: Of = Of { pool: 0, stream: 0 };
+    const OF: Of = Of { pool: PoolId::SMALL, stream: 0 };
 
     /// A region of a map, a letter for each granule: `.` a hole, `f` free, `l` live.
     fn heap(map: &str) -> Heap {
         let mut heap = Heap::new(true);
-        heap.add_reservation(BASE, map.len() as u64 * G, 0, 0, G);
+        heap.add_reservation(BASE, map.len() as u64 * G, 0, PoolId::SMALL, G);
         let mut taken = Vec::new();
         for (at, letter) in map.bytes().enumerate().filter(|(_, letter)| *letter != b'.') {
             let addr = BASE + at as u64 * G;
@@ -355,7 +356,7 @@ mod tests {
         #[test]
         fn runs_are_found_in_order_as_from_each_hole(map in "[.fl]{1,40}") {
             let heap = heap(&map);
-            prop_assert!(all_runs(&heap, OF).eq(runs_of(&heap, OF, heap.holes_of(0, 0).collect())));
+            prop_assert!(all_runs(&heap, OF).eq(runs_of(&heap, OF, heap.holes_of(PoolId::SMALL, 0).collect())));
         }
     }
 

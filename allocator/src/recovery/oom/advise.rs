@@ -2,10 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use crate::heap::kind_of;
 use crate::recovery::oom::advice::Advice;
-use crate::request::Request;
 use crate::state::shared::SharedState;
+use crate::types::Request;
 
 /// Advice to let streams reuse each other's blocks, if another one has a free block for the request.
 pub(super) fn advice_to_cross_streams(shared: &SharedState, request: &Request) -> Option<Advice> {
@@ -17,12 +16,12 @@ pub(super) fn advice_to_cross_streams(shared: &SharedState, request: &Request) -
 /// Advice to let private pools lend their memory. As it is lent: only blocks of the stream itself,
 /// except those that graphs may use.
 pub(super) fn advice_to_lend(shared: &SharedState, request: &Request) -> Vec<Advice> {
-    if request.pool >= 2 {
+    if request.pool.is_private() {
         return Vec::new();
     }
     let heap = &shared.heap;
     let mut largest: BTreeMap<(u64, u64), u64> = BTreeMap::new();
-    for number in heap.pools.numbers().filter(|&number| kind_of(number) == kind_of(request.pool)) {
+    for number in heap.pools.numbers().filter(|&number| number.kind() == request.pool.kind()) {
         let private = shared.pools.owner_of(number).filter(|private| private.open && !private.keeps_for_graphs(number));
         let Some(private) = private else { continue };
         let own = heap.indexes(number).filter(|(owner, _)| owner.stream == request.slot);

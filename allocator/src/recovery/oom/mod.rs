@@ -17,9 +17,9 @@ use crate::error::AllocError;
 use crate::history::{Action, Subject};
 use crate::open::trim_others;
 use crate::recovery::oom::advise::{advice_to_cross_streams, advice_to_lend};
-use crate::request::Request;
 use crate::size_class;
 use crate::state::shared::SharedState;
+use crate::types::Request;
 
 pub(crate) mod advice;
 mod advise;

@@ -10,9 +10,9 @@ use crate::heap::{Passed, Region, State};
 use crate::pools::table::Private;
 use crate::recovery::oom::advice::Held;
 use crate::recovery::oom::report::{LISTED, OomReport};
-use crate::request::Request;
 use crate::state::shared::SharedState;
 use crate::tags::Tag;
+use crate::types::{PoolId, Request};
 
 /// Sums over the blocks passed so far.
 pub(super) struct Seen {
@@ -32,7 +32,7 @@ pub(super) struct Seen {
 }
 
 /// The private pool that keeps the memory of a heap pool from others.
-fn promised(shared: &SharedState, pool: u16) -> Option<&Private> {
+fn promised(shared: &SharedState, pool: PoolId) -> Option<&Private> {
     shared.pools.owner_of(pool).filter(|private| !private.is_released())
 }
 

@@ -49,9 +49,8 @@ fn a_snapshot_is_of_one_moment() {
                     let streams = [(); 3].map(|()| allocator.device().stream().unwrap());
                     for round in thread..600 {
                         let held: Vec<_> = (0..4)
-                            .map(|n| {
-                                allocator.alloc_bytes((2 + (round + n) % 5) << 20, &streams[n as usize % 3]).unwrap()
-                            })
+                            .zip(streams.iter().cycle())
+                            .map(|(n, stream)| allocator.alloc_bytes((2 + (round + n) % 5) << 20, stream).unwrap())
                             .collect();
                         drop(held);
                         if round % 3 == 0 {
