@@ -21,7 +21,7 @@ use crate::state::awake::{Keeper, KeptAwake};
 use crate::state::guard::Granted;
 use crate::state::special;
 use crate::tags::Tag;
-use crate::types::{PoolId, Request};
+use crate::types::{PoolId, Request, StreamId};
 
 /// The largest alignment that can be asked for, in bytes.
 const ALIGNMENT_MAX: u64 = 2 << 20;
@@ -119,9 +119,16 @@ fn take_cached(
     let mut guard = inner.state.enter();
     let size = size_class::round(bytes);
     let pool = PoolId::default_of(PoolKind::of(size));
-    let request = Request { requested: bytes, size, pool, slot: stream.id(), tag: inner.scope_tag(), is_regular: true };
+    let request = Request {
+        requested: bytes,
+        size,
+        pool,
+        stream: StreamId::of(stream),
+        tag: inner.scope_tag(),
+        is_regular: true,
+    };
     let granted = guard.take_own(&request);
-    let is_event_due = guard.is_progress_event_due(request.slot);
+    let is_event_due = guard.is_progress_event_due(request.stream);
     if raw && let Some(granted) = &granted {
         inner.state.raw.insert(granted.addr, granted.block);
     }
@@ -208,13 +215,13 @@ fn grant_rounded(
             refuse_capture(stream)?;
         }
         let pool = private.unwrap_or(PoolId::default_of(kind));
-        let request = Request { requested: bytes, size, pool, slot: stream.id(), tag, is_regular };
+        let request = Request { requested: bytes, size, pool, stream: StreamId::of(stream), tag, is_regular };
         let granted = search_and_climb(allocator, &request, stream, special, searched, may_poll)?;
         if private.is_none() || !came_from_a_graph(allocator, pool, stream) {
             return Ok(granted);
         }
         // The block was not used: give it back and search the pool that captures do not use.
-        state.free(granted.block, stream.id(), None, bytes);
+        state.free(granted.block, request.stream, None, bytes);
     }
 }
 

@@ -10,8 +10,9 @@ use aquifer_device::{Device, DevicePtr, Operation, Stream, fork};
 use crate::error::AllocError;
 use crate::heap::BlockId;
 use crate::state::AllocatorState;
+use crate::types::StreamId;
 
-/// Bit of [`Allocation::slot`], set if the device has a witness that watches how work uses the
+/// Bit of [`Allocation::stream`], set if the device has a witness that watches how work uses the
 /// block.
 pub(crate) const WATCHED: u32 = 1 << 31;
 
@@ -30,8 +31,8 @@ pub struct Allocation {
     /// [`BlockId::NONE`] for an allocation of zero bytes, which has none, and for a handle that was
     /// given up.
     block: BlockId,
-    /// The stream, and whether [`WATCHED`].
-    slot: u32,
+    /// The stream's number, and whether [`WATCHED`].
+    stream: u32,
     ptr: DevicePtr,
     bytes: u64,
 }
@@ -40,11 +41,11 @@ impl Allocation {
     #[inline]
     pub(crate) fn new(
         (state, block): (&'static AllocatorState, BlockId),
-        slot: u32,
+        stream: u32,
         ptr: DevicePtr,
         bytes: u64,
     ) -> Allocation {
-        Allocation { state, block, slot, ptr, bytes }
+        Allocation { state, block, stream, ptr, bytes }
     }
 
     pub(crate) fn state(&self) -> &'static AllocatorState {
@@ -68,7 +69,7 @@ impl Allocation {
 
     /// The [`Stream::id`] of the stream it was allocated for.
     pub fn stream_id(&self) -> u32 {
-        self.slot & !WATCHED
+        self.stream & !WATCHED
     }
 
     /// Notes that `stream` uses the memory, too. The memory is then not reused before all work is
@@ -87,8 +88,8 @@ impl Allocation {
         if device_id != Some(stream.device_id()) {
             return Err(AllocError::wrong_device("stream", stream.device_id(), device_id.unwrap_or(u32::MAX)));
         }
-        let slot = shared.stream(stream);
-        shared.note_use(self.block, slot);
+        let stream = shared.stream(stream);
+        shared.note_use(self.block, stream);
         Ok(())
     }
 
@@ -102,8 +103,8 @@ impl Allocation {
     #[track_caller]
     pub fn drop_on(self, stream: &Stream) -> Result<(), AllocError> {
         fork::check(Operation::Record)?;
-        let (bytes, own) = (self.bytes, self.stream_id());
-        if self.slot & WATCHED != 0 {
+        let (bytes, own) = (self.bytes, StreamId(self.stream_id()));
+        if self.stream & WATCHED != 0 {
             self.state.report_end(self.ptr, Some(Location::caller()));
         }
         let (state, block) = self.into_block();
@@ -140,10 +141,10 @@ impl Drop for Allocation {
     #[inline]
     fn drop(&mut self) {
         if self.block != BlockId::NONE {
-            if self.slot & WATCHED != 0 {
+            if self.stream & WATCHED != 0 {
                 self.state.report_end(self.ptr, None);
             }
-            self.state.free(self.block, self.stream_id(), None, self.bytes);
+            self.state.free(self.block, StreamId(self.stream_id()), None, self.bytes);
         }
     }
 }

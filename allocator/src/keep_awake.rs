@@ -64,12 +64,17 @@ pub(crate) fn kept_awake_by(state: &'static AllocatorState, kept: [Kept; 4]) -> 
 /// The live allocation at an address.
 fn used_at(state: &'static AllocatorState, addr: u64) -> Option<UsedAllocation> {
     let owned = state.shared().paged.as_ref().and_then(|paged| paged.owned.get(&addr).copied());
-    let mut found = owned.map(|owned| (addr, owned.requested, owned.tag, owned.slot));
+    let mut found = owned.map(|owned| (addr, owned.requested, owned.tag, owned.stream));
     state.walk(|_, passed| {
         let block = &passed.block;
         if block.state == State::Live && block.range().contains(&addr) {
             found = Some((block.addr, block.requested, Tag(block.tag), block.owner));
         }
     });
-    found.map(|(addr, bytes, tag, stream)| UsedAllocation { ptr: DevicePtr(addr), bytes, tag: tag.name(), stream })
+    found.map(|(addr, bytes, tag, stream)| UsedAllocation {
+        ptr: DevicePtr(addr),
+        bytes,
+        tag: tag.name(),
+        stream: stream.0,
+    })
 }

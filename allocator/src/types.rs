@@ -1,7 +1,82 @@
 //! The types that the parts of the allocator have in common.
 
+use std::collections::BTreeMap;
+
+use aquifer_device::internal::{Clock, Timeline};
+use aquifer_device::{Stream, Tick};
+
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
+
+/// A stream, by its number on its device ([`Stream::id`]).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct StreamId(pub(crate) u32);
+
+impl StreamId {
+    #[inline]
+    pub(crate) fn of(stream: &Stream) -> StreamId {
+        StreamId(stream.id())
+    }
+
+    #[inline]
+    pub(crate) fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl From<StreamId> for u32 {
+    #[inline]
+    fn from(stream: StreamId) -> u32 {
+        stream.0
+    }
+}
+
+/// A point in the work of one stream. Memory that carries it may be used by other streams once all
+/// work before that point is done. Points of one stream are ordered as its work is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct After(u64);
+
+impl After {
+    /// Before all work: nothing is to be waited for.
+    pub(crate) const NOTHING: After = After(0);
+    /// After all work that there will ever be.
+    pub(crate) const ALL: After = After(u64::MAX);
+
+    /// After all work that was enqueued on the stream so far.
+    #[inline]
+    pub(crate) fn enqueued(timeline: &Timeline) -> After {
+        After(timeline.now() + 1)
+    }
+
+    /// After the work of a tick.
+    pub(crate) fn tick(tick: &Tick) -> After {
+        After(tick.n() + 1)
+    }
+
+    /// After all work that the host knows to be done.
+    #[inline]
+    pub(crate) fn known_done(timeline: &Timeline) -> After {
+        After(timeline.frontier())
+    }
+
+    /// After the work of `stream` that the owner of a clock is ordered after.
+    pub(crate) fn ordered(clock: &Clock, stream: StreamId) -> After {
+        After(clock.of(stream.0))
+    }
+
+    /// The last tick of the stream that comes before.
+    #[inline]
+    pub(crate) fn last_tick(self) -> u64 {
+        self.0.saturating_sub(1)
+    }
+}
+
+/// A use of memory by a stream: its work until `after`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Use {
+    pub(crate) stream: StreamId,
+    pub(crate) after: After,
+}
 
 /// A pool of the heap. There are a small and a large default pool; private pools have several each.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -40,6 +115,16 @@ impl PoolId {
     }
 }
 
+/// The latest use by each stream.
+pub(crate) fn latest_by_stream(uses: impl Iterator<Item = Use>) -> impl Iterator<Item = Use> {
+    let mut latest: BTreeMap<StreamId, After> = BTreeMap::new();
+    for Use { stream, after } in uses {
+        let of_stream = latest.entry(stream).or_default();
+        *of_stream = after.max(*of_stream);
+    }
+    latest.into_iter().map(|(stream, after)| Use { stream, after })
+}
+
 /// A request on its way through the allocator.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Request {
@@ -50,10 +135,22 @@ pub(crate) struct Request {
     /// The pool that it is served from.
     pub(crate) pool: PoolId,
     /// The stream that it is for.
-    pub(crate) slot: u32,
+    pub(crate) stream: StreamId,
     pub(crate) tag: Tag,
     /// True if the size and the pool follow from the requested bytes, so that a free finds both
     /// from the handle alone. Blocks of other requests are *irregular*: the heap marks them, and a
     /// free reads their record.
     pub(crate) is_regular: bool,
+}
+
+/// After so many ticks.
+#[cfg(test)]
+pub(crate) const fn ticks(ticks: u64) -> After {
+    After(ticks)
+}
+
+/// A use by the stream with a number, of so many ticks.
+#[cfg(test)]
+pub(crate) const fn used_until(stream: u32, until: u64) -> Use {
+    Use { stream: StreamId(stream), after: ticks(until) }
 }

@@ -23,7 +23,7 @@ use crate::pools::table::{Private, Which};
 use crate::state::guard::StateGuard;
 use crate::state::shared::SharedState;
 use crate::tags::Tag;
-use crate::types::{PoolId, Request};
+use crate::types::{After, PoolId, Request, StreamId};
 
 /// A segment out of the heap while the driver is asked to take it back.
 struct Releasing {
@@ -31,8 +31,8 @@ struct Releasing {
     /// Tag of the allocation that made it.
     tag: Tag,
     /// Who may have its one block, as [`crate::heap::Block`] says.
-    owner: u32,
-    after: u64,
+    owner: StreamId,
+    after: After,
 }
 
 /// A segment to be released.
@@ -155,19 +155,19 @@ impl SharedState {
 
 fn add_segment(guard: &mut StateGuard, request: &Request, addr: u64, bytes: u64) -> BlockId {
     guard.counters.num_device_alloc.add(1);
-    count_segment(guard, request.pool, request.slot, request.tag, addr, bytes);
+    count_segment(guard, request.pool, request.stream, request.tag, addr, bytes);
     guard.pools.note_region(request.pool);
-    heap_with_pool(guard, request.pool).add_region(addr, bytes, request.slot, request.pool)
+    heap_with_pool(guard, request.pool).add_region(addr, bytes, request.stream, request.pool)
 }
 
-fn count_segment(guard: &mut StateGuard, pool: PoolId, slot: u32, tag: Tag, addr: u64, bytes: u64) {
+fn count_segment(guard: &mut StateGuard, pool: PoolId, stream: StreamId, tag: Tag, addr: u64, bytes: u64) {
     let kind = pool.kind();
     guard.reserved += bytes;
     guard.counters.segment.add(kind, 1);
     guard.counters.reserved_bytes.add(kind, bytes);
     guard.segments.insert(addr, tag);
     let pool = guard.pools.history_id(pool);
-    let subject = Subject { addr, size: bytes, slot, tag, pool };
+    let subject = Subject { addr, size: bytes, stream, tag, pool };
     guard.history.note(Action::SegmentAlloc, subject);
 }
 
@@ -194,7 +194,7 @@ fn begin_release(guard: &mut StateGuard, &Chosen { block: id, addr, kept_for_gra
     guard.counters.reserved_bytes.sub(kind, region.bytes);
     let tag = guard.segments.remove(&region.addr).unwrap_or_default();
     let pool = guard.pools.history_id(region.pool);
-    let subject = Subject { addr: region.addr, size: region.bytes, slot: region.stream, tag, pool };
+    let subject = Subject { addr: region.addr, size: region.bytes, stream: region.stream, tag, pool };
     guard.history.note(Action::SegmentFree, subject);
     Some(Releasing { region, tag, owner, after })
 }

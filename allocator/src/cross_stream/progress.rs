@@ -9,14 +9,15 @@ use aquifer_device::internal::Timeline;
 use aquifer_device::{DeviceError, ErrorKind};
 
 use crate::error::AllocError;
+use crate::types::After;
 
-/// Timelines, each with the tick that it must reach for memory to become free.
-pub(crate) type Pending = Vec<(Arc<Timeline>, u64)>;
+/// Timelines, each with the work that must be done for memory to become free.
+pub(crate) type Pending = Vec<(Arc<Timeline>, After)>;
 
-/// Asks whether the given ticks are done. Skips streams that cannot be asked now.
-pub(crate) fn poll(ticks: &[(Arc<Timeline>, u64)]) -> Result<(), AllocError> {
-    for (timeline, after) in ticks {
-        let n = after.saturating_sub(1);
+/// Asks how far streams got. Skips streams that cannot be asked now.
+pub(crate) fn poll(pending: &[(Arc<Timeline>, After)]) -> Result<(), AllocError> {
+    for (timeline, after) in pending {
+        let n = after.last_tick();
         match timeline.cover(n).and_then(|()| timeline.is_done(n)) {
             Ok(_) => {}
             Err(error) if cannot_be_asked(&error) => {
@@ -28,10 +29,10 @@ pub(crate) fn poll(ticks: &[(Arc<Timeline>, u64)]) -> Result<(), AllocError> {
     Ok(())
 }
 
-/// Waits on the host until the given ticks are done. Skips streams that cannot be waited for now.
-pub(crate) fn synchronize_all(ticks: &[(Arc<Timeline>, u64)]) -> Result<(), AllocError> {
-    for (timeline, after) in ticks {
-        match timeline.synchronize(after.saturating_sub(1)) {
+/// Waits on the host until the given work is done. Skips streams that cannot be waited for now.
+pub(crate) fn synchronize_all(pending: &[(Arc<Timeline>, After)]) -> Result<(), AllocError> {
+    for (timeline, after) in pending {
+        match timeline.synchronize(after.last_tick()) {
             Err(error) if !cannot_be_asked(&error) => return Err(error.into()),
             _ => {}
         }

@@ -4,10 +4,9 @@
 //! learning how far the streams got depends on the number of streams and of entries that become
 //! done, and not on the others.
 
+use crate::types::{After, StreamId, Use};
 use std::collections::{BTreeMap, BTreeSet};
-
-/// A stream, and where its timeline must have got to.
-pub(crate) type Use = (u32, u64);
+use std::ops::Bound;
 
 /// Entries of some weight, each of which waits for ticks.
 #[derive(Debug)]
@@ -69,16 +68,17 @@ impl<K: Copy + Ord> TickIndex<K> {
 
     /// Notes how far streams got: `reached` gives for a stream the tick that its timeline has
     /// reached.
-    pub(crate) fn advance(&mut self, reached: impl Fn(u32) -> u64) {
-        let mut from = 0;
-        while let Some((&(slot, _), _)) = self.ticks.range((from, 0)..).next() {
-            let until = reached(slot);
-            while let Some((&tick, _)) = self.ticks.range((slot, 0)..=(slot, until)).next() {
+    pub(crate) fn advance(&mut self, reached: impl Fn(StreamId) -> After) {
+        let mut next = self.ticks.keys().next().copied();
+        while let Some(Use { stream, .. }) = next {
+            let all_of = |after| Use { stream, after };
+            let until = reached(stream);
+            while let Some((&tick, _)) = self.ticks.range(all_of(After::NOTHING)..=all_of(until)).next() {
                 let entries = self.ticks.remove(&tick).map(|listed| listed.entries).unwrap_or_default();
                 entries.into_iter().for_each(|entry| self.waits_less(entry));
             }
-            let Some(next) = slot.checked_add(1) else { return };
-            from = next;
+            let of_others = (Bound::Excluded(all_of(After::ALL)), Bound::Unbounded);
+            next = self.ticks.range(of_others).next().map(|(&tick, _)| tick);
         }
     }
 
@@ -105,7 +105,7 @@ impl<K: Copy + Ord> TickIndex<K> {
     pub(crate) fn latest(&self) -> impl Iterator<Item = Use> + '_ {
         let last_before = |end: Use| self.ticks.range(..end).next_back().map(|(&tick, _)| tick);
         let last = self.ticks.last_key_value().map(|(&tick, _)| tick);
-        std::iter::successors(last, move |&(slot, _)| last_before((slot, 0)))
+        std::iter::successors(last, move |&Use { stream, .. }| last_before(Use { stream, after: After::NOTHING }))
     }
 }
 
@@ -114,26 +114,27 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::types::{latest_by_stream, ticks, used_until};
 
     #[derive(Clone, Debug)]
     enum Step {
         Insert(Vec<Use>),
         Remove(prop::sample::Index),
-        Advance(u32, u64),
+        Advance(StreamId, After),
     }
 
     fn step() -> impl Strategy<Value = Step> {
         prop_oneof![
-            4 => prop::collection::vec((0..4_u32, 0..20_u64), 0..5).prop_map(Step::Insert),
+            4 => prop::collection::vec((0..4_u32, 0..20_u64).prop_map(|(stream, until)| used_until(stream, until)), 0..5).prop_map(Step::Insert),
             1 => any::<prop::sample::Index>().prop_map(Step::Remove),
-            2 => (0..4_u32, 0..20_u64).prop_map(|(slot, until)| Step::Advance(slot, until)),
+            2 => (0..4_u32, 0..20_u64).prop_map(|(stream, until)| Step::Advance(StreamId(stream), ticks(until))),
         ]
     }
 
     proptest! {
         #[test]
         fn behaves_like_a_list_that_is_searched(steps in prop::collection::vec(step(), 0..60)) {
-            let (mut index, mut list, mut reached) = (TickIndex::default(), BTreeMap::new(), [0_u64; 4]);
+            let (mut index, mut list, mut reached) = (TickIndex::default(), BTreeMap::new(), [After::NOTHING; 4]);
             for (number, step) in steps.into_iter().enumerate() {
                 match step {
                     Step::Insert(uses) => {
@@ -146,10 +147,10 @@ mod tests {
                         let uses = list.remove(&entry).unwrap();
                         index.remove(entry, entry as u64, &uses);
                     }
-                    Step::Advance(slot, until) => reached[slot as usize] = until.max(reached[slot as usize]),
+                    Step::Advance(stream, until) => reached[stream.index()] = until.max(reached[stream.index()]),
                 }
-                index.advance(|slot| reached[slot as usize]);
-                let waits = |&&(slot, after): &&Use| after > reached[slot as usize];
+                index.advance(|stream| reached[stream.index()]);
+                let waits = |one: &&Use| one.after > reached[one.stream.index()];
                 let done = list.iter().filter(|(_, uses)| !uses.iter().any(|tick| waits(&tick)));
                 prop_assert!(index.done().iter().eq(done.map(|(entry, _)| entry)));
                 let mut ticks: BTreeMap<Use, u64> = BTreeMap::new();
@@ -157,8 +158,9 @@ mod tests {
                     let distinct: BTreeSet<Use> = uses.iter().filter(waits).copied().collect();
                     distinct.into_iter().for_each(|tick| *ticks.entry(tick).or_default() += entry as u64);
                 }
-                let latest: BTreeMap<u32, u64> = ticks.keys().copied().collect();
-                prop_assert!(index.latest().eq(latest.into_iter().rev()));
+                let mut latest: Vec<Use> = latest_by_stream(ticks.keys().copied()).collect();
+                latest.reverse();
+                prop_assert!(index.latest().eq(latest));
                 prop_assert!(index.ticks().eq(ticks));
             }
         }

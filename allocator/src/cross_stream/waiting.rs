@@ -28,6 +28,7 @@ use crate::state::guard::StateGuard;
 use crate::state::shared::SharedState;
 use crate::state::special;
 use crate::sync::atomic::Ordering;
+use crate::types::{After, StreamId, latest_by_stream};
 
 /// Asks how far the streams got that waiting blocks depend on, and frees the blocks that need not
 /// wait any more.
@@ -74,18 +75,14 @@ fn pending(guard: &SharedState, which: Which) -> Pending {
     if let Which::All = which {
         return pending_of_all(guard);
     }
-    let mut latest: BTreeMap<u32, u64> = BTreeMap::new();
     let waiting = guard.waiting.blocks.values().filter(|waiting| guard.pools.is_among(waiting.block.pool, which));
-    for &(slot, after) in waiting.flat_map(|waiting| &waiting.uses) {
-        latest.entry(slot).and_modify(|tick| *tick = after.max(*tick)).or_insert(after);
-    }
-    unknown(guard, latest.into_iter())
+    guard.streams.not_done(latest_by_stream(waiting.flat_map(|waiting| waiting.uses.iter().copied())))
 }
 
 /// The ticks of strays that are not known to be done, in some pools.
 fn pending_strays(shared: &SharedState, which: Which) -> Pending {
-    let ticks = shared.heap.ticks_of_strays().filter(|&(_, _, pool)| shared.pools.is_among(pool, which));
-    unknown(shared, ticks.map(|(owner, after, _)| (owner, after)))
+    let strays = shared.heap.ticks_of_strays().filter(|&(_, pool)| shared.pools.is_among(pool, which));
+    shared.streams.not_done(strays.map(|(last_use, _)| last_use))
 }
 
 /// Frees the waiting blocks that need not wait any more, if a stream got further since the last
@@ -98,23 +95,23 @@ fn sweep_done(guard: &mut StateGuard) {
 
 /// Frees the waiting blocks that need not wait any more. Among them are blocks of the stream
 /// `owner` if its later work is ordered after all their uses, according to its clock.
-pub(crate) fn sweep_ordered(guard: &mut StateGuard, owner: u32, clock: &Clock) {
+pub(crate) fn sweep_ordered(guard: &mut StateGuard, owner: StreamId, clock: &Clock) {
     if !guard.waiting.is_empty() {
         sweep(guard, Some((owner, clock)));
     }
 }
 
-fn sweep(guard: &mut StateGuard, ordered: Option<(u32, &Clock)>) {
+fn sweep(guard: &mut StateGuard, ordered: Option<(StreamId, &Clock)>) {
     let mut list = std::mem::take(&mut guard.waiting);
     // Read before the blocks are looked at, so that progress of a stream meanwhile leads to another
     // sweep.
-    list.streams.iter_mut().for_each(|(&slot, stream)| stream.seen = frontier(guard, slot));
-    list.uses.advance(|slot| guard.done_until(slot));
+    list.streams.iter_mut().for_each(|(&stream, waited_for)| waited_for.seen = guard.streams.known_done(stream));
+    list.uses.advance(|stream| guard.streams.known_done(stream));
     let mut free = list.uses.done().clone();
     if let Some((owner, clock)) = ordered
         && let Some(of_owner) = list.owners.get_mut(&owner)
     {
-        of_owner.uses.advance(|slot| guard.done_until(slot).max(clock.of(slot)));
+        of_owner.uses.advance(|stream| guard.streams.known_done(stream).max(After::ordered(clock, stream)));
         free.extend(of_owner.uses.done());
     }
     free.into_iter().filter_map(|number| list.take(number)).for_each(|waiting| end_wait(guard, &waiting));
@@ -130,18 +127,18 @@ pub(crate) fn end_wait(guard: &mut StateGuard, waiting: &Waiting) {
     guard.counters.waited(pool.kind(), size, requested);
     // The tick is taken now, because the owner's later events also cover the work that it is
     // ordered after.
-    let tick = guard.tick_of(owner);
-    let done = waiting.uses.iter().all(|&(slot, after)| guard.is_known_done(slot, after));
+    let tick = guard.streams.enqueued(owner);
+    let done = waiting.uses.iter().all(|&one| guard.streams.is_done(one));
     let last_use = if done { own_use } else { tick };
     guard.note(Action::FreeCompleted, id);
     guard.complete(id, owner, tick, last_use);
 }
 
 /// Bytes of waiting blocks, by the stream that they wait for.
-pub(crate) fn waiting_bytes(shared: &SharedState) -> Vec<(u32, u64)> {
-    let mut bytes: BTreeMap<u32, u64> = BTreeMap::new();
-    for (block, slots) in waiting_blocks(shared) {
-        slots.into_iter().for_each(|slot| *bytes.entry(slot).or_default() += block.size);
+pub(crate) fn waiting_bytes(shared: &SharedState) -> Vec<(StreamId, u64)> {
+    let mut bytes: BTreeMap<StreamId, u64> = BTreeMap::new();
+    for (block, streams) in waiting_blocks(shared) {
+        streams.into_iter().for_each(|stream| *bytes.entry(stream).or_default() += block.size);
     }
     bytes.into_iter().collect()
 }
@@ -152,16 +149,16 @@ pub(crate) fn waiting_requested(shared: &SharedState) -> u64 {
 }
 
 /// The blocks that wait, each with the streams that are not known to be done with it.
-pub(crate) fn waiting_blocks(shared: &SharedState) -> impl Iterator<Item = (&Block, Vec<u32>)> {
+pub(crate) fn waiting_blocks(shared: &SharedState) -> impl Iterator<Item = (&Block, Vec<StreamId>)> {
     shared.waiting.blocks.values().map(|waiting| {
-        let not_done = waiting.uses.iter().filter(|&&(slot, after)| !shared.is_known_done(slot, after));
-        (&waiting.block, not_done.map(|&(slot, _)| slot).collect())
+        let not_done = waiting.uses.iter().filter(|&&one| !shared.streams.is_done(one));
+        (&waiting.block, not_done.map(|one| one.stream).collect())
     })
 }
 
 /// As [`pending`] for all pools, but without a look at the blocks.
 fn pending_of_all(shared: &SharedState) -> Pending {
-    unknown(shared, shared.waiting.uses.latest())
+    shared.streams.not_done(shared.waiting.uses.latest())
 }
 
 /// True if this allocation is to ask how far streams got. A request that no free block serves asks
@@ -185,17 +182,7 @@ fn note_asked(shared: &mut SharedState) -> bool {
 
 /// True if a stream that blocks wait for got further since the list was last searched.
 fn can_sweep(shared: &SharedState) -> bool {
-    shared.waiting.streams.iter().any(|(&slot, stream)| frontier(shared, slot) > stream.seen)
-}
-
-/// Those of the given ticks that are not known to be done.
-pub(crate) fn unknown(shared: &SharedState, ticks: impl Iterator<Item = (u32, u64)>) -> Pending {
-    let unknown = ticks.filter(|&(slot, after)| !shared.is_known_done(slot, after));
-    unknown.filter_map(|(slot, after)| Some((shared.timeline(slot)?.clone(), after))).collect()
-}
-
-fn frontier(shared: &SharedState, slot: u32) -> u64 {
-    shared.timeline(slot).map_or(0, |timeline| timeline.frontier())
+    shared.waiting.streams.iter().any(|(&stream, waited_for)| shared.streams.known_done(stream) > waited_for.seen)
 }
 
 #[cfg(all(test, not(aquifer_shuttle)))]

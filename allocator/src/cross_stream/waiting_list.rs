@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use crate::cross_stream::ticks::{TickIndex, Use};
+use crate::cross_stream::ticks::TickIndex;
 use crate::heap::{Block, BlockId};
+use crate::types::{After, StreamId, Use};
 
 /// The most allocations in a row that do not ask, after one that asked in vain. A larger number
 /// saves few queries, and memory comes back later.
@@ -23,8 +24,8 @@ pub(crate) struct WaitingList {
     pub(crate) requested: u64,
     /// The blocks by the ticks of their uses: a block is free once these are done.
     pub(crate) uses: TickIndex<u64>,
-    pub(crate) owners: BTreeMap<u32, OfOwner>,
-    pub(crate) streams: BTreeMap<u32, WaitedFor>,
+    pub(crate) owners: BTreeMap<StreamId, OfOwner>,
+    pub(crate) streams: BTreeMap<StreamId, WaitedFor>,
     pause: Pause,
 }
 
@@ -50,10 +51,10 @@ pub(crate) struct Waiting {
     pub(crate) id: BlockId,
     /// Its record in the heap, of which only the links may have changed since.
     pub(crate) block: Block,
-    /// The other streams that used it, each with the tick that its timeline must reach.
+    /// Its uses by other streams.
     pub(crate) uses: Vec<Use>,
-    /// The tick that its owner's timeline must reach for the owner's own use to be done.
-    pub(crate) own_use: u64,
+    /// The end of its owner's own use.
+    pub(crate) own_use: After,
 }
 
 /// A stream that blocks wait for.
@@ -62,7 +63,7 @@ pub(crate) struct WaitedFor {
     /// Number of the blocks that it used.
     blocks: usize,
     /// Where its timeline had got to when blocks were last freed.
-    pub(crate) seen: u64,
+    pub(crate) seen: After,
 }
 
 impl WaitingList {
@@ -96,7 +97,7 @@ impl WaitingList {
         let of_owner = self.owners.entry(waiting.block.owner).or_default();
         of_owner.uses.insert(number, waiting.block.size, &waiting.uses);
         of_owner.blocks += 1;
-        waiting.uses.iter().for_each(|&(slot, _)| self.streams.entry(slot).or_default().blocks += 1);
+        waiting.uses.iter().for_each(|one| self.streams.entry(one.stream).or_default().blocks += 1);
         self.blocks.insert(number, waiting);
     }
 
@@ -112,11 +113,11 @@ impl WaitingList {
                 self.owners.remove(&waiting.block.owner);
             }
         }
-        for (slot, _) in &waiting.uses {
-            let Some(stream) = self.streams.get_mut(slot) else { continue };
-            stream.blocks -= 1;
-            if stream.blocks == 0 {
-                self.streams.remove(slot);
+        for Use { stream, .. } in &waiting.uses {
+            let Some(waited_for) = self.streams.get_mut(stream) else { continue };
+            waited_for.blocks -= 1;
+            if waited_for.blocks == 0 {
+                self.streams.remove(stream);
             }
         }
         Some(waiting)

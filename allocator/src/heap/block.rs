@@ -2,7 +2,7 @@
 
 use std::ops::{Index, IndexMut};
 
-use crate::types::PoolId;
+use crate::types::{After, PoolId, StreamId, Use};
 
 /// Number of a block in the slab.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -80,9 +80,8 @@ pub(crate) struct Block {
     pub(crate) size: u64,
     /// Bytes that the caller requested; meaningful while live or waiting.
     pub(crate) requested: u64,
-    /// While free: the tick that the owner's timeline must reach before other streams may use the
-    /// block; 0 if they may use it now.
-    pub(crate) after: u64,
+    /// While free: the owner's work that must be done before other streams may use the block.
+    pub(crate) after: After,
     /// Neighbours in the region, by address.
     pub(crate) prev: BlockId,
     pub(crate) next: BlockId,
@@ -92,7 +91,7 @@ pub(crate) struct Block {
     pub(crate) region: u32,
     /// While live, the stream it was allocated for; while free, the stream that may reuse it
     /// without waiting.
-    pub(crate) owner: u32,
+    pub(crate) owner: StreamId,
     /// Tag of the allocation.
     pub(crate) tag: u32,
     pub(crate) pool: PoolId,
@@ -110,6 +109,12 @@ impl Block {
         self.addr..self.addr + self.size
     }
 
+    /// The last use of a free block.
+    #[inline]
+    pub(crate) fn last_use(&self) -> Use {
+        Use { stream: self.owner, after: self.after }
+    }
+
     /// True if the block is a piece of a region, not a whole one.
     #[inline]
     pub(crate) fn is_split(&self) -> bool {
@@ -124,13 +129,13 @@ impl Default for Block {
             addr: 0,
             size: 0,
             requested: 0,
-            after: 0,
+            after: After::NOTHING,
             prev: BlockId::NONE,
             next: BlockId::NONE,
             bin_prev: BlockId::NONE,
             bin_next: BlockId::NONE,
             region: 0,
-            owner: 0,
+            owner: StreamId::default(),
             tag: 0,
             pool: PoolId::SMALL,
             state: State::Vacant,

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::{Block, BlockId, Heap, State};
+use crate::types::StreamId;
 
 impl Heap {
     /// Recomputes every identity of the module documentation. The error describes the first one
@@ -75,7 +76,7 @@ impl Heap {
     /// it.
     fn check_sentinel(&self) -> Result<(), String> {
         let sentinel = &self.blocks[BlockId::NONE];
-        let untouched = sentinel.state == State::Vacant && sentinel.size == 0 && sentinel.owner == 0;
+        let untouched = sentinel.state == State::Vacant && sentinel.size == 0 && sentinel.owner == StreamId::default();
         if untouched { Ok(()) } else { Err(format!("H4: {sentinel:?} is no block")) }
     }
 

@@ -19,10 +19,10 @@
 //! * blocks of a stream are merged in the order in which they were given back, which is the order of
 //!   their ticks.
 
-use super::recent::Use;
+use super::recent::RecentUse;
 use super::{Block, BlockId, Heap, Owner, State, moves};
 use crate::size_class::SMALL_SIZE;
-use crate::types::PoolId;
+use crate::types::{After, PoolId, StreamId};
 
 /// Blocks that may be deferred besides the newest in a heap of many small ones.
 const OLDER: usize = 3;
@@ -38,7 +38,7 @@ struct DeferredBlock {
     size: u64,
     block: BlockId,
     /// The tick of its stream until which the block was used.
-    after: u64,
+    after: After,
 }
 
 /// The deferred blocks of a stream.
@@ -90,7 +90,7 @@ impl Heap {
     /// defers its coalescing; it is given back as by [`Heap::give`] before anything depends on that.
     /// Returns true if the stream's log of last uses has become long.
     #[inline]
-    pub(crate) fn give_deferred(&mut self, stream: u32, block: BlockId, size: u64, after: u64) -> bool {
+    pub(crate) fn give_deferred(&mut self, stream: StreamId, block: BlockId, size: u64, after: After) -> bool {
         debug_assert!(self.blocks[block].state == State::Live && self.blocks[block].owner == stream);
         let is_log_long = self.make_room(stream);
         self.active_streams.insert(stream);
@@ -103,8 +103,8 @@ impl Heap {
     /// Merges the blocks of a stream that may not be deferred any longer when another one is to be,
     /// or when one is searched for. Returns true if the stream's log of last uses has become long.
     #[inline(always)]
-    pub(crate) fn make_room(&mut self, stream: u32) -> bool {
-        let Some(of_stream) = self.streams.get_mut(stream as usize) else { return false };
+    pub(crate) fn make_room(&mut self, stream: StreamId) -> bool {
+        let Some(of_stream) = self.streams.get_mut(stream.index()) else { return false };
         if of_stream.deferred.newest.size == 0 {
             return false;
         }
@@ -114,12 +114,12 @@ impl Heap {
             let newest = of_stream.deferred.take_newest();
             self.merge(stream, newest);
         }
-        self.streams[stream as usize].recent.are_many()
+        self.streams[stream.index()].recent.are_many()
     }
 
     #[inline(never)]
-    fn make_room_among_several(&mut self, stream: u32) {
-        let deferred = &mut self.streams[stream as usize].deferred;
+    fn make_room_among_several(&mut self, stream: StreamId) {
+        let deferred = &mut self.streams[stream.index()].deferred;
         if deferred.newest.size > SMALL_SIZE {
             self.coalesce(stream);
         } else if let Some(oldest) = deferred.exchange_oldest() {
@@ -136,7 +136,7 @@ impl Heap {
     }
 
     /// Merges all deferred blocks of a stream. Returns false if there were none.
-    pub(crate) fn coalesce(&mut self, stream: u32) -> bool {
+    pub(crate) fn coalesce(&mut self, stream: StreamId) -> bool {
         let mut any = false;
         while let Some(deferred) = self.of_stream(stream).deferred.take_oldest() {
             self.merge(stream, deferred);
@@ -147,7 +147,7 @@ impl Heap {
 
     /// Merges all deferred blocks, and decides whether several may be deferred from now on.
     pub(crate) fn coalesce_all(&mut self) {
-        for stream in self.active_streams.iter().collect::<Vec<_>>() {
+        for stream in self.active_streams.iter().map(StreamId).collect::<Vec<_>>() {
             self.coalesce(stream);
         }
         let records = self.blocks.records_count();
@@ -162,8 +162,8 @@ impl Heap {
 
     /// Takes the block that the stream deferred last, if that is the block that the request gets.
     #[inline(always)]
-    pub(crate) fn retake(&mut self, stream: u32, pool: PoolId, size: u64, requested: u64) -> Option<BlockId> {
-        let of_stream = self.streams.get_mut(stream as usize)?;
+    pub(crate) fn retake(&mut self, stream: StreamId, pool: PoolId, size: u64, requested: u64) -> Option<BlockId> {
+        let of_stream = self.streams.get_mut(stream.index())?;
         let id = of_stream.deferred.newest.block;
         if of_stream.deferred.newest.size != size || self.blocks[id].pool != pool {
             return None;
@@ -175,18 +175,18 @@ impl Heap {
 
     /// Merges a block that deferred with its neighbours.
     #[inline(always)]
-    fn merge(&mut self, stream: u32, DeferredBlock { size, block, after }: DeferredBlock) {
+    fn merge(&mut self, stream: StreamId, DeferredBlock { size, block, after }: DeferredBlock) {
         // In registers.
         self.merge_words(stream, block, size, after);
     }
 
     #[inline(never)]
-    fn merge_words(&mut self, stream: u32, id: BlockId, bytes: u64, after: u64) {
+    fn merge_words(&mut self, stream: StreamId, id: BlockId, bytes: u64, after: After) {
         let Block { addr, region, pool, .. } = self.blocks[id];
         let of_region = self.region(region);
         let owner = Owner::in_region_of(stream, of_region.stream);
-        if after != 0 && of_region.notes_uses_of(stream) {
-            self.streams[stream as usize].recent.push(Use { addr, bytes, region, after });
+        if after > After::NOTHING && of_region.notes_uses_of(stream) {
+            self.streams[stream.index()].recent.push(RecentUse { addr, bytes, region, after });
         }
         let index = self.pools[pool].index_mut(owner);
         let joined = moves::join(index, &mut self.blocks.records(), &mut self.free_blocks, id, stream, after);
@@ -199,47 +199,48 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::types::{StreamId, ticks};
 
     /// A heap of mapped memory that is full of blocks of 4 KiB.
     fn full_heap(blocks: u64) -> (Heap, Vec<BlockId>) {
         let (base, granule) = (1 << 30, 4096);
         let mut heap = Heap::new(true);
-        heap.add_reservation(base, blocks * granule, 0, PoolId::SMALL, granule);
+        heap.add_reservation(base, blocks * granule, StreamId(0), PoolId::SMALL, granule);
         let hole = heap.holes().next().unwrap().0;
         let held = heap.hold(hole, base, base + blocks * granule);
         heap.unhold_as_free(held.id);
         let live = (0..blocks)
-            .map(|_| heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, granule, granule).unwrap())
+            .map(|_| heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::SMALL, granule, granule).unwrap())
             .collect();
         heap.coalesce_all();
         (heap, live)
     }
 
     /// Defers a block of the first stream.
-    fn defer(heap: &mut Heap, id: BlockId, after: u64) {
+    fn defer(heap: &mut Heap, id: BlockId, after: After) {
         let size = heap.blocks[id].size;
-        heap.give_deferred(0, id, size, after);
+        heap.give_deferred(StreamId(0), id, size, after);
     }
 
     #[test]
     fn several_small_blocks_are_deferred_in_a_heap_of_many() {
         let (mut heap, live) = full_heap(MANY as u64 / 2);
-        defer(&mut heap, live[1], 1);
-        defer(&mut heap, live[3], 2);
+        defer(&mut heap, live[1], ticks(1));
+        defer(&mut heap, live[3], ticks(2));
         assert_eq!(heap.free, 4096, "in a heap of few the first is merged");
         let (mut heap, live) = full_heap(2 * MANY as u64);
         for n in 0..=OLDER {
-            defer(&mut heap, live[2 * n + 1], n as u64 + 1);
+            defer(&mut heap, live[2 * n + 1], ticks(n as u64 + 1));
         }
         assert_eq!(heap.free, 0);
         assert!(
-            heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, 4096, 4096).is_none(),
+            heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::SMALL, 4096, 4096).is_none(),
             "deferred blocks are in no index"
         );
-        let newest = heap.retake(0, PoolId::SMALL, 4096, 100).unwrap();
+        let newest = heap.retake(StreamId(0), PoolId::SMALL, 4096, 100).unwrap();
         assert_eq!((newest, heap.blocks[newest].requested), (live[2 * OLDER + 1], 100));
-        defer(&mut heap, newest, 5);
-        defer(&mut heap, live[20], 6);
+        defer(&mut heap, newest, ticks(5));
+        defer(&mut heap, live[20], ticks(6));
         assert_eq!(heap.free, 4096, "the oldest is merged for it");
         assert_eq!(heap.check(), Ok(()));
         heap.coalesce_all();
@@ -252,15 +253,15 @@ mod tests {
     fn a_large_block_is_not_deferred_among_older_ones() {
         let (mut heap, live) = full_heap(2 * MANY as u64);
         let large = 2 * SMALL_SIZE;
-        heap.add_reservation(1 << 40, large, 0, PoolId::LARGE, large);
+        heap.add_reservation(1 << 40, large, StreamId(0), PoolId::LARGE, large);
         let hole = heap.holes().next().unwrap().0;
         let held = heap.hold(hole, 1 << 40, (1 << 40) + large);
         heap.unhold_as_free(held.id);
-        let block = heap.take_best(Owner::in_own_regions(0), PoolId::LARGE, large, large).unwrap();
-        defer(&mut heap, live[1], 1);
-        defer(&mut heap, block, 2);
+        let block = heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::LARGE, large, large).unwrap();
+        defer(&mut heap, live[1], ticks(1));
+        defer(&mut heap, block, ticks(2));
         assert_eq!(heap.free, 0);
-        heap.make_room(0);
+        heap.make_room(StreamId(0));
         assert_eq!(heap.free, 4096 + large, "all are merged, so that ticks are noted in their order");
         assert_eq!(heap.check(), Ok(()));
     }
@@ -276,13 +277,13 @@ mod tests {
             for (after, (take, units, which)) in (1..).zip(steps) {
                 if take {
                     let size = units * 512;
-                    let taken = heap.retake(0, PoolId::SMALL, size, size).or_else(|| {
-                        heap.make_room(0);
-                        heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, size, size)
+                    let taken = heap.retake(StreamId(0), PoolId::SMALL, size, size).or_else(|| {
+                        heap.make_room(StreamId(0));
+                        heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::SMALL, size, size)
                     });
                     let taken = taken.or_else(|| {
                         heap.coalesce_all();
-                        heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, size, size)
+                        heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::SMALL, size, size)
                     });
                     match taken {
                         Some(id) => live.push(id),
@@ -293,11 +294,11 @@ mod tests {
                     }
                 } else if !live.is_empty() {
                     let id = live.swap_remove(which.index(live.len()));
-                    defer(&mut heap, id, after);
+                    defer(&mut heap, id, ticks(after));
                 }
                 prop_assert_eq!(heap.check(), Ok(()));
                 let in_use: u64 = live.iter().map(|id| heap.blocks[*id].size).sum();
-                let Deferred { newest, older, .. } = &heap.of_stream(0).deferred;
+                let Deferred { newest, older, .. } = &heap.of_stream(StreamId(0)).deferred;
                 let deferred = std::iter::once(newest).chain(older);
                 let deferred: u64 = deferred.map(|deferred| deferred.size).sum();
                 prop_assert_eq!(in_use + deferred + heap.free, total);

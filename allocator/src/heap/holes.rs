@@ -11,9 +11,9 @@
 //! until then its own tick counts for all of it.
 
 use super::last_use::{Granules, LastUses};
-use super::recent::Use;
+use super::recent::RecentUse;
 use super::{Block, BlockId, Heap, Region, State};
-use crate::types::PoolId;
+use crate::types::{After, PoolId, StreamId};
 
 /// The parts of a block of which one part is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +34,7 @@ impl Region {
 
     /// True if the last uses by a stream are noted for each granule.
     #[inline]
-    pub(super) fn notes_uses_of(&self, stream: u32) -> bool {
+    pub(super) fn notes_uses_of(&self, stream: StreamId) -> bool {
         self.stream == stream && self.is_paged()
     }
 }
@@ -42,7 +42,7 @@ impl Region {
 impl Heap {
     /// Adds a region of addresses of a stream without memory, which is one hole. `granule` is a power
     /// of two that divides address and length.
-    pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64, stream: u32, pool: PoolId, granule: u64) {
+    pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64, stream: StreamId, pool: PoolId, granule: u64) {
         let number = self.add_region_record(addr, bytes, stream, pool);
         let state = State::Hole;
         let hole = Block { addr, size: bytes, region: number, owner: stream, pool, state, ..Block::default() };
@@ -67,7 +67,7 @@ impl Heap {
     /// Notes that the memory of a block, which its owner gives back now, is used until the tick
     /// `after`.
     #[inline]
-    pub(crate) fn note_last_use(&mut self, id: BlockId, owner: u32, after: u64) {
+    pub(crate) fn note_last_use(&mut self, id: BlockId, owner: StreamId, after: After) {
         let Block { addr, size, region, .. } = self.blocks[id];
         let region = self.region_mut(region);
         if region.notes_uses_of(owner) {
@@ -77,8 +77,8 @@ impl Heap {
 
     /// Empties the logs of last uses into the granules' ticks. Uses that are done are dropped: `done`
     /// gives the tick that a stream's timeline has reached.
-    pub(crate) fn note_recent_uses(&mut self, done: impl Fn(u32) -> u64) {
-        for stream in self.active_streams.iter().collect::<Vec<_>>() {
+    pub(crate) fn note_recent_uses(&mut self, done: impl Fn(StreamId) -> After) {
+        for stream in self.active_streams.iter().map(StreamId).collect::<Vec<_>>() {
             self.note_recent_uses_of(stream, done(stream));
             if !self.of_stream(stream).deferred.is_some() {
                 self.active_streams.remove(stream);
@@ -86,10 +86,10 @@ impl Heap {
         }
     }
 
-    fn note_recent_uses_of(&mut self, stream: u32, done: u64) {
+    fn note_recent_uses_of(&mut self, stream: StreamId, done: After) {
         let mut recent = std::mem::take(&mut self.of_stream(stream).recent);
         recent.drop_done(done);
-        recent.settle(|Use { addr, bytes, region, after }| {
+        recent.settle(|RecentUse { addr, bytes, region, after }| {
             let region = self.region_mut(region);
             region.granules.note(addr - region.addr, bytes, after);
         });
@@ -98,7 +98,7 @@ impl Heap {
 
     /// Makes room in a stream's log of last uses: drops the uses that are done, and notes the others
     /// in the granules' ticks if that is not enough.
-    pub(crate) fn thin_recent_uses(&mut self, stream: u32, done: u64) {
+    pub(crate) fn thin_recent_uses(&mut self, stream: StreamId, done: After) {
         if !self.of_stream(stream).recent.drop_done(done) {
             self.note_recent_uses_of(stream, done);
         }
@@ -129,7 +129,7 @@ impl Heap {
     }
 
     /// The holes of a pool in a stream's regions that are not held, by address.
-    pub(crate) fn holes_of(&self, pool: PoolId, stream: u32) -> impl Iterator<Item = BlockId> + '_ {
+    pub(crate) fn holes_of(&self, pool: PoolId, stream: StreamId) -> impl Iterator<Item = BlockId> + '_ {
         self.holes.of(pool, stream)
     }
 
@@ -142,7 +142,7 @@ impl Heap {
     /// Holds `from..to`, which lies in one free block or one hole. The remainders on either side
     /// stay what they are.
     pub(crate) fn hold(&mut self, id: BlockId, from: u64, to: u64) -> Holding {
-        self.note_recent_uses(|_| 0);
+        self.note_recent_uses(|_| After::NOTHING);
         let block = self.blocks[id];
         debug_assert!(block.addr <= from && from < to && to <= block.addr + block.size);
         let held = if block.state == State::Free {
@@ -198,18 +198,18 @@ impl Heap {
     /// Ends the holding of a block that has memory now, or still: it becomes free and merges.
     /// Memory that was a hole is done for every stream.
     pub(crate) fn unhold_as_free(&mut self, id: BlockId) -> BlockId {
-        self.unhold_as_used(id, 0)
+        self.unhold_as_used(id, After::NOTHING)
     }
 
     /// As [`Heap::unhold_as_free`]. Memory that was a hole was used by the region's stream until the
     /// tick `until`, at other addresses; 0 if it is done for every stream.
-    pub(crate) fn unhold_as_used(&mut self, id: BlockId, until: u64) -> BlockId {
+    pub(crate) fn unhold_as_used(&mut self, id: BlockId, until: After) -> BlockId {
         let Block { state, owner, after, addr, size, region, .. } = self.blocks[id];
         let (owner, after) = if state == State::Filling {
             self.hole_bytes -= size;
             let region = self.region_mut(region);
             region.granules.forget(addr - region.addr, size);
-            if until > 0 {
+            if until > After::NOTHING {
                 region.granules.note(addr - region.addr, size, until);
             }
             (region.stream, until)
@@ -242,7 +242,7 @@ impl Heap {
             self.hole_bytes += size;
         }
         let block = &mut self.blocks[id];
-        (block.state, block.owner, block.after) = (State::Hole, stream, 0);
+        (block.state, block.owner, block.after) = (State::Hole, stream, After::NOTHING);
         let prev = block.prev.some().filter(|&prev| self.blocks[prev].state == State::Hole);
         let next = self.blocks[id].next.some().filter(|&next| self.blocks[next].state == State::Hole);
         if let Some(next) = next {
@@ -295,13 +295,14 @@ mod tests {
 
     use super::*;
     use crate::heap::Owner;
+    use crate::types::{StreamId, ticks};
 
     const GRANULE: u64 = 4096;
     const BASE: u64 = 1 << 20;
 
     fn heap(granules: u64) -> Heap {
         let mut heap = Heap::new(true);
-        heap.add_reservation(BASE, granules * GRANULE, 0, PoolId::SMALL, GRANULE);
+        heap.add_reservation(BASE, granules * GRANULE, StreamId(0), PoolId::SMALL, GRANULE);
         heap
     }
 
@@ -309,10 +310,10 @@ mod tests {
     fn memory_that_was_used_elsewhere_keeps_its_last_use() {
         let mut heap = heap(4);
         let held = heap.hold(hole_at(&heap, BASE), BASE, BASE + 2 * GRANULE).id;
-        let free = heap.unhold_as_used(held, 7);
-        assert_eq!((heap.blocks[free].after, heap.blocks[free].owner), (7, 0));
+        let free = heap.unhold_as_used(held, ticks(7));
+        assert_eq!((heap.blocks[free].after, heap.blocks[free].owner), (ticks(7), StreamId(0)));
         let uses = heap.last_uses_of(&heap.blocks[free]);
-        assert_eq!(uses.highest_run(&(BASE..BASE + 2 * GRANULE)), (7, BASE));
+        assert_eq!(uses.highest_run(&(BASE..BASE + 2 * GRANULE)), (ticks(7), BASE));
         assert_eq!(heap.check(), Ok(()));
     }
 
@@ -349,56 +350,59 @@ mod tests {
     fn a_granule_has_a_last_use_of_its_own() {
         let mut heap = heap(4);
         fill(&mut heap, 0, 4);
-        let one = heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, 2 * GRANULE, 1).unwrap();
-        let two = heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, 2 * GRANULE, 1).unwrap();
+        let one = heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::SMALL, 2 * GRANULE, 1).unwrap();
+        let two = heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::SMALL, 2 * GRANULE, 1).unwrap();
         for (id, after) in [(one, 5), (two, 9)] {
-            heap.note_last_use(id, 0, after);
-            heap.give(id, 0, after);
+            heap.note_last_use(id, StreamId(0), ticks(after));
+            heap.give(id, StreamId(0), ticks(after));
         }
         let (id, block) = heap.blocks.iter().find(|(_, block)| block.state == State::Free).unwrap();
-        assert_eq!((block.size, block.after), (4 * GRANULE, 9));
+        assert_eq!((block.size, block.after), (4 * GRANULE, ticks(9)));
         let run = |from: u64, to: u64| {
             let (last_use, start) = heap.last_uses_of(block).highest_run(&(BASE + from * GRANULE..BASE + to * GRANULE));
             (last_use, (start - BASE) / GRANULE)
         };
-        assert_eq!([run(0, 4), run(3, 4), run(0, 3), run(0, 2), run(1, 2)], [(9, 2), (9, 3), (9, 2), (5, 0), (5, 1)]);
+        assert_eq!(
+            [run(0, 4), run(3, 4), run(0, 3), run(0, 2), run(1, 2)],
+            [(9, 2), (9, 3), (9, 2), (5, 0), (5, 1)].map(|(last, from)| (ticks(last), from))
+        );
         let held = heap.hold(id, BASE, BASE + GRANULE).id;
         heap.unhold_as_hole(held);
         fill(&mut heap, 0, 1);
         let (_, block) = heap.blocks.iter().find(|(_, block)| block.state == State::Free).unwrap();
-        assert_eq!(heap.last_uses_of(block).highest_run(&(BASE..BASE + GRANULE)), (0, BASE));
+        assert_eq!(heap.last_uses_of(block).highest_run(&(BASE..BASE + GRANULE)), (After::NOTHING, BASE));
     }
 
     #[test]
     fn what_was_held_is_not_done_before_what_it_merges_with() {
         let mut heap = heap(4);
         fill(&mut heap, 0, 4);
-        let [one, two] =
-            [(); 2].map(|()| heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, 2 * GRANULE, 1).unwrap());
-        heap.give(one, 0, 5);
+        let [one, two] = [(); 2]
+            .map(|()| heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::SMALL, 2 * GRANULE, 1).unwrap());
+        heap.give(one, StreamId(0), ticks(5));
         let held = heap.hold(one, BASE, BASE + 2 * GRANULE).id;
         // Used for longer, and given back while the other is in the hands of the driver.
-        heap.note_last_use(two, 0, 9);
-        heap.give(two, 0, 9);
+        heap.note_last_use(two, StreamId(0), ticks(9));
+        heap.give(two, StreamId(0), ticks(9));
         let whole = heap.unhold_as_free(held);
         let block = &heap.blocks[whole];
-        assert_eq!((block.size, block.after), (4 * GRANULE, 9));
+        assert_eq!((block.size, block.after), (4 * GRANULE, ticks(9)));
         let end = BASE + 4 * GRANULE;
-        assert_eq!(heap.last_uses_of(block).highest_run(&(BASE..end)), (9, BASE + 2 * GRANULE));
+        assert_eq!(heap.last_uses_of(block).highest_run(&(BASE..end)), (ticks(9), BASE + 2 * GRANULE));
     }
 
     #[test]
     fn what_rested_is_not_done_before_what_it_merges_with() {
         let mut heap = heap(4);
         fill(&mut heap, 0, 4);
-        let [one, two] =
-            [(); 2].map(|()| heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, 2 * GRANULE, 1).unwrap());
-        heap.give_deferred(0, one, 2 * GRANULE, 5);
+        let [one, two] = [(); 2]
+            .map(|()| heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::SMALL, 2 * GRANULE, 1).unwrap());
+        heap.give_deferred(StreamId(0), one, 2 * GRANULE, ticks(5));
         // As memory that was lent comes back, by a way on which nothing rests.
-        heap.give(two, 0, 9);
+        heap.give(two, StreamId(0), ticks(9));
         heap.coalesce_all();
         let (_, block) = heap.blocks.iter().find(|(_, block)| block.state == State::Free).unwrap();
-        assert_eq!((block.size, block.after), (4 * GRANULE, 9));
+        assert_eq!((block.size, block.after), (4 * GRANULE, ticks(9)));
     }
 
     proptest! {
@@ -420,11 +424,11 @@ mod tests {
                             if as_free { heap.unhold_as_free(held); } else { heap.unhold_as_hole(held); }
                         }
                     }
-                    2 | 3 => live.extend(heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, n * 1024, n)),
+                    2 | 3 => live.extend(heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::SMALL, n * 1024, n)),
                     _ if !live.is_empty() => {
                         let id = live.swap_remove(usize::try_from(at).unwrap() % live.len());
-                        heap.note_last_use(id, 0, n);
-                        heap.give(id, 0, 1000 + n);
+                        heap.note_last_use(id, StreamId(0), ticks(n));
+                        heap.give(id, StreamId(0), ticks(1000 + n));
                     }
                     _ => {}
                 }

@@ -53,7 +53,7 @@ use recent::RecentUses;
 use strays::Strays;
 pub(crate) use walk::{Passed, Walk};
 
-use crate::types::PoolId;
+use crate::types::{After, PoolId, StreamId};
 
 /// A contiguous range of device addresses.
 #[derive(Clone, Debug)]
@@ -61,7 +61,7 @@ pub(crate) struct Region {
     pub(crate) addr: u64,
     pub(crate) bytes: u64,
     /// The stream for which it was reserved.
-    pub(crate) stream: u32,
+    pub(crate) stream: StreamId,
     pub(crate) pool: PoolId,
     pub(crate) first: BlockId,
     /// Last uses of its granules; empty for a segment.
@@ -121,16 +121,16 @@ impl Heap {
 
     /// What the heap keeps for a stream.
     #[inline]
-    fn of_stream(&mut self, stream: u32) -> &mut OfStream {
-        if stream as usize >= self.streams.len() {
+    fn of_stream(&mut self, stream: StreamId) -> &mut OfStream {
+        if stream.index() >= self.streams.len() {
             self.add_stream(stream);
         }
-        &mut self.streams[stream as usize]
+        &mut self.streams[stream.index()]
     }
 
     #[cold]
-    fn add_stream(&mut self, stream: u32) {
-        self.streams.resize_with(stream as usize + 1, OfStream::default);
+    fn add_stream(&mut self, stream: StreamId) {
+        self.streams.resize_with(stream.index() + 1, OfStream::default);
     }
 
     /// Takes `size` bytes for a stream from the block that the index chooses among the free ones of an
@@ -147,7 +147,7 @@ impl Heap {
     }
 
     /// Takes `size` bytes for `owner` from a given free block.
-    pub(crate) fn take(&mut self, id: BlockId, owner: u32, size: u64, requested: u64) -> BlockId {
+    pub(crate) fn take(&mut self, id: BlockId, owner: StreamId, size: u64, requested: u64) -> BlockId {
         let Block { size: whole, pool, state, .. } = self.blocks[id];
         debug_assert!(state == State::Free && whole >= size);
         let from = self.owner_of(id);
@@ -174,7 +174,7 @@ impl Heap {
     /// owner's timeline has reached `after` (0: now). Merges it with its neighbours; the merged
     /// block is done when the last of its parts is.
     #[inline(never)]
-    pub(crate) fn give(&mut self, id: BlockId, owner: u32, after: u64) -> BlockId {
+    pub(crate) fn give(&mut self, id: BlockId, owner: StreamId, after: After) -> BlockId {
         let Block { pool, state, region, .. } = self.blocks[id];
         debug_assert!(matches!(state, State::Live | State::Waiting));
         let of = Owner::in_region_of(owner, self.region(region).stream);
@@ -231,7 +231,7 @@ impl Heap {
     }
 
     /// Adds a region of a stream, which is one free block of the stream.
-    pub(crate) fn add_region(&mut self, addr: u64, bytes: u64, stream: u32, pool: PoolId) -> BlockId {
+    pub(crate) fn add_region(&mut self, addr: u64, bytes: u64, stream: StreamId, pool: PoolId) -> BlockId {
         let region = self.add_region_record(addr, bytes, stream, pool);
         let state = State::Free;
         let block = Block { addr, size: bytes, region, owner: stream, pool, state, ..Block::default() };
@@ -243,7 +243,7 @@ impl Heap {
     }
 
     /// Adds a region that has no block yet, and returns its number.
-    fn add_region_record(&mut self, addr: u64, bytes: u64, stream: u32, pool: PoolId) -> u32 {
+    fn add_region_record(&mut self, addr: u64, bytes: u64, stream: StreamId, pool: PoolId) -> u32 {
         let number = self.vacant_regions.pop().unwrap_or_else(|| {
             self.regions.push(None);
             u32::try_from(self.regions.len() - 1).unwrap_or(u32::MAX)
@@ -265,7 +265,7 @@ impl Heap {
 
     /// Removes the region of a block that is all of it and in no index.
     fn remove_region_record(&mut self, id: BlockId) -> Region {
-        self.note_recent_uses(|_| 0);
+        self.note_recent_uses(|_| After::NOTHING);
         let number = self.blocks[id].region;
         self.blocks.remove(id);
         self.vacant_regions.push(number);
@@ -278,7 +278,7 @@ impl Heap {
 
     /// Puts a removed region back, as one free block of `owner`, which other streams may use after
     /// the tick `after`.
-    pub(crate) fn restore_region(&mut self, region: &Region, owner: u32, after: u64) {
+    pub(crate) fn restore_region(&mut self, region: &Region, owner: StreamId, after: After) {
         let id = self.add_region(region.addr, region.bytes, region.stream, region.pool);
         self.unindex(id);
         let block = &mut self.blocks[id];

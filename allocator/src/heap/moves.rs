@@ -7,12 +7,13 @@
 use super::block::{Block, BlockId, Records, State};
 use super::index::Bins;
 use super::members::Members;
+use crate::types::{After, StreamId};
 
 /// The piece that is taken from a free block.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Piece {
     /// The stream that it is for.
-    pub(super) owner: u32,
+    pub(super) owner: StreamId,
     /// Its length in bytes, and the bytes that were requested.
     pub(super) size: u64,
     pub(super) requested: u64,
@@ -37,7 +38,7 @@ pub(super) struct Joined {
     pub(super) given: u64,
     /// The neighbour below the free block.
     pub(super) prev: BlockId,
-    pub(super) owner: u32,
+    pub(super) owner: StreamId,
     pub(super) region: u32,
 }
 
@@ -111,8 +112,8 @@ pub(super) fn join(
     blocks: &mut Records<'_>,
     free: &mut Members,
     id: BlockId,
-    owner: u32,
-    after: u64,
+    owner: StreamId,
+    after: After,
 ) -> Joined {
     let Block { addr, size: given, prev, next, region, .. } = blocks[id];
     let joins = |id: BlockId| (free.contains(id) && blocks[id].owner == owner).then(|| &blocks[id]);

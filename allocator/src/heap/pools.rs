@@ -6,7 +6,7 @@ use std::ops::{Index, IndexMut};
 
 use super::index::Bins;
 use super::members::Members;
-use crate::types::PoolId;
+use crate::types::{PoolId, StreamId};
 
 /// A pool of the heap: requests of a pool are served from its own blocks. There are a small and a
 /// large default pool, and those of private pools.
@@ -24,32 +24,32 @@ pub(crate) struct Pool {
 /// Whose free blocks an index has: those of a stream in its own regions, or its strays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Owner {
-    pub(crate) stream: u32,
+    pub(crate) stream: StreamId,
     pub(crate) has_strays: bool,
 }
 
 impl Owner {
     /// A stream in its own regions.
     #[inline]
-    pub(crate) fn in_own_regions(stream: u32) -> Owner {
+    pub(crate) fn in_own_regions(stream: StreamId) -> Owner {
         Owner { stream, has_strays: false }
     }
 
     /// The owner of a stream's blocks in the regions of another one, or of its own.
     #[inline]
-    pub(super) fn in_region_of(stream: u32, region: u32) -> Owner {
+    pub(super) fn in_region_of(stream: StreamId, region: StreamId) -> Owner {
         Owner { stream, has_strays: stream != region }
     }
 
     #[inline]
     fn number(self) -> u32 {
-        self.stream << 1 | u32::from(self.has_strays)
+        self.stream.0 << 1 | u32::from(self.has_strays)
     }
 }
 
 impl From<u32> for Owner {
     fn from(number: u32) -> Owner {
-        Owner { stream: number >> 1, has_strays: number & 1 == 1 }
+        Owner { stream: StreamId(number >> 1), has_strays: number & 1 == 1 }
     }
 }
 

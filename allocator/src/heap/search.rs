@@ -1,7 +1,7 @@
 //! Free blocks that belong to other streams.
 
 use super::{BlockId, Heap};
-use crate::types::PoolId;
+use crate::types::{After, PoolId, StreamId, Use, latest_by_stream};
 
 /// How many blocks of one owner are considered, smallest first.
 const CANDIDATES: usize = 32;
@@ -11,10 +11,10 @@ impl Heap {
     /// has a tick that is at most the result of `until` for its owner.
     pub(crate) fn best_of_others(
         &self,
-        stream: u32,
+        stream: StreamId,
         pool: PoolId,
         size: u64,
-        until: impl Fn(u32) -> u64,
+        until: impl Fn(StreamId) -> After,
     ) -> Option<BlockId> {
         let others = self.indexes(pool).filter(|(owner, _)| owner.stream != stream);
         let best = others.filter_map(|(owner, index)| {
@@ -28,17 +28,13 @@ impl Heap {
 
     /// The latest tick of each other stream that has blocks of a pool which are large enough; and of
     /// the owners of strays.
-    pub(crate) fn ticks_of_others(&self, stream: u32, pool: PoolId, size: u64) -> Vec<(u32, u64)> {
+    pub(crate) fn ticks_of_others(&self, stream: StreamId, pool: PoolId, size: u64) -> Vec<Use> {
         let others = self.indexes(pool).filter(|(owner, _)| owner.stream != stream);
-        let mut latest: Vec<(u32, u64)> = others
-            .filter_map(|(owner, index)| {
-                let ticks = index.iter_from_first_fit(size).take(CANDIDATES).filter(|key| key.size() >= size);
-                Some((owner.stream, ticks.map(|key| self.blocks[key.block()].after).max()?))
-            })
-            .collect();
-        latest.extend(self.ticks_of_strays().filter(|&(_, _, of)| of == pool).map(|(owner, after, _)| (owner, after)));
-        latest.sort_unstable_by(|one, other| (one.0, other.1).cmp(&(other.0, one.1)));
-        latest.dedup_by_key(|&mut (owner, _)| owner);
-        latest
+        let uses = others.flat_map(|(_, index)| {
+            let keys = index.iter_from_first_fit(size).take(CANDIDATES).filter(|key| key.size() >= size);
+            keys.map(|key| self.blocks[key.block()].last_use()).collect::<Vec<_>>()
+        });
+        let of_strays = self.ticks_of_strays().filter(|&(_, of)| of == pool).map(|(last_use, _)| last_use);
+        latest_by_stream(uses.chain(of_strays)).collect()
     }
 }

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 
 use super::members::Members;
 use super::{BlockId, Heap, State};
-use crate::types::PoolId;
+use crate::types::{After, PoolId, StreamId, Use};
 
 /// The most strays that are looked at in one go.
 const LOOKS: usize = 64;
@@ -57,7 +57,7 @@ impl Heap {
     /// Gives strays that are done to the streams of their regions, after a look at no more than
     /// [`LOOKS`] of them. `done` gives the tick that a stream's timeline is known to have reached.
     /// Returns true if there were any.
-    pub(crate) fn return_strays(&mut self, done: impl Fn(u32) -> u64) -> bool {
+    pub(crate) fn return_strays(&mut self, done: impl Fn(StreamId) -> After) -> bool {
         let mut any = false;
         for _ in 0..self.strays.queue.len().min(LOOKS) {
             let Some(id) = self.strays.take() else { break };
@@ -72,18 +72,15 @@ impl Heap {
             self.unindex(id);
             self.free -= self.blocks[id].size;
             self.blocks[id].state = State::Waiting;
-            self.give(id, self.region_of(id).stream, 0);
+            self.give(id, self.region_of(id).stream, After::NOTHING);
         }
         any
     }
 
-    /// The ticks of some strays: owner, tick and pool.
-    pub(crate) fn ticks_of_strays(&self) -> impl Iterator<Item = (u32, u64, PoolId)> + '_ {
+    /// The last uses of some strays, each with its pool.
+    pub(crate) fn ticks_of_strays(&self) -> impl Iterator<Item = (Use, PoolId)> + '_ {
         let strays = self.strays.queue.iter().take(LOOKS).filter(|id| self.is_stray(**id));
-        strays.map(|&id| {
-            let block = &self.blocks[id];
-            (block.owner, block.after, block.pool)
-        })
+        strays.map(|&id| (self.blocks[id].last_use(), self.blocks[id].pool))
     }
 
     /// True if there are strays, as far as is known.
@@ -98,22 +95,24 @@ mod tests {
 
     use super::*;
     use crate::heap::Owner;
+    use crate::types::{StreamId, ticks};
 
     const MIB: u64 = 1 << 20;
 
     #[test]
     fn strays_go_to_the_stream_of_their_region_once_they_are_done() {
         let mut heap = Heap::new(true);
-        heap.add_region(MIB, 3 * MIB, 0, PoolId::LARGE);
-        let blocks = [0, 1, 2].map(|_| heap.take_best(Owner::in_own_regions(0), PoolId::LARGE, MIB, MIB).unwrap());
-        heap.give(blocks[0], 0, 5);
-        heap.give(blocks[1], 1, 7);
-        heap.give(blocks[2], 0, 6);
+        heap.add_region(MIB, 3 * MIB, StreamId(0), PoolId::LARGE);
+        let blocks =
+            [0, 1, 2].map(|_| heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::LARGE, MIB, MIB).unwrap());
+        heap.give(blocks[0], StreamId(0), ticks(5));
+        heap.give(blocks[1], StreamId(1), ticks(7));
+        heap.give(blocks[2], StreamId(0), ticks(6));
         assert_eq!(heap.check(), Ok(()));
-        assert!(!heap.return_strays(|stream| [9, 6][stream as usize]));
-        assert!(heap.return_strays(|stream| [0, 7][stream as usize]));
+        assert!(!heap.return_strays(|stream| ticks([9, 6][stream.index()])));
+        assert!(heap.return_strays(|stream| ticks([0, 7][stream.index()])));
         let block = heap.all_blocks().next().unwrap().2;
-        assert_eq!((block.size, block.after, block.owner), (3 * MIB, 6, 0));
+        assert_eq!((block.size, block.after, block.owner), (3 * MIB, ticks(6), StreamId(0)));
         assert!(!heap.has_strays());
         assert_eq!(heap.check(), Ok(()));
     }
@@ -121,11 +120,12 @@ mod tests {
     #[test]
     fn memory_stays_where_streams_do_not_share() {
         let mut heap = Heap::new(false);
-        heap.add_region(MIB, 2 * MIB, 0, PoolId::LARGE);
-        let blocks = [0, 1].map(|_| heap.take_best(Owner::in_own_regions(0), PoolId::LARGE, MIB, MIB).unwrap());
-        heap.give(blocks[0], 0, 1);
-        heap.give(blocks[1], 1, 1);
-        assert!(!heap.return_strays(|_| 9));
+        heap.add_region(MIB, 2 * MIB, StreamId(0), PoolId::LARGE);
+        let blocks =
+            [0, 1].map(|_| heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::LARGE, MIB, MIB).unwrap());
+        heap.give(blocks[0], StreamId(0), ticks(1));
+        heap.give(blocks[1], StreamId(1), ticks(1));
+        assert!(!heap.return_strays(|_| ticks(9)));
         assert_eq!(heap.check(), Ok(()));
     }
 
@@ -139,32 +139,32 @@ mod tests {
         ) {
             let mut heap = Heap::new(true);
             for stream in 0..3 {
-                heap.add_region((u64::from(stream) + 1) << 30, 4 * MIB, stream, PoolId::LARGE);
+                heap.add_region((u64::from(stream) + 1) << 30, 4 * MIB, StreamId(stream), PoolId::LARGE);
             }
             let (mut live, mut done) = (Vec::new(), 0);
             for (now, (stream, takes, units, which)) in (1..).zip(steps) {
                 if takes {
                     let size = units * (128 << 10);
-                    let own = heap.take_best(Owner::in_own_regions(stream), PoolId::LARGE, size, size);
+                    let own = heap.take_best(Owner::in_own_regions(StreamId(stream)), PoolId::LARGE, size, size);
                     let taken = own.or_else(|| {
-                        let found = heap.best_of_others(stream, PoolId::LARGE, size, |_| done)?;
-                        Some(heap.take(found, stream, size, size))
+                        let found = heap.best_of_others(StreamId(stream), PoolId::LARGE, size, |_| ticks(done))?;
+                        Some(heap.take(found, StreamId(stream), size, size))
                     });
                     live.extend(taken.map(|id| (id, stream)));
                 } else if !live.is_empty() {
                     let (id, owner) = live.swap_remove(which.index(live.len()));
-                    heap.give(id, owner, now);
+                    heap.give(id, StreamId(owner), ticks(now));
                 }
                 if units == 1 {
                     done = now;
-                    heap.return_strays(|_| done);
+                    heap.return_strays(|_| ticks(done));
                 }
                 prop_assert_eq!(heap.check(), Ok(()));
             }
             for (id, owner) in live {
-                heap.give(id, owner, 1000);
+                heap.give(id, StreamId(owner), ticks(1000));
             }
-            while heap.return_strays(|_| u64::MAX) {}
+            while heap.return_strays(|_| ticks(u64::MAX)) {}
             prop_assert_eq!(heap.check(), Ok(()));
             prop_assert_eq!(heap.all_blocks().count(), 3);
         }

@@ -110,7 +110,7 @@ mod tests {
 
     use super::*;
     use crate::heap::Owner;
-    use crate::types::PoolId;
+    use crate::types::{PoolId, StreamId, ticks};
 
     const G: u64 = 4096;
     const BASE: u64 = 1 << 20;
@@ -131,19 +131,19 @@ mod tests {
         ) {
             let mut heap = Heap::new(true);
             (0..3).for_each(|n| {
-                heap.add_region(BASE + n * (64 << 20), 1 << 20, 0, PoolId::SMALL);
+                heap.add_region(BASE + n * (64 << 20), 1 << 20, StreamId(0), PoolId::SMALL);
             });
-            let owner = Owner::in_own_regions(0);
+            let owner = Owner::in_own_regions(StreamId(0));
             let mut live: Vec<BlockId> = before.iter().filter_map(|n| heap.take_best(owner, PoolId::SMALL, n * 512, 1)).collect();
             let mut changes = between.chunks(4);
             let (mut walk, mut passed) = (Walk::default(), Vec::new());
             while heap.step(&mut walk, |one| passed.push(*one)) {
                 for (takes, n, which) in changes.next().into_iter().flatten() {
                     if *takes {
-                        live.extend(heap.take_best(Owner::in_own_regions(0), PoolId::SMALL, n * 512, 1));
+                        live.extend(heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::SMALL, n * 512, 1));
                     } else if !live.is_empty() {
                         let id = live.swap_remove(which.index(live.len()));
-                        heap.give(id, 0, 1);
+                        heap.give(id, StreamId(0), ticks(1));
                     }
                 }
             }
@@ -169,7 +169,7 @@ mod tests {
     #[test]
     fn ranges_with_memory_begin_behind_holes() {
         let mut heap = Heap::new(true);
-        heap.add_reservation(BASE, 8 * G, 0, PoolId::SMALL, G);
+        heap.add_reservation(BASE, 8 * G, StreamId(0), PoolId::SMALL, G);
         for at in [1, 2, 5] {
             let addr = BASE + at * G;
             let hole = heap.holes().find(|(_, hole)| hole.range().contains(&addr)).map(|(id, _)| id).unwrap();

@@ -13,6 +13,7 @@ use clock::Stamp;
 use serde::Serialize;
 
 use crate::tags::Tag;
+use crate::types::StreamId;
 
 mod clock;
 
@@ -90,7 +91,7 @@ impl From<Action> for Actions {
 pub(crate) struct Subject {
     pub(crate) addr: u64,
     pub(crate) size: u64,
-    pub(crate) slot: u32,
+    pub(crate) stream: StreamId,
     pub(crate) tag: Tag,
     /// The private pool, numbered as by [`crate::pools::table::PoolTable::history_id`]; 0 is the
     /// default pools.
@@ -111,7 +112,7 @@ struct Record {
     addr: u64,
     size: u64,
     stamp: Stamp,
-    slot: u32,
+    stream: StreamId,
     tag: Tag,
     pool: u32,
     actions: Actions,
@@ -198,8 +199,8 @@ impl History {
         // Stamps that two processors took at nearly the same moment may be the wrong way round;
         // then the later record has the time of the earlier one.
         self.latest = self.latest.max(Stamp::now());
-        let Subject { addr, size, slot, tag, pool } = subject;
-        let record = Record { addr, size, stamp: self.latest, slot, tag, pool, actions };
+        let Subject { addr, size, stream, tag, pool } = subject;
+        let record = Record { addr, size, stamp: self.latest, stream, tag, pool, actions };
         match self.ring.get_mut(self.next) {
             Some(place) => *place = record,
             None => self.ring.push(record),
@@ -215,8 +216,8 @@ impl History {
     pub(crate) fn entries(&self) -> impl Iterator<Item = Entry> + '_ {
         let (later, earlier) = self.ring.split_at(self.next.min(self.ring.len()));
         let entries = earlier.iter().chain(later).flat_map(|&record| {
-            let Record { addr, size, stamp, slot, tag, pool, actions } = record;
-            let subject = Subject { addr, size, slot, tag, pool };
+            let Record { addr, size, stamp, stream, tag, pool, actions } = record;
+            let subject = Subject { addr, size, stream, tag, pool };
             let actions = ALL.into_iter().filter(move |&action| actions.contain(action));
             actions.map(move |action| Entry { action, subject, stamp })
         });
@@ -247,13 +248,14 @@ impl History {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::types::StreamId;
 
     fn sizes(history: &History) -> Vec<(Action, u64)> {
         history.entries().map(|entry| (entry.action, entry.subject.size)).collect()
     }
 
     fn subject(size: u64) -> Subject {
-        Subject { addr: 0, size, slot: 0, tag: Tag::default(), pool: 0 }
+        Subject { addr: 0, size, stream: StreamId(0), tag: Tag::default(), pool: 0 }
     }
 
     #[test]

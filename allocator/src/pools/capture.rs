@@ -10,6 +10,7 @@ use crate::allocator::Allocator;
 use crate::cross_stream::progress::poll;
 use crate::error::AllocError;
 use crate::pools::lookup::awaited_launches;
+use crate::types::StreamId;
 
 /// Refuses to serve a capturing stream from the default pools: memory freed there goes to others,
 /// but the graph would use it whenever it is launched.
@@ -46,10 +47,10 @@ pub(crate) fn poll_launches(allocator: &Allocator) -> Result<(), AllocError> {
 }
 
 /// Refuses to serve a request with memory of the default pools if its stream captures unannounced.
-pub(crate) fn refuse_unannounced_capture(allocator: &Allocator, slot: u32) -> Result<(), AllocError> {
+pub(crate) fn refuse_unannounced_capture(allocator: &Allocator, stream: StreamId) -> Result<(), AllocError> {
     if allocator.device().info().is_virtual {
         return Ok(());
     }
-    let timeline = allocator.state().shared().timeline(slot).cloned();
+    let timeline = allocator.state().shared().streams.timeline(stream).cloned();
     timeline.map_or(Ok(()), |timeline| Ok(timeline.refuse_unannounced_capture()?))
 }

@@ -8,13 +8,14 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use crate::types::After;
 use aquifer_device::internal::{LaunchOrder, Launches, Timeline, WaitMark};
 
 /// The work that must be done before memory that graphs used may go.
 #[derive(Debug, Default)]
 pub(crate) struct Launched {
     /// Streams, each with the tick that its timeline must reach.
-    pub(crate) ticks: Vec<(Arc<Timeline>, u64)>,
+    pub(crate) ticks: Vec<(Arc<Timeline>, After)>,
     /// For launches that are not seen here: a wait for the whole device.
     pub(crate) device: Option<WaitMark>,
 }
@@ -102,9 +103,9 @@ impl Graphs {
 
     /// The launches under way of graphs that are not launched any more: streams, each with the tick
     /// that its timeline must reach.
-    pub(crate) fn last_launches(&self) -> impl Iterator<Item = (Arc<Timeline>, u64)> + '_ {
+    pub(crate) fn last_launches(&self) -> impl Iterator<Item = (Arc<Timeline>, After)> + '_ {
         let pending = self.ours.values().filter(|graph| graph.is_over()).flat_map(|graph| graph.pending_here());
-        pending.map(|tick| (tick.timeline().clone(), tick.n() + 1)).filter(is_pending)
+        pending.map(|tick| (tick.timeline().clone(), After::tick(&tick))).filter(is_pending)
     }
 
     #[cfg(all(test, not(aquifer_shuttle)))]
@@ -123,7 +124,7 @@ impl Graphs {
     pub(crate) fn launched(&self, now: WaitMark) -> Launched {
         let others = self.any_foreign().then(|| self.closed.clone().unwrap_or(now));
         let pending = self.ours.values().flat_map(|graph| graph.pending_here());
-        let ticks = pending.map(|tick| (tick.timeline().clone(), tick.n() + 1)).filter(is_pending);
+        let ticks = pending.map(|tick| (tick.timeline().clone(), After::tick(&tick))).filter(is_pending);
         Launched { ticks: ticks.collect(), device: others.filter(|mark| !mark.is_passed()) }
     }
 }
@@ -133,6 +134,6 @@ fn is_alive(graph: &Arc<Launches>) -> bool {
     !graph.is_over() || !graph.pending_here().is_empty()
 }
 
-fn is_pending((timeline, after): &(Arc<Timeline>, u64)) -> bool {
-    !timeline.is_known_done(after.saturating_sub(1))
+fn is_pending((timeline, after): &(Arc<Timeline>, After)) -> bool {
+    !timeline.is_known_done(after.last_tick())
 }

@@ -24,6 +24,7 @@ use crate::heap::BlockId;
 use crate::state::AllocatorState;
 use crate::state::free::UNKNOWN;
 use crate::state::guard::Granted;
+use crate::types::StreamId;
 
 pub use owner::{RawOwner, owner_of};
 
@@ -64,7 +65,7 @@ pub(crate) fn free_raw(allocator: &Allocator, ptr: DevicePtr) -> Result<(), Allo
     if allocator.is_watched() {
         state.report_end(ptr, Some(Location::caller()));
     }
-    state.free(block, 0, None, UNKNOWN);
+    state.free(block, StreamId::default(), None, UNKNOWN);
     Ok(())
 }
 
@@ -82,7 +83,7 @@ pub(crate) fn free_raw_on(allocator: &Allocator, ptr: DevicePtr, stream: &Stream
     if allocator.is_watched() {
         state.report_end(ptr, Some(Location::caller()));
     }
-    state.free(block, 0, None, UNKNOWN);
+    state.free(block, StreamId::default(), None, UNKNOWN);
     Ok(())
 }
 
@@ -111,6 +112,6 @@ fn check_stream(allocator: &Allocator, stream: &Stream) -> Result<(), AllocError
 /// Notes that a stream uses a live block, which no other thread can free meanwhile.
 fn note_use(allocator: &Allocator, block: BlockId, stream: &Stream) {
     let mut shared = allocator.state().shared();
-    let slot = shared.stream(stream);
-    shared.note_use(block, slot);
+    let stream = shared.stream(stream);
+    shared.note_use(block, stream);
 }

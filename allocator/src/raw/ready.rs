@@ -3,9 +3,9 @@
 use aquifer_device::{DevicePtr, Operation, Stream, fork};
 
 use crate::allocator::Allocator;
-use crate::cross_stream::waiting::unknown;
 use crate::error::AllocError;
 use crate::raw::{alloc_raw, free_raw};
+use crate::types::{After, StreamId, Use};
 
 /// See [`Allocator::alloc_raw_ready`].
 #[track_caller]
@@ -25,12 +25,12 @@ pub(crate) fn alloc_raw_ready(allocator: &Allocator, bytes: u64) -> Result<Devic
 fn wait_for_all_before(allocator: &Allocator, stream: &Stream) -> Result<(), AllocError> {
     let clock = stream.timeline().clock();
     let shared = allocator.state().shared();
-    let slots = 0..u32::try_from(shared.streams.len()).unwrap_or(u32::MAX);
-    let others = slots.filter(|&slot| slot != stream.id());
-    let pending = unknown(&shared, others.map(|slot| (slot, clock.of(slot))));
+    let others = shared.streams.ids().filter(|&other| other != StreamId::of(stream));
+    let pending =
+        shared.streams.not_done(others.map(|other| Use { stream: other, after: After::ordered(&clock, other) }));
     drop(shared);
     for (timeline, after) in pending {
-        timeline.synchronize(after.saturating_sub(1))?;
+        timeline.synchronize(after.last_tick())?;
     }
     Ok(())
 }

@@ -25,7 +25,7 @@ pub(crate) fn climb_dedicated<T>(
         Err(refusal) => tried.refusal = Some(refusal),
     }
     // The calls that make room would break the capture.
-    refuse_unannounced_capture(allocator, request.slot)?;
+    refuse_unannounced_capture(allocator, request.stream)?;
     if allocator.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
         allocator.state().shared().counters.num_oom_rejections.add(1);
         return Err(out_of_memory(allocator, request, tried));

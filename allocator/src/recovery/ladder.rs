@@ -57,7 +57,7 @@ type Rung = Result<Option<Granted>, AllocError>;
 #[cold]
 #[inline(never)]
 pub(crate) fn climb(allocator: &Allocator, request: &Request) -> Result<Granted, AllocError> {
-    refuse_unannounced_capture(allocator, request.slot)?;
+    refuse_unannounced_capture(allocator, request.stream)?;
     poll_launches(allocator)?;
     let mut tried = Tried::default();
     match climb_rungs(allocator, request, &mut tried)? {

@@ -24,7 +24,7 @@ pub(crate) fn ask_reclaimers<'a>(allocator: &'a Allocator, request: &Request) ->
     let least_again = growth_bytes(allocator, &allocator.state().shared(), request);
     Asking {
         allocator,
-        request: ReclaimRequest { bytes: request.size, stream_id: request.slot, why: Mutex::default() },
+        request: ReclaimRequest { bytes: request.size, stream_id: request.stream.0, why: Mutex::default() },
         least_again,
         round: reclaimers(allocator).into_iter(),
         spent: HashSet::new(),

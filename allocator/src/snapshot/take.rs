@@ -12,6 +12,7 @@ use crate::history::{Action, Entry, History, Subject};
 use crate::size_class::PoolKind;
 use crate::state::shared::SharedState;
 use crate::tags::Tag;
+use crate::types::StreamId;
 
 /// See [`Allocator::snapshot`].
 pub(crate) fn snapshot(allocator: &Allocator) -> Snapshot {
@@ -47,7 +48,7 @@ pub(crate) fn snapshot(allocator: &Allocator) -> Snapshot {
 struct Range {
     addr: u64,
     bytes: u64,
-    stream: u32,
+    stream: StreamId,
     kind: PoolKind,
     /// Id of the private pool; `(0, 0)` for the default ones.
     pool: (u64, u64),
@@ -97,7 +98,7 @@ impl Copied {
                 size: range.end - range.start,
                 requested: owned.requested,
                 tag: owned.tag.0,
-                owner: owned.slot,
+                owner: owned.stream,
                 pool: POOL,
                 state,
                 ..heap::Block::default()
@@ -105,7 +106,7 @@ impl Copied {
             let parts = [block(range.start..border, State::Live), block(border..range.end, State::Free)];
             self.blocks.extend(parts.into_iter().filter(|block| block.size > 0));
             let (addr, bytes) = (range.start, range.end - range.start);
-            let (stream, kind, pool) = (owned.slot, PoolKind::Large, (0, 0));
+            let (stream, kind, pool) = (owned.stream, PoolKind::Large, (0, 0));
             self.ranges.push(Range { addr, bytes, stream, kind, pool, is_paged: true });
         }
     }
@@ -143,7 +144,7 @@ fn segment(device: u32, range: &Range, user_metadata: Option<Arc<str>>, blocks: 
         allocated_size: live.map(|block| block.size).sum(),
         active_size: active().map(|block| block.size).sum(),
         requested_size: active().map(|block| block.requested_size).sum(),
-        stream: range.stream,
+        stream: range.stream.0,
         segment_type: range.kind,
         segment_pool_id: range.pool,
         is_expandable: range.is_paged,
@@ -171,14 +172,14 @@ fn snapshot_block(block: &heap::Block, names: &mut Names) -> Block {
 }
 
 fn trace_entry(entry: &Entry, names: &mut Names) -> TraceEntry {
-    let Subject { addr, size, slot, tag, pool } = entry.subject;
+    let Subject { addr, size, stream, tag, pool } = entry.subject;
     let is_oom = entry.action == Action::Oom;
     TraceEntry {
         action: entry.action,
         addr: (!is_oom).then_some(addr),
         device_free: is_oom.then_some(addr),
         size,
-        stream: slot,
+        stream: stream.0,
         time_us: entry.stamp.time_us(),
         compile_context: "N/A",
         user_metadata: names.of(tag).unwrap_or_else(|| names.none.clone()),

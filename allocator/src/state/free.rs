@@ -13,6 +13,7 @@ use crate::size_class::{self, PoolKind};
 use crate::state::guard::StateGuard;
 use crate::state::{AllocatorState, special};
 use crate::sync::atomic::{Ordering, fence};
+use crate::types::{After, StreamId};
 
 /// An unknown number of bytes.
 pub(crate) const UNKNOWN: u64 = u64::MAX;
@@ -27,9 +28,9 @@ const TRIES: u32 = 16;
 pub(crate) struct Freed {
     pub(crate) block: BlockId,
     /// The stream that it was allocated for.
-    pub(crate) stream: u32,
+    pub(crate) stream: StreamId,
     /// The stream whose later work gets the memory, if it is another one.
-    pub(crate) on: Option<u32>,
+    pub(crate) on: Option<StreamId>,
     /// Requested bytes; [`UNKNOWN`] if the caller does not know.
     pub(crate) bytes: u64,
 }
@@ -56,7 +57,7 @@ impl AllocatorState {
     ///
     /// Not inlined, so that only these words of a handle are read, into registers.
     #[inline(never)]
-    pub(crate) fn free(&'static self, block: BlockId, stream: u32, on: Option<u32>, bytes: u64) {
+    pub(crate) fn free(&'static self, block: BlockId, stream: StreamId, on: Option<StreamId>, bytes: u64) {
         let freed = Freed { block, stream, on, bytes };
         match self.try_shared() {
             Some(guard) => self.free_in(guard, freed),
@@ -127,7 +128,7 @@ impl StateGuard {
 
     /// Frees a live block that may not be what its handle says.
     #[inline(never)]
-    fn free_by_record(&mut self, id: BlockId, on: Option<u32>) {
+    fn free_by_record(&mut self, id: BlockId, on: Option<StreamId>) {
         let block = &self.heap.blocks[id];
         debug_assert_eq!(block.state, State::Live);
         let (size, requested, owner, pool, shared) =
@@ -138,7 +139,7 @@ impl StateGuard {
             Some(on) if !shared && self.crosses_streams => {
                 self.note(Actions::FREE, id);
                 self.given_back(owner, pool.kind(), size, requested);
-                let after = self.tick_of(on);
+                let after = self.streams.enqueued(on);
                 self.complete(id, on, after, after);
             }
             on => self.begin_wait(id, on),
@@ -147,10 +148,10 @@ impl StateGuard {
 
     /// Frees a live block that its own stream alone used.
     #[inline(always)]
-    fn free_own(&mut self, id: BlockId, stream: u32, kind: PoolKind, size: u64, requested: u64) {
+    fn free_own(&mut self, id: BlockId, stream: StreamId, kind: PoolKind, size: u64, requested: u64) {
         self.note(Actions::FREE, id);
         self.given_back(stream, kind, size, requested);
-        let after = self.tick_of(stream);
+        let after = self.streams.enqueued(stream);
         if self.heap.give_deferred(stream, id, size, after) {
             self.thin_recent_uses(stream);
         }
@@ -159,17 +160,17 @@ impl StateGuard {
 
     /// Accounts for a live block of a stream that was freed.
     #[inline]
-    fn given_back(&mut self, stream: u32, kind: PoolKind, size: u64, requested: u64) {
+    fn given_back(&mut self, stream: StreamId, kind: PoolKind, size: u64, requested: u64) {
         self.live -= 1;
         self.counters.freed(kind, size, requested);
-        if let Some(of_stream) = self.streams.get_mut(stream as usize) {
-            of_stream.progress.freed += size;
+        if let Some(progress) = self.streams.progress_mut(stream) {
+            progress.freed += size;
         }
     }
 
     /// Makes a block free that was given back and is accounted for: reusable by `owner` at once,
     /// and by others after the tick `after`. Its memory itself was used until `last_use`.
-    pub(crate) fn complete(&mut self, id: BlockId, owner: u32, after: u64, last_use: u64) {
+    pub(crate) fn complete(&mut self, id: BlockId, owner: StreamId, after: After, last_use: After) {
         self.heap.coalesce(owner);
         self.heap.note_last_use(id, owner, last_use);
         self.heap.give(id, owner, after);
@@ -178,7 +179,7 @@ impl StateGuard {
 
     /// Enters a block in the list of waiting blocks, as it is freed and other streams used it, too.
     #[cold]
-    fn begin_wait(&mut self, id: BlockId, on: Option<u32>) {
+    fn begin_wait(&mut self, id: BlockId, on: Option<StreamId>) {
         let block = &self.heap.blocks[id];
         let (owner, kind, size) = (block.owner, block.pool.kind(), block.size);
         self.note(Action::FreeRequested, id);
@@ -189,8 +190,8 @@ impl StateGuard {
         // A block that only sleeps has an empty list.
         let mut streams = self.other_users.remove(&id).unwrap_or_default();
         streams.extend(on.filter(|on| !streams.contains(on)));
-        let uses = streams.iter().map(|&stream| (stream, self.tick_of(stream))).collect();
-        let own_use = self.tick_of(owner);
+        let uses = streams.iter().map(|&stream| self.streams.use_so_far(stream)).collect();
+        let own_use = self.streams.enqueued(owner);
         let waiting = Waiting { id, block, uses, own_use };
         match &mut self.paged {
             // Until its memory wakes up.
@@ -203,7 +204,7 @@ impl StateGuard {
 
     /// True if the record of a live block says what its handle does: what
     /// [`crate::heap::Heap::is_regular`] promises.
-    fn is_as_requested(&self, id: BlockId, stream: u32, kind: PoolKind, size: u64, requested: u64) -> bool {
+    fn is_as_requested(&self, id: BlockId, stream: StreamId, kind: PoolKind, size: u64, requested: u64) -> bool {
         let block = &self.heap.blocks[id];
         let is_own = block.state == State::Live && block.owner == stream && !block.used_elsewhere;
         is_own && (block.pool.kind(), block.size, block.requested) == (kind, size, requested)

@@ -8,12 +8,12 @@ use std::ops::{Deref, DerefMut};
 use crate::heap::{BlockId, Owner};
 use crate::history::{Action, Actions, Subject};
 use crate::state::AllocatorState;
-use crate::state::shared::{SharedState, done_until};
+use crate::state::shared::SharedState;
 use crate::sync::MutexGuard;
 #[cfg(debug_assertions)]
 use crate::sync::{atomic::Ordering, this_thread};
 use crate::tags::Tag;
-use crate::types::Request;
+use crate::types::{Request, StreamId};
 
 /// The lock, held. Two words, which stay in registers from where the lock is taken to where it is
 /// released: copying it, and handles, through memory cost about 40 ns a hot pair.
@@ -65,20 +65,20 @@ impl StateGuard {
     /// Inlined so that request and result stay in registers.
     #[inline(always)]
     pub(crate) fn take_own(&mut self, request: &Request) -> Option<Granted> {
-        let &Request { slot, pool, size, requested, .. } = request;
+        let &Request { stream, pool, size, requested, .. } = request;
         let SharedState { heap, streams, .. } = &mut *self.shared;
-        let progress = &mut streams.get_mut(slot as usize)?.progress;
+        let progress = streams.progress_mut(stream)?;
         progress.searches += 1;
-        let block = match heap.retake(slot, pool, size, requested) {
+        let block = match heap.retake(stream, pool, size, requested) {
             Some(block) => {
                 progress.freed -= size;
                 block
             }
             None => {
-                if heap.make_room(slot) {
-                    self.thin_recent_uses(slot);
+                if heap.make_room(stream) {
+                    self.thin_recent_uses(stream);
                 }
-                match self.heap.take_best(Owner::in_own_regions(slot), pool, size, requested) {
+                match self.heap.take_best(Owner::in_own_regions(stream), pool, size, requested) {
                     Some(block) => block,
                     None => self.take_further(request)?,
                 }
@@ -92,15 +92,15 @@ impl StateGuard {
     #[cold]
     #[inline(never)]
     fn take_further(&mut self, request: &Request) -> Option<BlockId> {
-        let &Request { slot, pool, size, requested, .. } = request;
-        let own = Owner::in_own_regions(slot);
-        let merged = self.heap.coalesce(slot).then(|| self.heap.take_best(own, pool, size, requested)).flatten();
+        let &Request { stream, pool, size, requested, .. } = request;
+        let own = Owner::in_own_regions(stream);
+        let merged = self.heap.coalesce(stream).then(|| self.heap.take_best(own, pool, size, requested)).flatten();
         merged.or_else(|| self.heap.take_best(Owner { has_strays: true, ..own }, pool, size, requested))
     }
 
     /// Takes the request's bytes from a free block that its stream may use.
     pub(crate) fn take(&mut self, request: &Request, free: BlockId) -> Granted {
-        let block = self.heap.take(free, request.slot, request.size, request.requested);
+        let block = self.heap.take(free, request.stream, request.size, request.requested);
         self.taken(request, block)
     }
 
@@ -124,9 +124,9 @@ impl StateGuard {
     /// True if an event is to be recorded on a stream now, so that the host learns how far it gets.
     /// The caller must then record it; it is counted as recorded here.
     #[inline]
-    pub(crate) fn is_progress_event_due(&mut self, slot: u32) -> bool {
+    pub(crate) fn is_progress_event_due(&mut self, stream: StreamId) -> bool {
         let SharedState { streams, reserved, .. } = &mut *self.shared;
-        streams.get_mut(slot as usize).is_some_and(|of_stream| of_stream.progress.is_due(*reserved))
+        streams.progress_mut(stream).is_some_and(|progress| progress.is_due(*reserved))
     }
 
     /// Notes in the history, if that is on, what happened to a live or waiting block.
@@ -141,20 +141,21 @@ impl StateGuard {
     fn note_always(&mut self, actions: Actions, id: BlockId) {
         let block = &self.heap.blocks[id];
         let pool = self.heap.pools[block.pool].options.history_id;
-        let subject = Subject { addr: block.addr, size: block.requested, slot: block.owner, tag: Tag(block.tag), pool };
+        let subject =
+            Subject { addr: block.addr, size: block.requested, stream: block.owner, tag: Tag(block.tag), pool };
         self.history.note(actions, subject);
     }
 
     /// Notes the last uses of granules in the logs that are not known done.
     pub(crate) fn note_recent_uses(&mut self) {
         let SharedState { heap, streams, .. } = &mut *self.shared;
-        heap.note_recent_uses(|slot| done_until(streams, slot));
+        heap.note_recent_uses(|stream| streams.known_done(stream));
     }
 
     /// Gives strays that are done to the streams of their regions. Returns true if there were any.
     pub(crate) fn return_strays(&mut self) -> bool {
         let SharedState { heap, streams, .. } = &mut *self.shared;
-        heap.return_strays(|slot| done_until(streams, slot))
+        heap.return_strays(|stream| streams.known_done(stream))
     }
 
     /// Checks the heap's identities now and then, in debug builds. The cost of a check grows with the
@@ -174,8 +175,8 @@ impl StateGuard {
     /// Makes room in a stream's log of last uses.
     #[cold]
     #[inline(never)]
-    pub(super) fn thin_recent_uses(&mut self, slot: u32) {
-        let done = self.done_until(slot);
-        self.heap.thin_recent_uses(slot, done);
+    pub(super) fn thin_recent_uses(&mut self, stream: StreamId) {
+        let done = self.streams.known_done(stream);
+        self.heap.thin_recent_uses(stream, done);
     }
 }

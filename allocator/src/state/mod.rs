@@ -21,6 +21,7 @@ pub(crate) mod awake;
 pub(crate) mod free;
 pub(crate) mod guard;
 pub(crate) mod shared;
+pub(crate) mod streams;
 
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
@@ -302,6 +303,6 @@ fn last_uses(shared: &SharedState, device: &Device) -> Option<Vec<Tick>> {
         return None;
     }
     let launched = shared.pools.awaited_launches(&device.wait_mark(), None);
-    let streams = shared.timelines().chain(launched.ticks.iter().map(|(timeline, _)| timeline));
+    let streams = shared.streams.timelines().chain(launched.ticks.iter().map(|(timeline, _)| timeline));
     (!launched.is_device_pending()).then(|| streams.map(Timeline::tick).collect())
 }

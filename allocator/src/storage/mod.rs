@@ -44,6 +44,7 @@ mod reservation;
 pub use guard::AccessGuard;
 pub use reservation::Reservation;
 
+use crate::types::StreamId;
 use foreign::Foreign;
 use held::Holder;
 use record::AccessRecord;
@@ -272,7 +273,7 @@ impl Storage {
     pub fn take_over(&self) -> Result<(), AllocError> {
         self.end_ready()?;
         let mut uses = self.hold()?;
-        let own = self.memory.state().shared().timeline(uses.first).cloned();
+        let own = self.memory.state().shared().streams.timeline(StreamId(uses.first)).cloned();
         own.into_iter().for_each(|own| uses.record.note_also(own.tick()));
         Ok(())
     }

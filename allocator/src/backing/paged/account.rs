@@ -3,11 +3,18 @@
 use crate::history::{Action, Subject};
 use crate::state::guard::StateGuard;
 use crate::tags::Tag;
-use crate::types::PoolId;
+use crate::types::{PoolId, StreamId};
 
-pub(crate) fn note_mapping(guard: &mut StateGuard, action: Action, pool: PoolId, slot: u32, addr: u64, bytes: u64) {
+pub(crate) fn note_mapping(
+    guard: &mut StateGuard,
+    action: Action,
+    pool: PoolId,
+    stream: StreamId,
+    addr: u64,
+    bytes: u64,
+) {
     let pool = guard.pools.history_id(pool);
-    let subject = Subject { addr, size: bytes, slot, tag: Tag::default(), pool };
+    let subject = Subject { addr, size: bytes, stream, tag: Tag::default(), pool };
     guard.history.note(action, subject);
 }
 

@@ -47,7 +47,7 @@ pub(super) fn reserve_addresses(allocator: &Allocator, request: &Request) -> Res
                 }
                 guard.pools.note_region(request.pool);
                 let heap = heap_with_pool(&mut guard, request.pool);
-                heap.add_reservation(ptr.0, bytes, request.slot, request.pool, granule);
+                heap.add_reservation(ptr.0, bytes, request.stream, request.pool, granule);
                 return Ok(true);
             }
             Err(error) if error.kind == ErrorKind::OutOfAddresses || error.is_out_of_memory() => {

@@ -21,6 +21,7 @@ use crate::cross_stream::waiting_list::Waiting;
 use crate::heap::{BlockId, State};
 use crate::state::guard::StateGuard;
 use crate::state::special;
+use crate::types::After;
 
 /// Puts the cordon up around all memory that sleeps.
 pub(crate) fn put_up(guard: &mut StateGuard) {
@@ -42,7 +43,7 @@ pub(crate) fn put_up(guard: &mut StateGuard) {
                         block: id,
                         addr: part.start,
                         bytes: part.end - part.start,
-                        after: 0,
+                        after: After::NOTHING,
                     })),
                     _ => {}
                 }
@@ -76,7 +77,7 @@ pub(crate) fn lift(guard: &mut StateGuard) {
         guard.heap.unhold_as_free(block);
     }
     for waiting in freed {
-        if waiting.uses.iter().all(|&(slot, after)| guard.is_known_done(slot, after)) {
+        if waiting.uses.iter().all(|&one| guard.streams.is_done(one)) {
             end_wait(guard, &waiting);
         } else {
             guard.waiting.push(waiting);

@@ -18,12 +18,13 @@ use crate::backing::paged::carry_out::{unless_capturing, unmap_range};
 use crate::backing::paged::deferred_release::DeferredRelease;
 use crate::backing::paged::frames::Frame;
 use crate::backing::paged::granules::{Owned, POOL, Purpose};
-use crate::cross_stream::ticks::Use;
+
 use crate::error::AllocError;
 use crate::history::{Action, Actions, Subject};
 use crate::size_class::PoolKind;
 use crate::state::guard::StateGuard;
-use crate::state::shared::{SharedState, done_until};
+use crate::state::shared::SharedState;
+use crate::types::{StreamId, Use};
 
 /// Unmaps deferred memory that is known done. Its frames become spare; those of exportable memory
 /// go back to the device. Returns how many bytes went back.
@@ -94,7 +95,7 @@ struct Leaving {
 fn begin_recycling(shared: &mut SharedState) -> Option<Leaving> {
     let SharedState { paged, streams, .. } = shared;
     let paged = paged.as_mut().filter(|paged| !paged.is_asleep && !paged.dedicated_sleeps)?;
-    let deferred_release = paged.deferred_release.take_done(|slot| done_until(streams, slot))?;
+    let deferred_release = paged.deferred_release.take_done(|stream| streams.known_done(stream))?;
     let purpose = paged.purpose_of(deferred_release.base)?;
     let frames =
         paged.forget_mapped(deferred_release.range.start, deferred_release.range.end - deferred_release.range.start);
@@ -113,7 +114,7 @@ fn settle_recycling(guard: &mut StateGuard, leaving: Leaving, unmapped: bool) ->
         return Vec::new();
     }
     paged.mapped_bytes[PoolKind::Large as usize] -= end - start;
-    let slot = paged.owned.get(&deferred_release.base).map_or(0, |owned| owned.slot);
+    let stream = paged.owned.get(&deferred_release.base).map_or(StreamId::default(), |owned| owned.stream);
     paged.deferred_release.forget(deferred_release.base);
     let frames = if purpose == Purpose::Exportable {
         frames.into_iter().map(|frame| (frame.physical, end - start)).collect()
@@ -121,7 +122,7 @@ fn settle_recycling(guard: &mut StateGuard, leaving: Leaving, unmapped: bool) ->
         paged.spares.extend(frames);
         Vec::new()
     };
-    note_mapping(guard, Action::SegmentUnmap, POOL, slot, start, end - start);
+    note_mapping(guard, Action::SegmentUnmap, POOL, stream, start, end - start);
     guard.counters.num_device_free.add(1);
     account_for_granules(guard);
     frames
@@ -130,8 +131,8 @@ fn settle_recycling(guard: &mut StateGuard, leaving: Leaving, unmapped: bool) ->
 /// Adds the deferred granules to those that ticks not known done keep from moving, by tick.
 pub(crate) fn add_deferred_release(guard: &StateGuard, not_done: &mut BTreeMap<Use, u64>) {
     let ticks = guard.paged.iter().flat_map(|paged| paged.deferred_release.ticks());
-    for (tick, granules) in ticks.filter(|&((slot, after), _)| !guard.is_known_done(slot, after)) {
-        *not_done.entry(tick).or_default() += granules;
+    for (last_use, granules) in ticks.filter(|&(last_use, _)| !guard.streams.is_done(last_use)) {
+        *not_done.entry(last_use).or_default() += granules;
     }
 }
 
@@ -154,7 +155,7 @@ pub(crate) fn set_owned(guard: &mut StateGuard, base: u64, size: u64, requested:
     (owned.size, owned.requested) = (size, requested);
     paged.owned_bytes = paged.owned_bytes - before.size + size;
     count_owned(guard, before, size, requested);
-    let subject = |size| Subject { addr: base, size, slot: before.slot, tag: before.tag, pool: 0 };
+    let subject = |size| Subject { addr: base, size, stream: before.stream, tag: before.tag, pool: 0 };
     if before.size > 0 {
         guard.history.note(Actions::FREE, subject(before.requested));
     }
@@ -177,7 +178,7 @@ fn count_owned(guard: &mut StateGuard, before: Owned, size: u64, requested: u64)
 fn is_recyclable(shared: &mut SharedState) -> bool {
     let SharedState { paged, streams, .. } = shared;
     let paged = paged.as_mut().filter(|paged| !paged.is_asleep && !paged.dedicated_sleeps);
-    paged.is_some_and(|paged| paged.deferred_release.any_done(|slot| done_until(streams, slot)))
+    paged.is_some_and(|paged| paged.deferred_release.any_done(|stream| streams.known_done(stream)))
 }
 
 /// Forgets a reservation whose owner is gone and in which no memory is mapped. Returns its
@@ -190,8 +191,8 @@ fn take_vacant_reservation(shared: &mut SharedState) -> Option<(DevicePtr, u64)>
 }
 
 /// Retires a range of a reservation that its owner gives up and that the streams `users` used.
-pub(crate) fn retire(shared: &mut SharedState, base: u64, range: Range<u64>, users: &[u32]) {
-    let uses = users.iter().map(|&slot| (slot, shared.tick_of(slot))).collect();
+pub(crate) fn retire(shared: &mut SharedState, base: u64, range: Range<u64>, users: &[StreamId]) {
+    let uses = users.iter().map(|&stream| shared.streams.use_so_far(stream)).collect();
     if let Some(paged) = shared.paged.as_mut().filter(|_| !range.is_empty()) {
         paged.deferred_release.add(DeferredRelease { base, range, uses, was_told: true });
     }

@@ -14,6 +14,7 @@ use crate::backing::paged::dedicated::{owned_size, retire, set_owned};
 use crate::error::AllocError;
 use crate::state::AllocatorState;
 use crate::tags::Tag;
+use crate::types::StreamId;
 
 /// Dedicated memory, from the first address on. It keeps the allocator open. Dropping it makes no
 /// driver call and does not wait.
@@ -24,17 +25,17 @@ pub(crate) struct DedicatedMemory {
     /// Requested bytes.
     bytes: AtomicU64,
     /// Streams that use it, in order: the one that it was made for, and others.
-    users: Mutex<Vec<u32>>,
+    users: Mutex<Vec<StreamId>>,
 }
 
 impl DedicatedMemory {
     /// The hold of the owner of the reservation at `ptr`.
-    pub(crate) fn new(allocator: &Allocator, ptr: DevicePtr, bytes: u64, slot: u32) -> DedicatedMemory {
+    pub(crate) fn new(allocator: &Allocator, ptr: DevicePtr, bytes: u64, stream: StreamId) -> DedicatedMemory {
         DedicatedMemory {
             allocator: allocator.kept_open(),
             ptr,
             bytes: AtomicU64::new(bytes),
-            users: Mutex::new(vec![slot]),
+            users: Mutex::new(vec![stream]),
         }
     }
 
@@ -65,7 +66,7 @@ impl DedicatedMemory {
         witness.begins(NewBlock { ptr: self.ptr, bytes, tag, is_for_graphs: false, at: Some(at) });
     }
 
-    pub(crate) fn users(&self) -> Vec<u32> {
+    pub(crate) fn users(&self) -> Vec<StreamId> {
         self.users.lock().clone()
     }
 
@@ -80,10 +81,10 @@ impl DedicatedMemory {
         if stream.device_id() != device_id {
             return Err(AllocError::wrong_device("stream", stream.device_id(), device_id));
         }
-        let slot = self.allocator.state().shared().stream(stream);
+        let stream = self.allocator.state().shared().stream(stream);
         let mut users = self.users.lock();
-        if let Err(at) = users.binary_search(&slot) {
-            users.insert(at, slot);
+        if let Err(at) = users.binary_search(&stream) {
+            users.insert(at, stream);
         }
         Ok(())
     }

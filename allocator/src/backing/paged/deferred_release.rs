@@ -7,7 +7,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use crate::cross_stream::ticks::{TickIndex, Use};
+use crate::cross_stream::ticks::TickIndex;
+use crate::types::{After, StreamId, Use};
 
 /// Memory that its owner gave up.
 #[derive(Debug)]
@@ -81,14 +82,14 @@ impl DeferredReleases {
 
     /// Takes a piece that is known done; `reached` gives for a stream the tick that its timeline is
     /// known to have reached.
-    pub(crate) fn take_done(&mut self, reached: impl Fn(u32) -> u64) -> Option<DeferredRelease> {
+    pub(crate) fn take_done(&mut self, reached: impl Fn(StreamId) -> After) -> Option<DeferredRelease> {
         self.uses.advance(reached);
         let key = *self.uses.done().first()?;
         self.take(key)
     }
 
     /// True if a piece is known done, or addresses may go back.
-    pub(crate) fn any_done(&mut self, reached: impl Fn(u32) -> u64) -> bool {
+    pub(crate) fn any_done(&mut self, reached: impl Fn(StreamId) -> After) -> bool {
         self.uses.advance(reached);
         !self.uses.done().is_empty() || !self.vacant.is_empty()
     }
@@ -163,6 +164,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::types::{ticks, used_until};
 
     const GRANULE: u64 = 1 << 21;
 
@@ -179,13 +181,13 @@ mod tests {
     #[test]
     fn addresses_are_vacant_once_the_owner_and_all_pieces_are_gone() {
         let mut deferred_release = DeferredReleases::new(GRANULE);
-        deferred_release.add(piece(0, 1..3, &[(1, 5)]));
-        deferred_release.add(piece(0, 0..1, &[(1, 6), (2, 1)]));
-        assert!(deferred_release.take_done(|_| 0).is_none());
+        deferred_release.add(piece(0, 1..3, &[used_until(1, 5)]));
+        deferred_release.add(piece(0, 0..1, &[used_until(1, 6), used_until(2, 1)]));
+        assert!(deferred_release.take_done(|_| ticks(0)).is_none());
         deferred_release.abandon(0);
         deferred_release.abandon(GRANULE * 64);
         assert_eq!((deferred_release.take_vacant(), deferred_release.take_vacant()), (Some(GRANULE * 64), None));
-        let reached = |slot| if slot == 1 { 6 } else { 0 };
+        let reached = |stream| ticks(if stream == StreamId(1) { 6 } else { 0 });
         assert_eq!(deferred_release.take_done(reached).map(|one| one.range), Some(GRANULE..3 * GRANULE));
         deferred_release.forget(0);
         assert!(
@@ -193,9 +195,9 @@ mod tests {
                 && !deferred_release.any_done(reached)
                 && !deferred_release.is_empty()
         );
-        assert_eq!(deferred_release.take_done(|_| 6).map(|one| one.range), Some(0..GRANULE));
+        assert_eq!(deferred_release.take_done(|_| ticks(6)).map(|one| one.range), Some(0..GRANULE));
         deferred_release.forget(0);
-        assert!(deferred_release.any_done(|_| 0));
+        assert!(deferred_release.any_done(|_| ticks(0)));
         assert_eq!(deferred_release.take_vacant(), Some(0));
         assert!(deferred_release.is_empty());
     }
@@ -203,12 +205,12 @@ mod tests {
     #[test]
     fn addresses_of_a_piece_that_stayed_mapped_are_not_vacant() {
         let mut deferred_release = DeferredReleases::new(GRANULE);
-        deferred_release.add(piece(0, 0..1, &[(1, 5)]));
-        let taken = deferred_release.take_done(|_| 5).unwrap();
+        deferred_release.add(piece(0, 0..1, &[used_until(1, 5)]));
+        let taken = deferred_release.take_done(|_| ticks(5)).unwrap();
         deferred_release.abandon(0);
         deferred_release.put_back(taken);
         assert_eq!(deferred_release.take_vacant(), None);
-        assert!(deferred_release.take_done(|_| 5).is_some());
+        assert!(deferred_release.take_done(|_| ticks(5)).is_some());
         deferred_release.forget(0);
         assert_eq!(deferred_release.take_vacant(), Some(0));
     }
@@ -216,11 +218,11 @@ mod tests {
     #[test]
     fn a_piece_that_is_taken_back_in_part_still_waits() {
         let mut deferred_release = DeferredReleases::new(GRANULE);
-        deferred_release.add(piece(0, 1..5, &[(1, 5)]));
+        deferred_release.add(piece(0, 1..5, &[used_until(1, 5)]));
         deferred_release.add(DeferredRelease::unusable(0, 0..GRANULE));
         let taken = deferred_release.take_below(0, 2 * GRANULE);
         assert_eq!((taken.len(), taken[0].range.clone()), (1, GRANULE..2 * GRANULE));
-        assert_eq!(deferred_release.ticks().collect::<Vec<_>>(), [((1, 5), 3)]);
+        assert_eq!(deferred_release.ticks().collect::<Vec<_>>(), [(used_until(1, 5), 3)]);
         assert!(deferred_release.is_unusable(0, GRANULE / 2) && !deferred_release.is_unusable(0, 3 * GRANULE));
         assert!(deferred_release.is_below(0, GRANULE) && !deferred_release.is_below(64 * GRANULE, u64::MAX));
         assert_eq!(deferred_release.of(0).count(), 2);
@@ -243,22 +245,22 @@ mod tests {
                         let is_vacant = |at: &u64| !model.contains_key(&(owner, *at));
                         let vacant = (from..from + count).take_while(is_vacant).count() as u64;
                         if vacant > 0 {
-                            deferred_release.add(piece(base, from..from + vacant, &[(7, now)]));
+                            deferred_release.add(piece(base, from..from + vacant, &[used_until(7, now)]));
                             model.extend((from..from + vacant).map(|at| ((owner, at), now)));
                         }
                         now += 1;
                     }
                     2 => {
                         let taken = deferred_release.take_below(base, base + from * GRANULE);
-                        let taken = taken.iter().flat_map(|one| granules(one).map(move |at| (at, one.uses[0].1)));
-                        let expected = model.range((owner, 0)..(owner, from)).map(|(&(_, at), &after)| (at, after));
+                        let taken = taken.iter().flat_map(|one| granules(one).map(move |at| (at, one.uses[0].after)));
+                        let expected = model.range((owner, 0)..(owner, from)).map(|(&(_, at), &until)| (at, ticks(until)));
                         let expected: Vec<_> = expected.collect();
                         prop_assert_eq!(taken.collect::<Vec<_>>(), expected);
                         model.retain(|&(of, at), _| of != owner || at >= from);
                     }
                     3 => done = now - 1,
                     _ => {
-                        while let Some(one) = deferred_release.take_done(|_| done) {
+                        while let Some(one) = deferred_release.take_done(|_| ticks(done)) {
                             let owner = one.base / 64 / GRANULE;
                             for at in granules(&one) {
                                 prop_assert!(model.remove(&(owner, at)).is_some_and(|after| after <= done));
@@ -267,7 +269,7 @@ mod tests {
                         prop_assert!(model.values().all(|&after| after > done));
                     }
                 }
-                let waits = deferred_release.ticks().filter(|&((_, after), _)| after > done);
+                let waits = deferred_release.ticks().filter(|(one, _)| one.after > ticks(done));
                 let listed: u64 = waits.map(|(_, granules)| granules).sum();
                 prop_assert_eq!(listed, model.values().filter(|&&after| after > done).count() as u64);
             }

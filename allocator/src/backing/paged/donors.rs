@@ -20,6 +20,7 @@ use crate::pools::lookup::numbers_of;
 use crate::pools::table::Which;
 use crate::recovery::oom::seen::is_capturing;
 use crate::state::guard::StateGuard;
+use crate::types::{After, StreamId, Use};
 
 /// The most blocks that donors are taken from while locks are held without a break, where many
 /// donors are wanted.
@@ -31,9 +32,9 @@ pub(crate) struct Donor {
     pub(crate) block: BlockId,
     pub(crate) addr: u64,
     pub(crate) bytes: u64,
-    /// 0 if the frames may be unmapped. Else the tick that their owner's timeline must reach first;
-    /// the owner may use them at other addresses at once.
-    pub(crate) after: u64,
+    /// The work of their owner that must be done before the frames may be unmapped. The owner may use
+    /// them at other addresses at once.
+    pub(crate) after: After,
 }
 
 /// Frames that may move, and granules that could once ticks are done.
@@ -43,9 +44,8 @@ pub(crate) struct Donors {
     pub(crate) chosen: Vec<Donor>,
     /// Number of chosen granules.
     pub(crate) granules: u64,
-    /// Number of granules that are not known done, by stream and by the tick that its timeline must
-    /// have reached.
-    pub(crate) not_done: BTreeMap<(u32, u64), u64>,
+    /// Number of granules that are not known done, by last use.
+    pub(crate) not_done: BTreeMap<Use, u64>,
 }
 
 impl Donors {
@@ -128,7 +128,7 @@ pub(crate) fn donors(guard: &mut StateGuard, wanted: u64, window: Option<&Window
 /// private pools stays.
 pub(super) fn add_reusable(
     guard: &mut StateGuard,
-    slot: u32,
+    stream: StreamId,
     mut wanted: u64,
     window: &Window,
     mut room: FrameRoom,
@@ -141,7 +141,7 @@ pub(super) fn add_reusable(
     for candidate in candidates(guard, paged, Which::Unpromised) {
         let heap = &guard.heap;
         let block = &heap.blocks[candidate.block];
-        if block.owner != slot || block.pool.is_private() || guard.is_known_done(slot, block.after) {
+        if block.owner != stream || block.pool.is_private() || guard.streams.is_done(block.last_use()) {
             continue;
         }
         let frames = paged.whole_frames(heap.region(block.region).addr, &block.range());
@@ -149,7 +149,8 @@ pub(super) fn add_reusable(
         for frame in frames {
             let (addr, bytes, after) = (frame.start, frame.end - frame.start, last_use.of_frame(&frame));
             let is_in_window = frame.start < window.end && window.start < frame.end;
-            let is_covered = !guard.is_known_done(slot, after) && guard.may_be_covered(slot, after);
+            let last = Use { stream, after };
+            let is_covered = !guard.streams.is_done(last) && guard.streams.may_be_covered(last);
             let stays = is_in_window || guard.pins.are_in(frame) || !is_covered;
             if stays || bytes / granule > wanted || !room.take(bytes / granule) {
                 continue;
@@ -192,13 +193,13 @@ fn choose_all_of(guard: &StateGuard, paged: &Paged, candidate: &Candidate, wante
     let block = &guard.heap.blocks[candidate.block];
     let range = paged.whole_frames(guard.heap.region(block.region).addr, &block.range()).range();
     let granules = (range.end - range.start) / paged.granule;
-    let may_move = guard.is_known_done(block.owner, block.after) && !guard.pins.are_in(range.clone());
+    let may_move = guard.streams.is_done(block.last_use()) && !guard.pins.are_in(range.clone());
     if !may_move || donors.granules + granules > wanted {
         return false;
     }
     let (addr, bytes) = (range.start, range.end - range.start);
     donors.granules += granules;
-    donors.chosen.push(Donor { block: candidate.block, addr, bytes, after: 0 });
+    donors.chosen.push(Donor { block: candidate.block, addr, bytes, after: After::NOTHING });
     true
 }
 
@@ -224,7 +225,7 @@ pub(crate) fn free_granules(guard: &StateGuard, from: Which) -> Vec<Donor> {
         let Range { start, end } = block.range();
         let (addr, end) = (start.next_multiple_of(granule), end / granule * granule);
         if addr < end {
-            found.push(Donor { block: id, addr, bytes: end - addr, after: 0 });
+            found.push(Donor { block: id, addr, bytes: end - addr, after: After::NOTHING });
         }
     });
     found
@@ -268,11 +269,12 @@ fn choose_in(
             continue;
         }
         let (bytes, after) = (frame.end - frame.start, last_use.of_frame(&frame));
-        if !guard.is_known_done(block.owner, after) {
-            *donors.not_done.entry((block.owner, after)).or_default() += bytes / granule;
+        let last = Use { stream: block.owner, after };
+        if !guard.streams.is_done(last) {
+            *donors.not_done.entry(last).or_default() += bytes / granule;
             continue;
         }
-        let donor = Donor { block: candidate.block, addr: frame.start, bytes, after: 0 };
+        let donor = Donor { block: candidate.block, addr: frame.start, bytes, after: After::NOTHING };
         if donors.granules + bytes / granule <= wanted {
             donors.granules += bytes / granule;
             donors.chosen.push(donor);
@@ -289,18 +291,18 @@ struct LastUse<'a> {
     low: u64,
     /// The granules down to this address were used until this tick.
     from: u64,
-    after: u64,
+    after: After,
 }
 
 impl LastUse<'_> {
     fn of(uses: LastUses<'_>, range: Range<u64>) -> LastUse<'_> {
-        LastUse { uses, low: range.start, from: range.end, after: 0 }
+        LastUse { uses, low: range.start, from: range.end, after: After::NOTHING }
     }
 
     /// The tick that the owner's timeline must reach for all of a frame to be done.
-    fn of_frame(&mut self, frame: &Range<u64>) -> u64 {
+    fn of_frame(&mut self, frame: &Range<u64>) -> After {
         // Granules side by side mostly share their last use.
-        let mut latest = if self.from < frame.end { self.after } else { 0 };
+        let mut latest = if self.from < frame.end { self.after } else { After::NOTHING };
         while self.from > frame.start {
             let to = self.from.min(frame.end);
             (self.after, self.from) = self.uses.highest_run(&(self.low..to));

@@ -37,7 +37,7 @@ pub(crate) fn draft(guard: &mut StateGuard, request: &Request, left: u64, may_bu
     let paged = guard.paged.as_ref()?;
     let (granule, at_hand) = (paged.granule, paged.spares.granules());
     let mut facts = Facts { peak: paged.peak.max(live), held, left };
-    let of = Of { pool: request.pool, stream: request.slot };
+    let of = Of { pool: request.pool, stream: request.stream };
     let window = window::cheapest(&guard.heap, of, request.size, granule)?;
     let spares = window.lacks.min(at_hand);
     let need = window.lacks - spares;
@@ -56,7 +56,7 @@ pub(crate) fn draft(guard: &mut StateGuard, request: &Request, left: u64, may_bu
     let ahead = donors.granules.saturating_sub(need).min(room(&window, granule));
     let buy = need.saturating_sub(donors.granules);
     if buy > 0 {
-        let of_others = donors.not_done.iter().filter(|&(&(slot, _), _)| slot != request.slot);
+        let of_others = donors.not_done.iter().filter(|(last, _)| last.stream != request.stream);
         facts.peak = facts.peak.max(live + of_others.map(|(_, granules)| granules * granule).sum::<u64>());
     }
     Some(Draft { window, facts, donors, spares, buy, bought_though_movable: false, ahead })
@@ -71,7 +71,7 @@ pub(super) fn reuse_unfinished(guard: &mut StateGuard, request: &Request, draft:
     let granule = paged.granule;
     let room = FrameRoom::new(&draft.window.holes(&guard.heap, granule));
     let before = draft.donors.granules;
-    add_reusable(guard, request.slot, draft.buy, &draft.window, room, &mut draft.donors);
+    add_reusable(guard, request.stream, draft.buy, &draft.window, room, &mut draft.donors);
     draft.buy -= draft.donors.granules - before;
 }
 

@@ -81,11 +81,11 @@ pub(crate) fn alloc_exportable(
     };
     can_export(allocator, kind)?;
     let size = bytes.next_multiple_of(granularity);
-    let slot = allocator.state().shared().stream(stream);
-    refuse_unannounced_capture(allocator, slot)?;
-    let request = Request { requested: bytes, size, pool: POOL, slot, tag: Tag::current(), is_regular: false };
+    let id = allocator.state().shared().stream(stream);
+    refuse_unannounced_capture(allocator, id)?;
+    let request = Request { requested: bytes, size, pool: POOL, stream: id, tag: Tag::current(), is_regular: false };
     let (ptr, physical) = climb_dedicated(allocator, &request, 0, || try_exportable(allocator, &request, options))?;
-    let memory = Arc::new(DedicatedMemory::new(allocator, ptr, bytes, slot));
+    let memory = Arc::new(DedicatedMemory::new(allocator, ptr, bytes, id));
     let at = Location::caller();
     allocator.state().tell_witness(|witness| memory.report_block(witness, bytes, at));
     let memory = Memory::Dedicated(memory);
@@ -108,14 +108,14 @@ fn alloc_dedicated_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -
 #[track_caller]
 fn alloc_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
     let private = create_pool(allocator, PoolOptions { no_split: true, ..PoolOptions::default() })?;
-    let slot = allocator.state().shared().stream(stream);
-    refuse_unannounced_capture(allocator, slot)?;
+    let stream = allocator.state().shared().stream(stream);
+    refuse_unannounced_capture(allocator, stream)?;
     let shared = allocator.state().shared();
     let mut numbers = shared.pools.find(private.key()).into_iter().flat_map(Private::numbers);
     let pool = numbers.find(|&number| number.kind() == PoolKind::Large).unwrap_or(POOL);
     drop(shared);
     let size = bytes.next_multiple_of(allocator.device().info().granularity_bytes.unwrap_or(ROUND_LARGE));
-    let request = Request { requested: bytes, size, pool, slot, tag: Tag::current(), is_regular: false };
+    let request = Request { requested: bytes, size, pool, stream, tag: Tag::current(), is_regular: false };
     let granted = climb_dedicated(allocator, &request, 0, || {
         Ok(match grow_segment_of(allocator, &request, size)? {
             Growth::Grown(granted) => Ok(granted),
@@ -126,7 +126,7 @@ fn alloc_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<A
     let state = allocator.state();
     state.report_block(granted.block, ptr, bytes, Location::caller());
     let mark = if allocator.is_watched() { WATCHED } else { 0 };
-    Ok(Allocation::new((state, granted.block), slot | mark, ptr, bytes))
+    Ok(Allocation::new((state, granted.block), stream.0 | mark, ptr, bytes))
 }
 
 fn can_export(allocator: &Allocator, kind: HandleKind) -> Result<(), AllocError> {
@@ -176,11 +176,11 @@ fn try_exportable(
         paged.add_reservation(ptr.0, request.size, PoolKind::Large, Purpose::Exportable);
         paged.put_all(ptr.0, &[Frame::new(physical, 1)]);
         paged.mapped_bytes[PoolKind::Large as usize] += request.size;
-        paged.owned.insert(ptr.0, Owned { slot: request.slot, tag: request.tag, ..Owned::default() });
+        paged.owned.insert(ptr.0, Owned { stream: request.stream, tag: request.tag, ..Owned::default() });
     }
     guard.counters.num_device_alloc.add(1);
     account_for_granules(&mut guard);
-    note_mapping(&mut guard, Action::SegmentMap, POOL, request.slot, ptr.0, request.size);
+    note_mapping(&mut guard, Action::SegmentMap, POOL, request.stream, ptr.0, request.size);
     set_owned(&mut guard, ptr.0, request.size, request.requested);
     Ok(Ok((ptr, physical)))
 }

@@ -14,6 +14,7 @@ use std::ops::Range;
 use aquifer_device::RawPhysical;
 
 use crate::heap::BlockId;
+use crate::types::Use;
 
 /// Physical memory with one handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,9 +39,7 @@ impl Frame {
 pub(crate) struct Lingering {
     pub(crate) block: BlockId,
     pub(crate) range: Range<u64>,
-    /// The stream that used them last, and the tick that its timeline must reach.
-    pub(crate) slot: u32,
-    pub(crate) after: u64,
+    pub(crate) last_use: Use,
     /// Frames there that did not move, because the remap failed. They become spare.
     pub(crate) unmoved: Vec<Frame>,
 }

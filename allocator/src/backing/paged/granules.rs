@@ -19,7 +19,7 @@ use crate::backing::paged::probe::Ability;
 use crate::heap::BlockId;
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
-use crate::types::PoolId;
+use crate::types::{PoolId, StreamId};
 
 /// The state of mapped memory.
 #[derive(Debug)]
@@ -456,7 +456,7 @@ pub(crate) struct Owned {
     /// Requested bytes.
     pub(crate) requested: u64,
     /// The stream that it was made for.
-    pub(crate) slot: u32,
+    pub(crate) stream: StreamId,
     pub(crate) tag: Tag,
 }
 

@@ -19,13 +19,13 @@ use crate::backing::paged::granules::Paged;
 use crate::backing::paged::lingering::unmap_lingering;
 use crate::backing::paged::plan::{Plan, Planned, Purchase, Terms, plan};
 use crate::backing::paged::settle::settle_plan;
-use crate::backing::paged::wait::{first_enough, latest, stall_for};
+use crate::backing::paged::wait::{first_enough, stall_for};
 use crate::cross_stream::progress::{Pending, poll};
 use crate::cross_stream::waiting::poll_waiting;
 use crate::error::AllocError;
 use crate::state::guard::StateGuard;
 use crate::sync::RwLockReadGuard;
-use crate::types::Request;
+use crate::types::{After, Request, latest_by_stream};
 
 /// How often a request is planned anew at most. It may have to be, because others may take the
 /// memory that it waited for.
@@ -45,7 +45,7 @@ enum Next<'a> {
     /// Learn, without waiting, how far these streams got.
     Ask(Pending),
     /// Wait on the host until the timeline has got this far: the request is refused otherwise.
-    Wait(Arc<Timeline>, u64),
+    Wait(Arc<Timeline>, After),
     Reserve,
     /// Wait until other threads have finished taking memory: only then is it known how much the
     /// device has left.
@@ -147,7 +147,7 @@ fn instead_of_buying(
         return None;
     }
     if allowed.ask && !draft.donors.not_done.is_empty() {
-        return Some(Next::Ask(latest(guard, &draft.donors.not_done)));
+        return Some(Next::Ask(guard.streams.not_done(latest_by_stream(draft.donors.not_done.keys().copied()))));
     }
     reuse_unfinished(guard, request, draft);
     None
@@ -171,7 +171,7 @@ fn carry_out_plan(
     let moved =
         unmapped.chain(reused.map(|(donor, unmoved)| donor.bytes - granules_of(unmoved) * granule)).sum::<u64>();
     if moved > 0 {
-        let (stream, bytes) = (request.slot, request.size);
+        let (stream, bytes) = (request.stream.0, request.size);
         tracing::debug!(target: "aquifer::remap", stream, bytes, moved, "free memory was moved to serve a request");
     }
     let mut guard = allocator.state().lock();

@@ -10,7 +10,6 @@
 //! Invariant: it does not shrink while a buffer shares the memory, so that no buffer reaches
 //! addresses without memory.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
@@ -34,8 +33,8 @@ use crate::backing::paged::grow::ROUNDS;
 use crate::backing::paged::layout::Largest;
 use crate::backing::paged::plan::{hold_all, work};
 use crate::backing::paged::settle::settle_work;
-use crate::backing::paged::wait::{first_enough, latest, stall_for};
-use crate::cross_stream::progress::poll;
+use crate::backing::paged::wait::{first_enough, stall_for};
+use crate::cross_stream::progress::{Pending, poll};
 use crate::error::AllocError;
 use crate::history::Action;
 use crate::pools::capture::refuse_capture_dedicated;
@@ -44,7 +43,7 @@ use crate::recovery::dedicated::climb_dedicated;
 use crate::size_class::{PoolKind, REQUEST_LIMIT};
 use crate::storage::{Memory, Storage};
 use crate::tags::Tag;
-use crate::types::Request;
+use crate::types::{After, Request, StreamId, Use, latest_by_stream};
 
 /// Memory that grows and shrinks at one address, such as a cache of keys and values. It consists of
 /// whole granules, of 2 MiB by default ([`crate::Config::granule`]), so it suits few that are large
@@ -79,18 +78,17 @@ pub struct Growable {
     storage: Arc<Storage>,
     capacity: u64,
     granule: u64,
-    /// Uses of what lies behind its end in the last granule: streams, and where their timelines
-    /// must have got to.
-    rest: Vec<(u32, u64)>,
+    /// Uses of what lies behind its end in the last granule.
+    rest: Vec<Use>,
 }
 
 /// The next step of a growth.
 enum Next {
     Finished(Result<(), Refusal>),
     /// Learn, without waiting, how far these streams got.
-    Ask(Vec<(Arc<Timeline>, u64)>),
+    Ask(Pending),
     /// Wait on the host until the timeline has got this far.
-    Wait(Arc<Timeline>, u64),
+    Wait(Arc<Timeline>, After),
     /// Wait until other threads have finished taking memory: only then is it known how much the
     /// device has left.
     AskRoom,
@@ -107,7 +105,7 @@ pub(crate) fn growable(allocator: &Allocator, capacity: u64, stream: &Stream) ->
         return Err(AllocError::TooLarge { requested: capacity });
     }
     let mut shared = allocator.state().shared();
-    let slot = shared.stream(stream);
+    let id = shared.stream(stream);
     let Some(granule) = shared.paged.as_ref().map(|paged| paged.granule) else {
         return Err(allocator.not_mapped("memory that grows where it is"));
     };
@@ -127,9 +125,9 @@ pub(crate) fn growable(allocator: &Allocator, capacity: u64, stream: &Stream) ->
     allocator.state().tell_witness(|witness| witness.managed(ptr.range(reserved)));
     if let Some(paged) = &mut allocator.state().shared().paged {
         paged.add_reservation(ptr.0, reserved, PoolKind::Large, Purpose::Growable);
-        paged.owned.insert(ptr.0, Owned { slot, tag: Tag::current(), ..Owned::default() });
+        paged.owned.insert(ptr.0, Owned { stream: id, tag: Tag::current(), ..Owned::default() });
     }
-    let memory = Arc::new(DedicatedMemory::new(allocator, ptr, 0, slot));
+    let memory = Arc::new(DedicatedMemory::new(allocator, ptr, 0, id));
     let storage = Arc::new(Storage::new(Memory::Dedicated(memory.clone()), stream));
     Ok(Growable { memory, storage, capacity, granule, rest: Vec::new() })
 }
@@ -194,7 +192,7 @@ fn fill_step(
     let donors = donors(&mut guard, lacks - spares, None, Which::Unpromised);
     let buy = (lacks - spares).saturating_sub(donors.granules);
     if buy > 0 && may_ask {
-        let ticks = latest(&guard, &donors.not_done);
+        let ticks = guard.streams.not_done(latest_by_stream(donors.not_done.keys().copied()));
         if !ticks.is_empty() {
             return Ok(Next::Ask(ticks));
         }
@@ -216,7 +214,7 @@ fn fill_step(
     settle_work(&mut guard, &donors, (spares, buy), POOL, &done);
     for filled in &done.filled {
         for at in filled.range.clone().step_by(usize::try_from(granule).unwrap_or(usize::MAX)) {
-            note_mapping(&mut guard, Action::SegmentMap, POOL, request.slot, at, granule);
+            note_mapping(&mut guard, Action::SegmentMap, POOL, request.stream, at, granule);
         }
     }
     if let Some(paged) = &mut guard.paged {
@@ -312,7 +310,7 @@ impl Growable {
         self.storage.note_growth(stream)?;
         let mut guard = self.allocator().state().lock();
         // The stream's later work comes after all uses of the last granule.
-        let rest = if bytes < size { vec![(stream.id(), guard.tick_of(stream.id()))] } else { Vec::new() };
+        let rest = if bytes < size { vec![guard.streams.use_so_far(StreamId::of(stream))] } else { Vec::new() };
         set_owned(&mut guard, self.ptr().0, size, bytes);
         drop(guard);
         self.memory.resize(bytes, Location::caller());
@@ -345,7 +343,7 @@ impl Growable {
         set_owned(&mut guard, self.ptr().0, size, bytes);
         retire(&mut guard, self.ptr().0, self.ptr().0 + size..self.ptr().0 + before, &users);
         let uses = if bytes < size { users } else { Vec::new() };
-        let rest = uses.into_iter().map(|slot| (slot, guard.tick_of(slot))).collect();
+        let rest = uses.into_iter().map(|stream| guard.streams.use_so_far(stream)).collect();
         drop(guard);
         self.rest = rest;
         Ok(())
@@ -364,24 +362,19 @@ impl Growable {
     fn fill(&self, size: u64, bytes: u64, stream: &Stream, retaken: &[DeferredRelease]) -> Result<(), AllocError> {
         self.order_after(stream, retaken.iter().flat_map(|deferred_release| deferred_release.uses.iter().copied()))?;
         let allocator = self.allocator();
-        let (base, slot, grown) = (self.ptr().0, stream.id(), size - self.size());
+        let (base, stream, grown) = (self.ptr().0, StreamId::of(stream), size - self.size());
         let requested = bytes - self.bytes();
-        let request = Request { requested, size: grown, pool: POOL, slot, tag: Tag::default(), is_regular: false };
+        let request = Request { requested, size: grown, pool: POOL, stream, tag: Tag::default(), is_regular: false };
         let range = base + self.size()..base + size;
         climb_dedicated(allocator, &request, self.size(), || try_fill(allocator, &request, base, &range))
     }
 
-    /// Makes a stream's later work come after uses of memory: streams, and where their timelines
-    /// must have got to.
-    fn order_after(&self, stream: &Stream, uses: impl IntoIterator<Item = (u32, u64)>) -> Result<(), AllocError> {
-        let mut latest = BTreeMap::new();
-        for (slot, after) in uses {
-            latest.entry(slot).and_modify(|tick: &mut u64| *tick = after.max(*tick)).or_insert(after);
-        }
-        for (slot, after) in latest {
-            let timeline = self.allocator().state().shared().timeline(slot).cloned();
+    /// Makes a stream's later work come after uses of memory.
+    fn order_after(&self, stream: &Stream, uses: impl IntoIterator<Item = Use>) -> Result<(), AllocError> {
+        for Use { stream: user, after } in latest_by_stream(uses.into_iter()) {
+            let timeline = self.allocator().state().shared().streams.timeline(user).cloned();
             if let Some(timeline) = timeline {
-                stream.timeline().wait_for(&timeline, after.saturating_sub(1))?;
+                stream.timeline().wait_for(&timeline, after.last_tick())?;
             }
         }
         Ok(())

@@ -18,15 +18,21 @@ use crate::backing::paged::frames::{Frame, Lingering, granules_of};
 use crate::error::AllocError;
 use crate::history::Action;
 use crate::state::guard::StateGuard;
+use crate::types::{StreamId, Use};
 
 /// Accounts for donors that the device was not done with. `unmoved` has the frames of each that are
 /// mapped nowhere else. Returns how many bytes left their addresses.
-pub(crate) fn settle_reused(guard: &mut StateGuard, slot: u32, donors: &[Donor], unmoved: Vec<Vec<Frame>>) -> u64 {
+pub(crate) fn settle_reused(
+    guard: &mut StateGuard,
+    stream: StreamId,
+    donors: &[Donor],
+    unmoved: Vec<Vec<Frame>>,
+) -> u64 {
     let mut left = 0;
     for (donor, unmoved) in donors.iter().zip(unmoved) {
         let range = donor.addr..donor.addr + donor.bytes;
         let region = guard.heap.region_of(donor.block);
-        let (pool, stream) = (region.pool, region.stream);
+        let (pool, of_region) = (region.pool, region.stream);
         let Some(paged) = guard.paged.as_mut() else { continue };
         if granules_of(&unmoved) * paged.granule == donor.bytes {
             paged.put_all(donor.addr, &unmoved);
@@ -37,8 +43,9 @@ pub(crate) fn settle_reused(guard: &mut StateGuard, slot: u32, donors: &[Donor],
         let Donor { block, after, .. } = *donor;
         guard.heap.empty_held(block);
         let Some(paged) = guard.paged.as_mut() else { continue };
-        paged.lingering.push(Lingering { block, range, slot, after, unmoved });
-        note_mapping(guard, Action::SegmentUnmap, pool, stream, donor.addr, donor.bytes);
+        let last_use = Use { stream, after };
+        paged.lingering.push(Lingering { block, range, last_use, unmoved });
+        note_mapping(guard, Action::SegmentUnmap, pool, of_region, donor.addr, donor.bytes);
         left += donor.bytes;
     }
     left
@@ -91,16 +98,16 @@ pub(crate) fn has_lingering(allocator: &Allocator) -> bool {
     allocator.state().shared().paged.as_ref().is_some_and(|paged| !paged.lingering.is_empty())
 }
 
-/// The ticks that such mappings wait for, each with its stream.
-pub(crate) fn lingering_not_done(guard: &StateGuard) -> Vec<(u32, u64)> {
-    let all = guard.paged.iter().flat_map(|paged| &paged.lingering).map(|one| (one.slot, one.after));
-    all.filter(|&(slot, after)| !guard.is_known_done(slot, after)).collect()
+/// The uses that such mappings wait for.
+pub(crate) fn lingering_not_done(guard: &StateGuard) -> Vec<Use> {
+    let all = guard.paged.iter().flat_map(|paged| &paged.lingering).map(|one| one.last_use);
+    all.filter(|&one| !guard.streams.is_done(one)).collect()
 }
 
 /// True if the device may be using memory through such a mapping.
 pub(crate) fn may_be_in_use(allocator: &Allocator) -> bool {
     let shared = allocator.state().shared();
-    let is_done = |one: &Lingering| shared.is_known_done(one.slot, one.after);
+    let is_done = |one: &Lingering| shared.streams.is_done(one.last_use);
     shared.paged.as_ref().is_some_and(|paged| !paged.lingering.iter().all(is_done))
 }
 
@@ -112,7 +119,7 @@ fn take_done(allocator: &Allocator) -> Vec<Lingering> {
     }
     let mut shared = allocator.state().shared();
     let all = shared.paged.as_mut().map(|paged| std::mem::take(&mut paged.lingering)).unwrap_or_default();
-    let (done, rest) = all.into_iter().partition::<Vec<_>, _>(|one| shared.is_known_done(one.slot, one.after));
+    let (done, rest) = all.into_iter().partition::<Vec<_>, _>(|one| shared.streams.is_done(one.last_use));
     if let Some(paged) = shared.paged.as_mut() {
         paged.lingering = rest;
         paged.in_hands += done.iter().map(|one| granules_of(&one.unmoved)).sum::<u64>();

@@ -15,7 +15,7 @@ use crate::backing::paged::layout::Largest;
 use crate::backing::paged::window::Window;
 use crate::heap::{BlockId, Holding, State};
 use crate::state::guard::StateGuard;
-use crate::types::Request;
+use crate::types::{After, Request, Use};
 
 /// What a plan takes from the device. If the device refuses, the next plan takes less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -87,7 +87,7 @@ pub(crate) enum Planned {
     NoAddresses,
     /// `missing` granules are lacking beyond those that may move and those that the device may
     /// give.
-    Short { missing: u64, not_done: BTreeMap<(u32, u64), u64>, refusal: Refusal },
+    Short { missing: u64, not_done: BTreeMap<Use, u64>, refusal: Refusal },
 }
 
 /// Turns a draft into a plan: checks it against the limits and holds all memory that takes part.
@@ -113,7 +113,7 @@ pub(crate) fn plan(guard: &mut StateGuard, request: &Request, draft: Draft, term
     let largest = Largest::in_region(made);
     let (held, fill, changed) = hold_window(guard, &window, (ahead + bought_ahead) * granule);
     let donors = hold_donors(guard, donors.into_joined(), &changed, window.end);
-    let (donors, reused) = donors.into_iter().partition::<Vec<Donor>, _>(|donor| donor.after == 0);
+    let (donors, reused) = donors.into_iter().partition::<Vec<Donor>, _>(|donor| donor.after == After::NOTHING);
     let mut work = work(guard, &donors, (spares, create), fill, largest);
     work.reused = mappings_of(guard, &reused);
     let spares = work.spares.granules();

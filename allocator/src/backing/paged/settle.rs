@@ -12,7 +12,7 @@ use crate::backing::paged::plan::Held;
 use crate::heap::{BlockId, State};
 use crate::history::Action;
 use crate::state::guard::StateGuard;
-use crate::types::{PoolId, Request};
+use crate::types::{After, PoolId, Request};
 
 /// Accounts for what the driver did, and releases the held memory to the heap. Returns the free
 /// block that the window became, if all went well.
@@ -22,9 +22,9 @@ pub(crate) fn settle_plan(guard: &mut StateGuard, request: &Request, held: Held,
         paged.peak = paged.peak.max(held.peak);
     }
     settle_work(guard, &held.donors, (held.spares, held.create), request.pool, done);
-    let moved = settle_reused(guard, request.slot, &held.reused, std::mem::take(&mut done.unmoved));
+    let moved = settle_reused(guard, request.stream, &held.reused, std::mem::take(&mut done.unmoved));
     note_moved(guard, moved, done.unmapped > 0);
-    let used_until = held.reused.iter().map(|donor| donor.after).max().unwrap_or(0);
+    let used_until = held.reused.iter().map(|donor| donor.after).max().unwrap_or_default();
     let (usable, stuck) = done.filled.iter().partition::<Vec<&Filled>, _>(|filled| filled.usable);
     // Memory that is mapped without access is of no use to a pool.
     if let Some(paged) = guard.paged.as_mut() {
@@ -101,7 +101,7 @@ fn settle_donors(guard: &mut StateGuard, donors: &[Donor], done: &Done) {
 fn release_piece(
     guard: &mut StateGuard,
     request: &Request,
-    (id, used_until): (BlockId, u64),
+    (id, used_until): (BlockId, After),
     usable: &[&Filled],
     stuck: &[&Filled],
 ) -> Option<BlockId> {
@@ -126,6 +126,6 @@ fn release_piece(
         return None;
     }
     let free = guard.heap.unhold_as_used(id, used_until);
-    note_mapping(guard, Action::SegmentMap, request.pool, request.slot, block.addr, block.size);
+    note_mapping(guard, Action::SegmentMap, request.pool, request.stream, block.addr, block.size);
     Some(free)
 }

@@ -40,7 +40,7 @@ use crate::pools::table::Which;
 use crate::recovery::hooks::Hooks;
 use crate::size_class::PoolKind;
 use crate::state::guard::StateGuard;
-use crate::types::Request;
+use crate::types::{Request, Use};
 
 /// The result of an attempt to split frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -149,7 +149,7 @@ fn candidates(guard: &mut StateGuard, window: &Range<u64>) -> Vec<Split> {
     let mut not_done = Vec::new();
     for donor in free {
         let block = &guard.heap.blocks[donor.block];
-        let is_done = guard.is_known_done(block.owner, block.after);
+        let is_done = guard.streams.is_done(Use { stream: block.owner, after: block.after });
         let (mut addr, end) = (donor.addr, donor.addr + donor.bytes);
         while let Some(range) = (addr < end).then(|| paged.frame_at(addr)).flatten() {
             let bytes = range.end.min(end) - addr;

@@ -4,11 +4,8 @@
 //! memory from the device, and count it, before this one has the lock again. The limit counts them
 //! until they are gone (`SharedState::leaving`).
 
-use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
 
-use aquifer_device::internal::Timeline;
 use aquifer_device::{DeviceError, DevicePtr};
 
 use crate::allocator::Allocator;
@@ -20,13 +17,14 @@ use crate::backing::paged::donors::{BATCH, Donor, donors, donors_below};
 use crate::backing::paged::frames::{Frame, LooseFrames};
 use crate::backing::paged::lingering::{lingering_not_done, may_be_in_use, unmap_lingering_at_gate};
 use crate::backing::paged::plan::hold_all;
-use crate::cross_stream::progress::synchronize_all;
+use crate::cross_stream::progress::{Pending, synchronize_all};
 use crate::error::AllocError;
 use crate::history::Action;
 use crate::pools::lookup::{awaited_launches, wait_for_launched};
 use crate::pools::table::Which;
 use crate::recovery::oom::seen::is_capturing;
 use crate::state::guard::StateGuard;
+use crate::types::latest_by_stream;
 
 /// Frames on their way back to the device.
 #[derive(Default)]
@@ -195,18 +193,12 @@ pub(crate) fn synchronize_free(allocator: &Allocator, which: Which) -> Result<bo
     Ok(!waits.is_empty() || !launched.ticks.is_empty() || launched.device.is_some())
 }
 
-/// The streams that free memory in some pools, and mappings that linger, wait for, each with the tick
-/// that its timeline must reach.
-pub(crate) fn free_not_done(guard: &mut StateGuard, which: Which) -> Vec<(Arc<Timeline>, u64)> {
-    let mut latest: BTreeMap<u32, u64> = BTreeMap::new();
+/// What free memory in some pools, and mappings that linger, wait for.
+pub(crate) fn free_not_done(guard: &mut StateGuard, which: Which) -> Pending {
     let free = donors(guard, u64::MAX, None, which).not_done;
     let may_unmap = which.has_default() && !is_capturing(guard);
     let lingering = if may_unmap { lingering_not_done(guard) } else { Vec::new() };
-    for (slot, after) in free.into_keys().chain(lingering) {
-        let tick = latest.entry(slot).or_default();
-        *tick = after.max(*tick);
-    }
-    latest.into_iter().filter_map(|(slot, after)| Some((guard.timeline(slot)?.clone(), after))).collect()
+    guard.streams.not_done(latest_by_stream(free.into_keys().chain(lingering)))
 }
 
 /// Takes free frames out of the heaps, and spare ones, until `target` bytes are held: those of the

@@ -7,13 +7,13 @@
 //! lowest address wins, which keeps the high ends of regions empty.
 
 use crate::heap::{Block, BlockId, Heap, Owner, State};
-use crate::types::PoolId;
+use crate::types::{PoolId, StreamId};
 
 /// The regions that windows are looked for in.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Of {
     pub(crate) pool: PoolId,
-    pub(crate) stream: u32,
+    pub(crate) stream: StreamId,
 }
 
 /// A window: a stretch of a run.
@@ -262,26 +262,27 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::types::{StreamId, ticks};
 
     const G: u64 = 4096;
     const BASE: u64 = 1 << 20;
-    const OF: Of = Of { pool: PoolId::SMALL, stream: 0 };
+    const OF: Of = Of { pool: PoolId::SMALL, stream: StreamId(0) };
 
     /// A region of a map, a letter for each granule: `.` a hole, `f` free, `l` live.
     fn heap(map: &str) -> Heap {
         let mut heap = Heap::new(true);
-        heap.add_reservation(BASE, map.len() as u64 * G, 0, PoolId::SMALL, G);
+        heap.add_reservation(BASE, map.len() as u64 * G, StreamId(0), PoolId::SMALL, G);
         let mut taken = Vec::new();
         for (at, letter) in map.bytes().enumerate().filter(|(_, letter)| *letter != b'.') {
             let addr = BASE + at as u64 * G;
             let hole = heap.holes().find(|(_, hole)| hole.addr <= addr && addr < hole.addr + hole.size);
             let held = heap.hold(hole.unwrap().0, addr, addr + G).id;
             let free = heap.unhold_as_free(held);
-            let id = heap.take(free, 0, G, G);
+            let id = heap.take(free, StreamId(0), G, G);
             taken.push((id, letter));
         }
         for (id, _) in taken.into_iter().filter(|(_, letter)| *letter == b'f') {
-            heap.give(id, 0, 1);
+            heap.give(id, StreamId(0), ticks(1));
         }
         heap
     }
@@ -356,7 +357,7 @@ mod tests {
         #[test]
         fn runs_are_found_in_order_as_from_each_hole(map in "[.fl]{1,40}") {
             let heap = heap(&map);
-            prop_assert!(all_runs(&heap, OF).eq(runs_of(&heap, OF, heap.holes_of(PoolId::SMALL, 0).collect())));
+            prop_assert!(all_runs(&heap, OF).eq(runs_of(&heap, OF, heap.holes_of(PoolId::SMALL, StreamId(0)).collect())));
         }
     }
 

@@ -8,7 +8,7 @@ use crate::types::Request;
 
 /// Advice to let streams reuse each other's blocks, if another one has a free block for the request.
 pub(super) fn advice_to_cross_streams(shared: &SharedState, request: &Request) -> Option<Advice> {
-    let others = shared.heap.indexes(request.pool).filter(|(owner, _)| owner.stream != request.slot);
+    let others = shared.heap.indexes(request.pool).filter(|(owner, _)| owner.stream != request.stream);
     let mut sizes = others.filter_map(|(_, index)| Some(index.first_fit(request.size)?.size()));
     sizes.next().map(|block| Advice::CrossStream { block })
 }
@@ -24,7 +24,7 @@ pub(super) fn advice_to_lend(shared: &SharedState, request: &Request) -> Vec<Adv
     for number in heap.pools.numbers().filter(|&number| number.kind() == request.pool.kind()) {
         let private = shared.pools.owner_of(number).filter(|private| private.open && !private.keeps_for_graphs(number));
         let Some(private) = private else { continue };
-        let own = heap.indexes(number).filter(|(owner, _)| owner.stream == request.slot);
+        let own = heap.indexes(number).filter(|(owner, _)| owner.stream == request.stream);
         for size in own.flat_map(|(_, index)| index.iter_from(request.size)).map(|key| key.size()) {
             largest.entry(private.id).and_modify(|largest| *largest = size.max(*largest)).or_insert(size);
         }

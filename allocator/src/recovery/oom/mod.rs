@@ -78,7 +78,7 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     let mut guard = state.lock();
     guard.counters.num_ooms.add(1);
     let (pool, free) = (guard.pools.history_id(request.pool), memory.map_or(0, |memory| memory.free));
-    let subject = Subject { addr: free, size: request.size, slot: request.slot, tag: request.tag, pool };
+    let subject = Subject { addr: free, size: request.size, stream: request.stream, tag: request.tag, pool };
     guard.history.note(Action::Oom, subject);
     let mut from_blocks = Vec::new();
     if !tried.dedicated {
@@ -108,7 +108,7 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     report.advise(from_blocks, &held, allocator.config().fail_fast);
     tracing::debug!(
         target: "aquifer::oom",
-        stream = request.slot,
+        stream = request.stream.0,
         requested = report.requested,
         allocated = report.allocated,
         reserved = report.reserved,
@@ -149,7 +149,7 @@ fn report(shared: &SharedState, request: &Request, tried: &Tried) -> OomReport {
         from_device: 0,
         lacking_below_limit: 0,
         lacking_on_device: 0,
-        stream_id: request.slot,
+        stream_id: request.stream.0,
         pool: private(request.pool).filter(|_| !tried.dedicated).map(|private| private.id),
         refusal: tried.refusal,
         limit: None,
@@ -163,7 +163,7 @@ fn report(shared: &SharedState, request: &Request, tried: &Tried) -> OomReport {
         largest_free: 0,
         free_in_pool: 0,
         pieces: 0,
-        waiting: waiting_bytes(shared),
+        waiting: waiting_bytes(shared).into_iter().map(|(stream, bytes)| (stream.0, bytes)).collect(),
         attribution: None,
         largest_tags: Vec::new(),
         released: tried.released,

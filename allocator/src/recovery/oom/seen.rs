@@ -12,7 +12,7 @@ use crate::recovery::oom::advice::Held;
 use crate::recovery::oom::report::{LISTED, OomReport};
 use crate::state::shared::SharedState;
 use crate::tags::Tag;
-use crate::types::{PoolId, Request};
+use crate::types::{PoolId, Request, StreamId};
 
 /// Sums over the blocks passed so far.
 pub(super) struct Seen {
@@ -43,8 +43,13 @@ impl Seen {
         let mut held = Held { own, captures, ..Held::default() };
         held.own_pool_has_graphs = promised(shared, request.pool)
             .is_some_and(|private| private.numbers().any(|number| private.keeps_for_graphs(number)));
-        held.capturing
-            .extend(waiting_bytes(shared).iter().map(|&(slot, _)| slot).filter(|&slot| captures_on(shared, slot)));
+        held.capturing.extend(
+            waiting_bytes(shared)
+                .iter()
+                .map(|&(stream, _)| stream)
+                .filter(|&stream| captures_on(shared, stream))
+                .map(u32::from),
+        );
         let mut tags = HashMap::new();
         if let Some(paged) = &shared.paged {
             held.cached += paged.spares.granules() * paged.granule;
@@ -119,8 +124,8 @@ pub(crate) fn is_capturing(shared: &SharedState) -> bool {
 }
 
 /// True if the stream with this number captures.
-fn captures_on(shared: &SharedState, slot: u32) -> bool {
-    let Some((device, timeline)) = shared.device.as_ref().zip(shared.timeline(slot)) else { return false };
+fn captures_on(shared: &SharedState, stream: StreamId) -> bool {
+    let Some((device, timeline)) = shared.device.as_ref().zip(shared.streams.timeline(stream)) else { return false };
     timeline.device_id_unless_capturing() != device.id()
 }
 
