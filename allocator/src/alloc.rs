@@ -9,77 +9,86 @@ use aquifer_device::{DevicePtr, Operation, Stream, fork};
 use crate::allocation::Allocation;
 use crate::allocator::{ALIGNMENT, Allocator};
 use crate::backing::paged::progress_events::record_progress;
-use crate::backing::segments::{releasable, release_where};
-use crate::cross_stream::waiting::{is_poll_due, poll_waiting};
+use crate::backing::segments::release_where;
+use crate::cross_stream::waiting::poll_waiting;
 use crate::error::AllocError;
-use crate::heap::BlockId;
 use crate::pools::capture::refuse_capture;
 use crate::pools::lookup::{came_from_a_graph, route_and_note};
 use crate::recovery::ladder::climb;
 use crate::size_class::{self, PoolKind, REQUEST_LIMIT};
 use crate::state::awake::{Keeper, KeptAwake};
-use crate::state::guard::Granted;
 use crate::state::special;
 use crate::tags::Tag;
-use crate::types::{PoolId, Request, StreamId};
+use crate::types::{BlockId, Granted, PoolId, Request, StreamId};
 
 /// The largest alignment that can be asked for, in bytes.
 const ALIGNMENT_MAX: u64 = 2 << 20;
 
-/// See [`Allocator::alloc_bytes`].
-#[track_caller]
-#[inline]
-pub(crate) fn alloc_bytes(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
-    // Build the handle in the caller so that it stays in registers. A handle written by a callee is
-    // read back with wider loads than it was written with, and these stall until the stores retire:
-    // longer than the rest of a hit takes.
-    let at = Location::caller();
-    let Granted { block, addr } = match grant_cached(allocator, bytes, stream, at, false) {
-        Ok(granted) => granted,
-        Err(searched) => grant_uncached(allocator, bytes, stream, searched, at)?,
-    };
-    let state = allocator.inner().state;
-    Ok(Allocation::new((state, block), stream.id() | allocator.inner().mark, DevicePtr(addr), bytes))
-}
+impl Allocator {
+    /// Allocates `bytes` for work on `stream`, aligned to [`crate::ALIGNMENT`]. The memory is
+    /// uninitialised. A request of zero bytes gives a handle with a null pointer and no memory.
+    ///
+    /// # Errors
+    /// [`AllocError::OutOfMemory`], with a report, after everything was tried;
+    /// [`AllocError::TooLarge`] from 2^60 bytes on; a stream of another device, or one that
+    /// captures while the thread is not routed to a private pool ([`Allocator::capture`]); a
+    /// failing driver.
+    #[track_caller]
+    #[inline]
+    pub fn alloc_bytes(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+        // Build the handle in the caller so that it stays in registers. A handle written by a callee is
+        // read back with wider loads than it was written with, and these stall until the stores retire:
+        // longer than the rest of a hit takes.
+        let at = Location::caller();
+        let Granted { block, addr } = match grant_cached(self, bytes, stream, at, false) {
+            Ok(granted) => granted,
+            Err(searched) => grant_uncached(self, bytes, stream, searched, at)?,
+        };
+        let state = self.inner().state;
+        Ok(Allocation::new((state, block), stream.id() | self.inner().mark, DevicePtr(addr), bytes))
+    }
 
-/// See [`Allocator::alloc_aligned`].
-#[track_caller]
-#[inline]
-pub(crate) fn alloc_aligned(
-    allocator: &Allocator,
-    bytes: u64,
-    alignment: u64,
-    stream: &Stream,
-) -> Result<Allocation, AllocError> {
-    if !alignment.is_power_of_two() || alignment > ALIGNMENT_MAX {
-        return Err(AllocError::InvalidAlignment { alignment });
+    /// Allocates with a larger alignment: a power of two up to 2 MiB. The block is larger than the
+    /// request by the alignment less 512 bytes.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc_bytes`], and an invalid alignment.
+    #[track_caller]
+    #[inline]
+    pub fn alloc_aligned(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+        if !alignment.is_power_of_two() || alignment > ALIGNMENT_MAX {
+            return Err(AllocError::InvalidAlignment { alignment });
+        }
+        let padded = bytes.saturating_add(alignment.saturating_sub(ALIGNMENT));
+        if alignment <= ALIGNMENT
+            || bytes == 0
+            || padded >= REQUEST_LIMIT
+            || stream.device_id() != self.inner().device.id()
+        {
+            return self.alloc_bytes(bytes, stream);
+        }
+        let inner = self.inner();
+        let Granted { block, addr } = grant_rounded(self, bytes, size_class::round(padded), stream, false)?;
+        let ptr = DevicePtr(addr.next_multiple_of(alignment));
+        inner.state.report_block(block, ptr, bytes, Location::caller());
+        Ok(Allocation::new((inner.state, block), stream.id() | inner.mark, ptr, bytes))
     }
-    let padded = bytes.saturating_add(alignment.saturating_sub(ALIGNMENT));
-    if alignment <= ALIGNMENT
-        || bytes == 0
-        || padded >= REQUEST_LIMIT
-        || stream.device_id() != allocator.inner().device.id()
-    {
-        return alloc_bytes(allocator, bytes, stream);
-    }
-    let inner = allocator.inner();
-    let Granted { block, addr } = grant_rounded(allocator, bytes, size_class::round(padded), stream, false)?;
-    let ptr = DevicePtr(addr.next_multiple_of(alignment));
-    inner.state.report_block(block, ptr, bytes, Location::caller());
-    Ok(Allocation::new((inner.state, block), stream.id() | inner.mark, ptr, bytes))
-}
 
-/// See [`Allocator::alloc_bytes_zeroed`].
-#[track_caller]
-pub(crate) fn alloc_bytes_zeroed(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
-    if bytes == 0 {
-        return alloc_bytes(allocator, bytes, stream);
+    /// Allocates memory and enqueues a fill with zeros on `stream`.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc_bytes`]; a failing fill gives the memory back.
+    #[track_caller]
+    pub fn alloc_bytes_zeroed(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
+        if bytes == 0 {
+            return self.alloc_bytes(bytes, stream);
+        }
+        // The fill is enqueued without an access guard.
+        let _kept = KeptAwake::new(self.state(), Keeper::AccessGuard, &(0..0))?;
+        let allocation = self.alloc_bytes(bytes, stream)?;
+        stream.fill(allocation.ptr(), 0, bytes)?;
+        Ok(allocation)
     }
-    // The fill is enqueued without an access guard.
-    let _kept = KeptAwake::new(allocator.state(), Keeper::AccessGuard, &(0..0))?;
-    let allocation = alloc_bytes(allocator, bytes, stream)?;
-    stream.fill(allocation.ptr(), 0, bytes)?;
-    Ok(allocation)
 }
 
 /// Takes a free block that the stream may reuse at once. With `raw`, also enters the block in the
@@ -201,7 +210,7 @@ fn grant_rounded(
         return Err(AllocError::Asleep);
     }
     let mut may_poll = special & special::WAITING != 0;
-    if may_poll && is_poll_due(&mut state.shared()) {
+    if may_poll && state.shared().is_poll_due() {
         poll_waiting(allocator)?;
         may_poll = false;
     }
@@ -242,7 +251,7 @@ fn search_and_climb(
     let may_find_more = special != 0 || !searched;
     // Everything that can fail comes before a block is taken.
     if special & special::NO_CACHE != 0 {
-        release_where(allocator, releasable)?;
+        release_where(allocator, |core| core.releasable())?;
     }
     let mut guard = state.enter();
     guard.stream(stream);

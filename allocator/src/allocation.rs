@@ -8,9 +8,8 @@ use std::panic::Location;
 use aquifer_device::{Device, DevicePtr, Operation, Stream, fork};
 
 use crate::error::AllocError;
-use crate::heap::BlockId;
 use crate::state::AllocatorState;
-use crate::types::StreamId;
+use crate::types::{BlockId, StreamId};
 
 /// Bit of [`Allocation::stream`], set if the device has a witness that watches how work uses the
 /// block.
@@ -84,7 +83,7 @@ impl Allocation {
             return Ok(());
         }
         let mut shared = self.state.shared();
-        let device_id = shared.device.as_ref().map(Device::id);
+        let device_id = shared.device().map(Device::id);
         if device_id != Some(stream.device_id()) {
             return Err(AllocError::wrong_device("stream", stream.device_id(), device_id.unwrap_or(u32::MAX)));
         }
@@ -112,7 +111,7 @@ impl Allocation {
             return Ok(());
         }
         let mut shared = state.shared();
-        let device_id = shared.device.as_ref().map(Device::id);
+        let device_id = shared.device().map(Device::id);
         if device_id != Some(stream.device_id()) {
             drop(shared);
             state.free(block, own, None, bytes);

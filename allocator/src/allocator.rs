@@ -13,12 +13,11 @@ use crate::backing::choose::choose;
 use crate::backing::paged::gate::Gate;
 use crate::backing::why_segments::WhySegments;
 use crate::config::{Backing, Config, CrossStream, TagSource, listed};
+use crate::core::Core;
 use crate::error::AllocError;
-use crate::heap::Heap;
 use crate::history::History;
 use crate::recovery::hooks::Hooks;
 use crate::size_class::MIN_BLOCK;
-use crate::state::shared::SharedState;
 use crate::state::{AllocatorState, close_abandoned, special};
 use crate::tags::Tag;
 use crate::types::Request;
@@ -124,6 +123,31 @@ impl Drop for Inner {
 }
 
 impl Allocator {
+    /// The backing in use: [`crate::Config::backing`] where the device can map memory, else
+    /// [`Backing::Segments`]. In the latter case a warning was logged, and
+    /// [`Allocator::why_segments`] says why.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, WhySegments, config::Backing};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
+    /// let device = Device::new(SimDriver::new(SimConfig::parse("1GiB,vmm=off")?));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// assert_eq!(allocator.config().backing, Backing::Paged);
+    /// assert_eq!(allocator.backing(), Backing::Segments);
+    /// assert_eq!(allocator.why_segments(), Some(&WhySegments::DeviceCannot));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn backing(&self) -> Backing {
+        if self.why_segments().is_some() { Backing::Segments } else { Backing::Paged }
+    }
+
+    /// The size in bytes of a granule, the unit in which physical memory is counted and mapped;
+    /// `None` if memory comes in segments.
+    pub fn granule_bytes(&self) -> Option<u64> {
+        self.state().shared().paged().map(|paged| paged.granule)
+    }
+
     /// An allocator for `device`, configured by a [`Config`], or by options as text, such as
     /// `"limit_mb:4096"`. The rest of the process does not share it;
     /// [`Allocator::of`] gives one that it does.
@@ -168,15 +192,8 @@ impl Allocator {
         bits |= if config.no_cache { special::NO_CACHE } else { 0 };
         let mut history = History::default();
         history.record(config.history as usize, &[]);
-        let shared = SharedState {
-            device: Some(device.for_memory()),
-            crosses_streams,
-            heap: Heap::new(crosses_streams),
-            history,
-            paged,
-            ..SharedState::default()
-        };
-        let state = AllocatorState::open(shared, bits);
+        let core = Core::new(crosses_streams, history, paged);
+        let state = AllocatorState::open(device.for_memory(), core, bits);
         let hooks = Arc::new(Hooks::default());
         let tagged = config.tags != TagSource::Off;
         let inner = Inner {
@@ -302,7 +319,7 @@ impl Allocator {
 
     /// Bytes held from the device now: PyTorch's `memory_reserved()`.
     pub fn memory_reserved(&self) -> u64 {
-        self.inner.state.read(|shared| shared.reserved)
+        self.inner.state.read(|shared| shared.reserved())
     }
 
     /// That memory has to be mapped for `what`, and why it is not.
@@ -312,7 +329,7 @@ impl Allocator {
         AllocError::NotMapped { what, why: Box::new(why) }
     }
 
-    /// As [`SharedState::paged_granule_for`]. The stream may be unknown: not every request is
+    /// As [`Core::paged_granule_for`]. The stream may be unknown: not every request is
     /// for a block of one.
     pub(crate) fn paged_granule_for(&self, request: &Request) -> Option<u64> {
         self.state().shared().paged_granule_for(request)

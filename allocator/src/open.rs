@@ -5,7 +5,7 @@ use std::sync::Arc;
 use aquifer_device::{Device, Operation, fork};
 
 use crate::allocator::{Allocator, AtLast, all_open};
-use crate::backing::trim::{trim_idle_pools, trim_to};
+use crate::backing::trim::trim_idle_pools;
 use crate::error::AllocError;
 use crate::recovery::hooks::is_within_an_observer;
 use crate::state::close_abandoned;
@@ -56,7 +56,7 @@ pub(crate) fn trim_others(allocator: &Allocator, bytes: u64) -> u64 {
             continue;
         }
         let left = || other.memory_reserved().saturating_sub(bytes.saturating_sub(freed));
-        match trim_to(&other, left()).and_then(|freed| Ok(freed + trim_idle_pools(&other, left() + freed)?)) {
+        match other.trim_to(left()).and_then(|freed| Ok(freed + trim_idle_pools(&other, left() + freed)?)) {
             Ok(more) => freed += more,
             Err(error) => tracing::debug!(%error, "another allocator could not give its unused memory back"),
         }
@@ -73,7 +73,7 @@ impl Drop for AtLast {
         let closing = Allocator::keeping(inner);
         if closes
             && closing.memory_allocated() > 0
-            && let Err(error) = trim_to(&closing, 0)
+            && let Err(error) = closing.trim_to(0)
         {
             tracing::warn!(%error, "unused memory of an allocator stays until its last allocation is gone");
         }

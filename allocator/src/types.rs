@@ -8,6 +8,41 @@ use aquifer_device::{Stream, Tick};
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
 
+/// Number of a block in the slab.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct BlockId(pub(crate) u32);
+
+impl BlockId {
+    /// No block. A record with this number exists, but no block ever uses it: it is vacant and of
+    /// size 0. Its links may be written, so that an operation which changes a neighbour needs no
+    /// branch on whether there is one.
+    pub(crate) const NONE: BlockId = BlockId(0);
+
+    #[inline]
+    pub(crate) fn index(self) -> usize {
+        self.0 as usize
+    }
+
+    /// The block, if it is one.
+    #[inline]
+    pub(crate) fn some(self) -> Option<BlockId> {
+        (self != BlockId::NONE).then_some(self)
+    }
+}
+
+impl From<BlockId> for u32 {
+    #[inline]
+    fn from(id: BlockId) -> u32 {
+        id.0
+    }
+}
+
+impl Default for BlockId {
+    fn default() -> BlockId {
+        BlockId::NONE
+    }
+}
+
 /// A stream, by its number on its device ([`Stream::id`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct StreamId(pub(crate) u32);
@@ -123,6 +158,28 @@ pub(crate) fn latest_by_stream(uses: impl Iterator<Item = Use>) -> impl Iterator
         *of_stream = after.max(*of_stream);
     }
     latest.into_iter().map(|(stream, after)| Use { stream, after })
+}
+
+/// An unknown number of bytes.
+pub(crate) const UNKNOWN: u64 = u64::MAX;
+
+/// A block that its holder gives back.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Freed {
+    pub(crate) block: BlockId,
+    /// The stream that it was allocated for.
+    pub(crate) stream: StreamId,
+    /// The stream whose later work gets the memory, if it is another one.
+    pub(crate) on: Option<StreamId>,
+    /// Requested bytes; [`UNKNOWN`] if the caller does not know.
+    pub(crate) bytes: u64,
+}
+
+/// What a request is served with.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Granted {
+    pub(crate) block: BlockId,
+    pub(crate) addr: u64,
 }
 
 /// A request on its way through the allocator.

@@ -6,7 +6,8 @@ use aquifer_device::{MemoryUsers, Operation, Result, fork};
 
 use crate::accounting::attribution::{Attribution, used};
 use crate::allocator::{Allocator, all_states};
-use crate::backing::growing::Holding;
+use crate::core::growing::Holding;
+use crate::error::AllocError;
 
 /// Attributes the device's memory to its holders. The caller holds no lock. An answer about the
 /// processes of a GPU serves for `max_age`; without `max_age`, processes stay unknown.
@@ -66,4 +67,18 @@ pub(crate) fn attribute(allocator: &Allocator, max_age: Option<Duration>) -> Res
         outside.last = Some((Instant::now(), attribution.clone()));
     }
     Ok(attribution)
+}
+
+impl Allocator {
+    /// The device's memory by holder: this allocator, others of the process, the rest of the
+    /// process, other processes; and a headroom for libraries.
+    ///
+    /// Asks the driver, and on a GPU NVML, which takes milliseconds at the first call
+    /// ([`aquifer_device::Device::memory_users`]).
+    ///
+    /// # Errors
+    /// When the driver cannot tell the device's memory.
+    pub fn attribution(&self) -> Result<Attribution, AllocError> {
+        Ok(attribute(self, Some(Duration::ZERO))?)
+    }
 }

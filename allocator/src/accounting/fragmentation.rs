@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use crate::allocator::Allocator;
+use crate::core::Core;
+use crate::core::heap::{Block, Passed, Region, State};
 use crate::format::Bytes;
-use crate::heap::{Block, BlockId, Passed, Region, State};
 use crate::size_class::{self, PoolKind};
-use crate::state::shared::SharedState;
+use crate::types::BlockId;
 
 /// The share of free memory that a request of `size` bytes cannot use: 0 when every free block
 /// would serve it, 1 when none would or nothing is free.
@@ -108,8 +109,8 @@ pub(crate) fn measure(allocator: &Allocator, request_bytes: u64, counts: impl Fn
 }
 
 /// Adds what is not in heaps, and how much of mapped memory is held.
-fn add_shared(shared: &SharedState, found: &mut Fragmentation, free: &mut Free, counts: &impl Fn(PoolKind) -> bool) {
-    let Some(paged) = &shared.paged else { return };
+fn add_shared(core: &Core, found: &mut Fragmentation, free: &mut Free, counts: &impl Fn(PoolKind) -> bool) {
+    let Some(paged) = core.paged() else { return };
     for kind in [PoolKind::Small, PoolKind::Large].into_iter().filter(|&kind| counts(kind)) {
         found.reserved_bytes += paged.mapped_bytes[kind as usize];
     }
@@ -131,10 +132,10 @@ fn add_shared(shared: &SharedState, found: &mut Fragmentation, free: &mut Free, 
 }
 
 /// Adds a block, and with the first one of a region what depends on the region.
-fn add_block(shared: &SharedState, found: &mut Fragmentation, free: &mut Free, passed: &Passed) {
+fn add_block(core: &Core, found: &mut Fragmentation, free: &mut Free, passed: &Passed) {
     let block = &passed.block;
     if passed.is_first {
-        let region = shared.heap.region(block.region);
+        let region = core.heap().region(block.region);
         let bytes = if region.is_paged() { &mut found.address_bytes } else { &mut found.reserved_bytes };
         *bytes += region.bytes;
     }
@@ -145,7 +146,7 @@ fn add_block(shared: &SharedState, found: &mut Fragmentation, free: &mut Free, p
             found.internal_waste += block.size.saturating_sub(block.requested);
         }
         State::Waiting => found.waiting_bytes += block.size,
-        State::Free => free.add(block.size, &releasable_part(shared, block)),
+        State::Free => free.add(block.size, &releasable_part(core, block)),
         State::Hole => {
             found.address_holes += 1;
             found.largest_address_hole = found.largest_address_hole.max(block.size);
@@ -199,29 +200,29 @@ pub(crate) struct Releasable {
     pub(crate) pinned: u64,
 }
 
-pub(crate) fn releasable_part(shared: &SharedState, block: &Block) -> Releasable {
-    let heap = &shared.heap;
+pub(crate) fn releasable_part(core: &Core, block: &Block) -> Releasable {
+    let heap = &core.heap();
     let is_paged = heap.region(block.region).is_paged();
-    let Some(paged) = shared.paged.as_ref().filter(|_| is_paged) else {
+    let Some(paged) = core.paged().filter(|_| is_paged) else {
         let whole = !block.is_split();
-        let (bytes, pinned) = match (whole, shared.pins.contains(block.addr)) {
+        let (bytes, pinned) = match (whole, core.pins.contains(block.addr)) {
             (false, _) => (0, 0),
             (true, false) => (block.size, 0),
             (true, true) => (0, block.size),
         };
         return Releasable { whole, bytes, pinned };
     };
-    let has_memory = |id: BlockId| id.some().is_some_and(|id| heap.blocks[id].state.has_memory());
+    let has_memory = |id: BlockId| id.some().is_some_and(|id| heap.block(id).state.has_memory());
     let whole = !has_memory(block.prev) && !has_memory(block.next);
     let frames = paged.whole_frames(heap.region(block.region).addr, &block.range());
     let range = frames.range();
-    let pinned = paged.pinned_bytes(&shared.pins, range.clone());
+    let pinned = paged.pinned_bytes(&core.pins, range.clone());
     Releasable { whole, bytes: range.end - range.start - pinned, pinned }
 }
 
 /// Bytes that a region holds from the device now.
-pub(crate) fn held_in(shared: &SharedState, region: &Region) -> u64 {
-    let Some(paged) = shared.paged.as_ref().filter(|_| region.is_paged()) else { return region.bytes };
+pub(crate) fn held_in(core: &Core, region: &Region) -> u64 {
+    let Some(paged) = core.paged().filter(|_| region.is_paged()) else { return region.bytes };
     let range = region.addr..region.addr + region.bytes;
     let mapped: u64 = paged.mapped_within(&range).iter().map(|range| range.end - range.start).sum();
     // Stuck frames count as spare.
@@ -263,6 +264,39 @@ impl fmt::Display for Fragmentation {
             write!(f, "\n  from {:>10}: {count:>7} blocks, {:>10}", Bytes(*at_least), Bytes(*bytes))?;
         }
         Ok(())
+    }
+}
+
+impl Allocator {
+    /// How fragmented the memory of all pools is, and how much of it a request of `request_bytes`
+    /// cannot use.
+    ///
+    /// Costs a pass over all blocks. Locks are held for some of them at a time: while other threads
+    /// allocate, each block counts as it was at some moment of the call, and no byte of memory in
+    /// blocks counts twice.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let small = allocator.alloc_bytes(600, device.default_stream())?;
+    /// let fragmentation = allocator.fragmentation(4 << 20);
+    /// assert_eq!(fragmentation.internal_waste, 1024 - 600);
+    /// assert_eq!(fragmentation.largest_free_block, (2 << 20) - 1024);
+    /// assert_eq!((fragmentation.external, fragmentation.unusable), (0.0, 1.0));
+    /// println!("{fragmentation}");
+    /// # drop(small);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn fragmentation(&self, request_bytes: u64) -> Fragmentation {
+        measure(self, request_bytes, |_| true)
+    }
+
+    /// As [`Allocator::fragmentation`], for the pools of one kind.
+    pub fn fragmentation_in(&self, kind: PoolKind, request_bytes: u64) -> Fragmentation {
+        measure(self, request_bytes, |other| other == kind)
     }
 }
 

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use crate::accounting::counter::Counter;
-use crate::accounting::counters::Counters;
 use crate::accounting::fragmentation::held_in;
 use crate::accounting::stat::{PoolStats, Stat};
 use crate::allocator::Allocator;
+use crate::core::counter::Counter;
+use crate::core::counters::Counters;
 
 /// Everything that an allocator counts. Names and meanings are those of PyTorch's `memory_stats()`.
 /// Fields that PyTorch lacks say so.
@@ -153,22 +153,48 @@ fn integer(value: u64) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }
 
-/// See [`Allocator::stats`].
-pub(crate) fn stats(allocator: &Allocator) -> MemoryStats {
-    allocator.state().read(|shared| MemoryStats::read(&shared.counters))
-}
-
-/// See [`Allocator::reserved_by_private_pools`].
-pub(crate) fn reserved_by_private_pools(allocator: &Allocator) -> BTreeMap<(u64, u64), u64> {
-    let shared = allocator.state().shared();
-    let open = shared.pools.iter().filter(|private| private.open);
-    let mut bytes: BTreeMap<(u64, u64), u64> = open.map(|private| (private.id, 0)).collect();
-    for region in shared.heap.regions() {
-        let Some(private) = shared.pools.owner_of(region.pool) else { continue };
-        let held = held_in(&shared, region);
-        if held > 0 {
-            *bytes.entry(private.id).or_default() += held;
-        }
+impl Allocator {
+    /// The most bytes that were allocated at once since the last [`Allocator::reset_peak_stats`],
+    /// as PyTorch's `max_memory_allocated()`.
+    pub fn max_memory_allocated(&self) -> u64 {
+        self.stats().allocated_bytes.all.peak
     }
-    bytes
+
+    /// The most bytes that were reserved from the device at once since the last
+    /// [`Allocator::reset_peak_stats`], as PyTorch's `max_memory_reserved()`.
+    pub fn max_memory_reserved(&self) -> u64 {
+        self.stats().reserved_bytes.all.peak
+    }
+
+    /// Sets every peak to the current value.
+    pub fn reset_peak_stats(&self) {
+        self.state().enter().counters.reset_peaks();
+    }
+
+    /// Starts the accumulated values (`allocated`, `freed`) and the numbers of events (`num_…`)
+    /// from zero.
+    pub fn reset_accumulated_stats(&self) {
+        self.state().enter().counters.reset_accumulated();
+    }
+
+    /// The allocator's statistics.
+    pub fn stats(&self) -> MemoryStats {
+        self.state().read(|shared| MemoryStats::read(&shared.counters))
+    }
+
+    /// Bytes that each private pool holds from the device, by its id, for open pools and for closed
+    /// ones that still hold memory. They are part of `reserved_bytes`.
+    pub fn reserved_by_private_pools(&self) -> BTreeMap<(u64, u64), u64> {
+        let shared = self.state().shared();
+        let open = shared.pools.iter().filter(|private| private.open);
+        let mut bytes: BTreeMap<(u64, u64), u64> = open.map(|private| (private.id, 0)).collect();
+        for region in shared.heap().regions() {
+            let Some(private) = shared.pools.owner_of(region.pool) else { continue };
+            let held = held_in(&shared, region);
+            if held > 0 {
+                *bytes.entry(private.id).or_default() += held;
+            }
+        }
+        bytes
+    }
 }

@@ -6,11 +6,9 @@
 
 pub(crate) mod attribute;
 pub(crate) mod attribution;
-pub(crate) mod counter;
-pub(crate) mod counters;
 pub(crate) mod fragmentation;
 pub(crate) mod memory_stats;
-mod stat;
+pub(crate) mod stat;
 pub(crate) mod summary;
 
 pub use attribution::Attribution;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::accounting::attribute::attribute;
 use crate::accounting::attribution::Attribution;
-use crate::accounting::memory_stats::{MemoryStats, stats};
+use crate::accounting::memory_stats::MemoryStats;
 use crate::accounting::stat::{PoolStats, Stat};
 use crate::allocator::Allocator;
 
@@ -94,11 +94,25 @@ impl Table {
     }
 }
 
-/// See [`Allocator::summary`].
-pub(crate) fn summary(allocator: &Allocator) -> String {
-    let info = allocator.device().info();
-    let title = format!("Aquifer memory summary, device {}: {}", info.ordinal, info.name);
-    write_summary(&title, &stats(allocator), attribute(allocator, Some(Duration::ZERO)).ok().as_ref())
+impl Allocator {
+    /// A table of the statistics: bytes and numbers of allocated, active and reserved memory and so
+    /// on, each with the current value, the peak, and the sums of increases and decreases. Below
+    /// them is the device's memory by holder ([`Allocator::attribution`]), unless the driver fails.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// print!("{}", allocator.summary());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn summary(&self) -> String {
+        let info = self.device().info();
+        let title = format!("Aquifer memory summary, device {}: {}", info.ordinal, info.name);
+        write_summary(&title, &self.stats(), attribute(self, Some(Duration::ZERO)).ok().as_ref())
+    }
 }
 
 /// The table of [`Allocator::summary`].

@@ -2,11 +2,11 @@
 
 use aquifer_device::{Device, ErrorKind};
 
-use crate::backing::paged::granules::Paged;
 use crate::backing::paged::probe::probe;
 use crate::backing::why_segments::WhySegments;
 use crate::config::validate::GRANULE_MIN;
 use crate::config::{Backing, Config};
+use crate::core::paged::granules::Paged;
 use crate::error::AllocError;
 
 /// The state of the paged backing; or why memory comes in segments.

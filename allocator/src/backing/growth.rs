@@ -1,11 +1,10 @@
 //! How much a request takes from the device, and how an attempt to take it ended.
 
 use crate::allocator::Allocator;
-use crate::backing::growing::Refusal;
+use crate::core::Core;
+use crate::core::growing::Refusal;
 use crate::size_class;
-use crate::state::guard::Granted;
-use crate::state::shared::SharedState;
-use crate::types::Request;
+use crate::types::{Granted, Request};
 
 /// How an attempt to grow ended.
 pub(crate) enum Growth {
@@ -21,8 +20,8 @@ pub(crate) fn segment_bytes(allocator: &Allocator, size: u64) -> u64 {
 }
 
 /// Bytes that the device must give for a request that nothing cached helps to serve.
-pub(crate) fn growth_bytes(allocator: &Allocator, shared: &SharedState, request: &Request) -> u64 {
-    match shared.paged_granule_for(request) {
+pub(crate) fn growth_bytes(allocator: &Allocator, core: &Core, request: &Request) -> u64 {
+    match core.paged_granule_for(request) {
         Some(granule) => request.size.next_multiple_of(granule),
         None => segment_bytes(allocator, request.size),
     }

@@ -10,9 +10,9 @@
 use std::time::Duration;
 
 use crate::allocator::Allocator;
-use crate::backing::growing::{Growing, Refusal};
+use crate::core::Core;
+use crate::core::growing::{Growing, Refusal};
 use crate::error::AllocError;
-use crate::state::shared::SharedState;
 
 /// How often it is asked again while others take memory, and how long after each time: about as
 /// long as a driver call takes.
@@ -33,17 +33,17 @@ impl Room {
     pub(crate) const NONE: Room = Room { free: Some(0), growing: Growing { now: 0, begun: 0 } };
 
     /// Bytes that others took, or are about to take. The answer may include them or not.
-    fn taken_meanwhile(&self, shared: &SharedState) -> u64 {
-        self.growing.now.saturating_add(shared.growing.begun.wrapping_sub(self.growing.begun))
+    fn taken_meanwhile(&self, core: &Core) -> u64 {
+        self.growing.now.saturating_add(core.growing().begun.wrapping_sub(self.growing.begun))
     }
 
-    fn left(&self, shared: &SharedState) -> u64 {
-        self.free.map_or(u64::MAX, |free| free.saturating_sub(self.taken_meanwhile(shared)))
+    fn left(&self, core: &Core) -> u64 {
+        self.free.map_or(u64::MAX, |free| free.saturating_sub(self.taken_meanwhile(core)))
     }
 
     /// True if another question may give more: this count includes memory taken meanwhile.
-    pub(crate) fn is_uncertain(&self, shared: &SharedState) -> bool {
-        self.free.is_some() && self.taken_meanwhile(shared) > 0
+    pub(crate) fn is_uncertain(&self, core: &Core) -> bool {
+        self.free.is_some() && self.taken_meanwhile(core) > 0
     }
 
     /// Lets those who take memory finish.
@@ -55,7 +55,7 @@ impl Room {
 /// Asks the driver.
 pub(crate) fn room(allocator: &Allocator) -> Result<Room, AllocError> {
     let headroom = allocator.config().headroom;
-    let growing = allocator.state().shared().growing;
+    let growing = allocator.state().shared().growing();
     let free = match headroom {
         0 => None,
         _ => Some(allocator.device().memory_info()?.free.saturating_sub(headroom)),
@@ -66,9 +66,9 @@ pub(crate) fn room(allocator: &Allocator) -> Result<Room, AllocError> {
 /// Bytes that may still be taken from the device, and what would refuse more. To be asked under the
 /// lock under which `growing` is raised, so that threads that grow together keep the limit and the
 /// headroom.
-pub(crate) fn buyable(allocator: &Allocator, shared: &SharedState, room: &Room) -> (u64, Refusal) {
-    let held = shared.reserved.saturating_add(shared.leaving).saturating_add(shared.growing.now());
+pub(crate) fn buyable(allocator: &Allocator, core: &Core, room: &Room) -> (u64, Refusal) {
+    let held = core.held_at_most();
     let by_limit = allocator.limit().map_or(u64::MAX, |limit| limit.saturating_sub(held));
-    let by_room = room.left(shared);
+    let by_room = room.left(core);
     if by_room < by_limit { (by_room, Refusal::Headroom) } else { (by_limit, Refusal::Limit) }
 }

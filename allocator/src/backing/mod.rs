@@ -2,7 +2,6 @@
 //! mapped.
 
 pub(crate) mod choose;
-pub(crate) mod growing;
 pub(crate) mod growth;
 pub(crate) mod headroom;
 pub(crate) mod paged;
@@ -10,6 +9,6 @@ pub(crate) mod segments;
 pub(crate) mod trim;
 pub(crate) mod why_segments;
 
-pub use growing::Refusal;
+pub use crate::core::growing::Refusal;
 pub use paged::{Contents, Exportable, Growable, Part, PinnedMapping, SleepOptions};
 pub use why_segments::WhySegments;

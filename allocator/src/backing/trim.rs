@@ -8,32 +8,51 @@ use aquifer_device::{Operation, fork};
 
 use crate::allocator::Allocator;
 use crate::backing::paged::trim::{synchronize_free, trim_paged, trim_pools};
-use crate::backing::segments::{release_where, whole_segments};
+use crate::backing::segments::release_where;
+use crate::core::Core;
+use crate::core::pools::Which;
 use crate::cross_stream::progress::synchronize_all;
 use crate::cross_stream::waiting::synchronize_pending;
 use crate::error::AllocError;
-use crate::heap::BlockId;
 use crate::pools::capture::poll_launches;
-use crate::pools::table::Which;
-use crate::state::shared::SharedState;
+use crate::types::BlockId;
 
-/// See [`Allocator::trim_to`].
-pub(crate) fn trim_to(allocator: &Allocator, bytes: u64) -> Result<u64, AllocError> {
-    fork::check(Operation::Free)?;
-    allocator.device().settle();
-    poll_launches(allocator)?;
-    let first = trim_done(allocator, bytes)?;
-    // Addresses without memory may wait to be given back, too.
-    let is_enough =
-        bytes > 0 || allocator.state().shared().paged.as_ref().is_none_or(|paged| paged.deferred_release.is_empty());
-    if allocator.memory_reserved() <= bytes && is_enough {
-        return Ok(first);
+impl Allocator {
+    /// Gives unused memory back to the device and returns how many bytes that was: whole unused
+    /// segments, or where memory is mapped the granules that lie in free blocks. Memory of open
+    /// private pools stays. Waits for blocks that other streams still use.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn empty_cache(&self) -> Result<u64, AllocError> {
+        let released = self.trim_to(0)?;
+        drop(self.state().shared().take_host_buffers());
+        Ok(released)
     }
-    let waited = synchronize_pending(allocator, Which::All)?;
-    if !synchronize_free(allocator, Which::All)? && !waited {
-        return Ok(first);
+
+    /// As [`Allocator::empty_cache`], but only until at most `bytes` are held from the device, the
+    /// largest segments first. Returns how many bytes went back. Waits for blocks that other
+    /// streams still use only if unused memory does not suffice.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn trim_to(&self, bytes: u64) -> Result<u64, AllocError> {
+        fork::check(Operation::Free)?;
+        self.device().settle();
+        poll_launches(self)?;
+        let first = trim_done(self, bytes)?;
+        // Addresses without memory may wait to be given back, too.
+        let is_enough =
+            bytes > 0 || self.state().shared().paged().is_none_or(|paged| paged.deferred_release.is_empty());
+        if self.memory_reserved() <= bytes && is_enough {
+            return Ok(first);
+        }
+        let waited = synchronize_pending(self, Which::All)?;
+        if !synchronize_free(self, Which::All)? && !waited {
+            return Ok(first);
+        }
+        Ok(first + trim_done(self, bytes)?)
     }
-    Ok(first + trim_done(allocator, bytes)?)
 }
 
 /// As [`Allocator::trim_to`], of what is known done.
@@ -53,11 +72,11 @@ pub(crate) fn trim_idle_pools(allocator: &Allocator, bytes: u64) -> Result<u64, 
 }
 
 /// Unused segments of some pools to release, largest first, for at most `bytes` to stay reserved.
-fn excess(shared: &SharedState, bytes: u64, which: Which) -> Vec<BlockId> {
-    let mut segments = whole_segments(shared, which);
-    let block = |id: &BlockId| &shared.heap.blocks[*id];
+fn excess(core: &Core, bytes: u64, which: Which) -> Vec<BlockId> {
+    let mut segments = core.whole_segments(which);
+    let block = |id: &BlockId| core.heap().block(*id);
     segments.sort_by_key(|id| (Reverse(block(id).size), block(id).addr));
-    let mut left = shared.reserved;
+    let mut left = core.reserved();
     segments.retain(|id| {
         let take = left > bytes;
         left -= if take { block(id).size } else { 0 };

@@ -6,6 +6,4 @@
 
 pub(crate) mod others;
 pub(crate) mod progress;
-pub(crate) mod ticks;
 pub(crate) mod waiting;
-pub(crate) mod waiting_list;

@@ -11,9 +11,6 @@ use aquifer_device::{DeviceError, ErrorKind};
 use crate::error::AllocError;
 use crate::types::After;
 
-/// Timelines, each with the work that must be done for memory to become free.
-pub(crate) type Pending = Vec<(Arc<Timeline>, After)>;
-
 /// Asks how far streams got. Skips streams that cannot be asked now.
 pub(crate) fn poll(pending: &[(Arc<Timeline>, After)]) -> Result<(), AllocError> {
     for (timeline, after) in pending {

@@ -42,7 +42,7 @@ fn refuse_capturing(stream: &Stream, detail: &str) -> Result<(), AllocError> {
 
 /// Asks, without waiting, whether the launches are done that memory of closed pools waits for.
 pub(crate) fn poll_launches(allocator: &Allocator) -> Result<(), AllocError> {
-    let launched = awaited_launches(&allocator.state().shared(), None);
+    let launched = awaited_launches(allocator, None);
     poll(&launched.ticks)
 }
 

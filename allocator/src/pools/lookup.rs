@@ -4,54 +4,19 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use aquifer_device::{Device, Stream};
+use aquifer_device::Stream;
 
 use crate::allocator::Allocator;
+use crate::core::graphs::Launched;
+use crate::core::pools::PoolKey;
 use crate::cross_stream::progress::{cannot_be_asked, synchronize_all};
 use crate::error::AllocError;
-use crate::heap::Heap;
-use crate::pools::graphs::Launched;
-use crate::pools::table::{PoolKey, Private, Which};
-use crate::state::shared::SharedState;
 use crate::types::PoolId;
 
-/// The work that must be done before memory of a pool may go that was used by graphs which are not
-/// launched any more.
-pub(super) fn launches_of(shared: &SharedState, private: &Private) -> Launched {
-    shared.device.as_ref().map_or_else(Launched::default, |device| private.graphs.launched(device.wait_mark()))
-}
-
-/// Closes a pool. Returns the launches that its memory waits for.
-pub(super) fn close_pool(shared: &mut SharedState, key: PoolKey) -> Launched {
-    let SharedState { pools, device: Some(device), .. } = shared else { return Launched::default() };
-    let Some(private) = pools.find_mut(key) else { return Launched::default() };
-    let now = device.wait_mark();
-    private.open = false;
-    private.graphs.close(now.clone());
-    let launched = private.graphs.launched(now);
-    pools.lenders.remove(&key.place);
-    pools.closed.insert(key.place);
-    pools.forget_if_over(key.place);
-    launched
-}
-
 /// The launches that memory of closed pools still waits for: of all of them, or of one.
-pub(crate) fn awaited_launches(shared: &SharedState, of: Option<PoolKey>) -> Launched {
-    let now = shared.device.as_ref().map(Device::wait_mark);
-    now.map_or_else(Launched::default, |now| shared.pools.awaited_launches(&now, of))
-}
-
-/// The heap, for a region to be added to a pool. [`PoolTable::note_region`] counts the region.
-pub(crate) fn heap_with_pool(shared: &mut SharedState, pool: PoolId) -> &mut Heap {
-    let options = shared.pools.owner_of(pool).map(Private::heap_options);
-    options.into_iter().for_each(|options| shared.heap.add_private_pool(pool, options));
-    &mut shared.heap
-}
-
-/// The numbers of some pools that have regions: the default pools first, then by pool.
-pub(crate) fn numbers_of(shared: &SharedState, which: Which) -> impl Iterator<Item = PoolId> + '_ {
-    let default = [PoolId::SMALL, PoolId::LARGE].into_iter().filter(move |_| which.has_default());
-    default.chain(shared.pools.with_regions(which))
+pub(crate) fn awaited_launches(allocator: &Allocator, of: Option<PoolKey>) -> Launched {
+    let now = allocator.device().wait_mark();
+    allocator.state().shared().pools.awaited_launches(&now, of)
 }
 
 /// The numbers of the pool that the thread's innermost scope routes to, for a request for the

@@ -9,13 +9,11 @@
 //! done (invariant A7).
 
 pub(crate) mod capture;
-pub(crate) mod graphs;
 pub(crate) mod lookup;
 pub(crate) mod private_pool;
-pub(crate) mod table;
 
+pub use crate::core::pools::PoolOptions;
 pub use private_pool::{CaptureRoute, PoolRoute, PrivatePool};
-pub use table::PoolOptions;
 
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;

@@ -7,18 +7,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_device::{AnnouncedCapture, DevicePtr, Operation, Stream, fork};
 
-use crate::alloc::{alloc_aligned, alloc_bytes, alloc_bytes_zeroed};
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::backing::paged::sleep_options::Part;
-use crate::backing::paged::trim::{free_not_done, synchronize_free, trim_pools};
-use crate::backing::segments::{release_where, whole_segments};
+use crate::backing::paged::trim::{synchronize_free, trim_pools};
+use crate::backing::segments::release_where;
+use crate::core::pools::{PoolKey, PoolOptions, Private, Which};
 use crate::cross_stream::progress::poll;
 use crate::cross_stream::waiting::synchronize_pending;
 use crate::error::AllocError;
-use crate::pools::lookup::{close_pool, launches_of, wait_for_launched};
-use crate::pools::table::{PoolKey, PoolOptions, Private, Which};
-use crate::raw::alloc_raw;
+use crate::pools::lookup::wait_for_launched;
 use crate::state::special;
 
 /// A separate pool of memory, for a thread ([`PrivatePool::route_thread`]) or for graph captures
@@ -56,11 +54,16 @@ pub struct PrivatePool {
 
 static NEXT_ROUTE: AtomicU64 = AtomicU64::new(0);
 
-/// See [`Allocator::create_pool`].
-pub(crate) fn create_pool(allocator: &Allocator, options: PoolOptions) -> Result<PrivatePool, AllocError> {
-    fork::check(Operation::Alloc)?;
-    let key = allocator.state().shared().pools.add(options)?;
-    Ok(PrivatePool { allocator: allocator.clone(), key })
+impl Allocator {
+    /// Creates a private pool.
+    ///
+    /// # Errors
+    /// When there are too many pools: some 16 000.
+    pub fn create_pool(&self, options: PoolOptions) -> Result<PrivatePool, AllocError> {
+        fork::check(Operation::Alloc)?;
+        let key = self.state().shared().pools.add(options)?;
+        Ok(PrivatePool { allocator: self.clone(), key })
+    }
 }
 
 // Here, so that what sleeps need not know this type.
@@ -97,7 +100,7 @@ impl PrivatePool {
     #[track_caller]
     pub fn alloc_bytes(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         let _route = self.route_thread();
-        alloc_bytes(&self.allocator, bytes, stream)
+        self.allocator.alloc_bytes(bytes, stream)
     }
 
     /// Allocates from this pool with a larger alignment, as [`Allocator::alloc_aligned`] does.
@@ -107,7 +110,7 @@ impl PrivatePool {
     #[track_caller]
     pub fn alloc_aligned(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         let _route = self.route_thread();
-        alloc_aligned(&self.allocator, bytes, alignment, stream)
+        self.allocator.alloc_aligned(bytes, alignment, stream)
     }
 
     /// Allocates from this pool and enqueues a fill with zeros on `stream`. While the stream
@@ -118,7 +121,7 @@ impl PrivatePool {
     #[track_caller]
     pub fn alloc_bytes_zeroed(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
         let _route = self.route_thread();
-        alloc_bytes_zeroed(&self.allocator, bytes, stream)
+        self.allocator.alloc_bytes_zeroed(bytes, stream)
     }
 
     /// Allocates from this pool and returns the bare pointer, to be freed with
@@ -129,7 +132,7 @@ impl PrivatePool {
     #[track_caller]
     pub fn alloc_raw(&self, bytes: u64, stream: &Stream) -> Result<DevicePtr, AllocError> {
         let _place = self.allocator.device().called_from(Location::caller());
-        self.routed(|allocator| alloc_raw(allocator, bytes, stream))
+        self.routed(|allocator| allocator.alloc_raw(bytes, stream))
     }
 
     /// Calls `request` on the allocator while the thread is routed here.
@@ -160,9 +163,10 @@ impl PrivatePool {
     /// Errors of the driver.
     pub fn empty_cache(&self) -> Result<u64, AllocError> {
         fork::check(Operation::Free)?;
+        let now = self.allocator.device().wait_mark();
         let shared = self.allocator.state().shared();
         let Some(private) = shared.pools.find(self.key) else { return Ok(0) };
-        let launched = launches_of(&shared, private);
+        let launched = private.graphs.launched(now);
         drop(shared);
         wait_for_launched(&self.allocator, &launched)?;
         if launched.is_pending() {
@@ -174,7 +178,7 @@ impl PrivatePool {
     }
 
     fn release(&self) -> Result<u64, AllocError> {
-        let segments = release_where(&self.allocator, |guard| whole_segments(guard, Which::UnusedOf(self.key)))?;
+        let segments = release_where(&self.allocator, |guard| guard.whole_segments(Which::UnusedOf(self.key)))?;
         Ok(segments + trim_pools(&self.allocator, 0, Which::UnusedOf(self.key))?)
     }
 
@@ -183,12 +187,13 @@ impl PrivatePool {
     /// capture.
     fn close(&self) -> Result<(), AllocError> {
         let state = self.allocator.state();
-        let launched = close_pool(&mut state.shared(), self.key);
+        let now = self.allocator.device().wait_mark();
+        let launched = state.shared().pools.close(self.key, now);
         poll(&launched.ticks)?;
         if state.shared().pools.find(self.key).is_none() {
             return Ok(());
         }
-        let free = free_not_done(&mut state.lock(), Which::Of(self.key));
+        let free = state.lock().free_not_done(Which::Of(self.key));
         poll(&free)?;
         let released = state.shared().pools.find(self.key).is_some_and(Private::is_released);
         if released { self.release().map(|_| ()) } else { Ok(()) }
@@ -239,16 +244,54 @@ pub struct CaptureRoute {
     _route: PoolRoute,
 }
 
-/// See [`Allocator::capture`].
-pub(crate) fn capture(allocator: &Allocator, stream: &Stream, pool: &PrivatePool) -> Result<CaptureRoute, AllocError> {
-    fork::check(Operation::CaptureStatus)?;
-    if stream.device_id() != allocator.device().id() {
-        return Err(AllocError::wrong_device("stream", stream.device_id(), allocator.device().id()));
+impl Allocator {
+    /// Announces that `stream` captures, and that allocations of the calling thread until the
+    /// result is dropped are for the graph: they come from `pool`. Call it when the capture has
+    /// begun, whether by [`Stream::begin_capture`], by cudarc, or by another library. Drop the
+    /// result when the capture has ended.
+    ///
+    /// Where a library tells in two steps, as PyTorch does, there is a call for each. PyTorch calls
+    /// an allocator's `beginAllocateToPool` before the capture begins, and `endAllocateToPool`
+    /// after it has ended: between them hold [`PrivatePool::route_thread`]. Hold
+    /// [`Stream::announce_capture`] from `markCaptureBegin` to `markCaptureEnd`, or, in versions
+    /// without these, from the first request of the stream on.
+    ///
+    /// Memory of the graph may have been used before the capture by work that is not done yet.
+    /// [`aquifer_device::Graph::launch`] orders the graph after that work. A graph that another
+    /// library launches is ordered only by the stream that it is launched on. If that is not the
+    /// stream that it was captured on, launch it after that stream's earlier work.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, PoolOptions};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let (stream, pool) = (device.stream()?, allocator.create_pool(PoolOptions::default())?);
+    /// let capture = stream.begin_capture()?;
+    /// let route = allocator.capture(&stream, &pool)?;
+    /// let scratch = allocator.alloc_bytes(1 << 20, &stream)?;
+    /// stream.fill(scratch.ptr(), 7, 1 << 20)?;
+    /// drop(scratch); // the pool keeps it for the graph
+    /// let graph = capture.end()?;
+    /// drop(route);
+    /// graph.launch(&stream)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// When the stream is of another device, the pool is of another allocator, or the stream does
+    /// not capture; errors of the driver.
+    pub fn capture(&self, stream: &Stream, pool: &PrivatePool) -> Result<CaptureRoute, AllocError> {
+        fork::check(Operation::CaptureStatus)?;
+        if stream.device_id() != self.device().id() {
+            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
+        }
+        pool.check_allocator(self)?;
+        stream.end_abandoned_captures()?;
+        let announced = if stream.is_capturing() { None } else { Some(stream.announce_capture()?) };
+        Ok(CaptureRoute { _announced: announced, _route: pool.route_thread() })
     }
-    pool.check_allocator(allocator)?;
-    stream.end_abandoned_captures()?;
-    let announced = if stream.is_capturing() { None } else { Some(stream.announce_capture()?) };
-    Ok(CaptureRoute { _announced: announced, _route: pool.route_thread() })
 }
 
 #[cfg(test)]

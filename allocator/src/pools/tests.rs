@@ -2,16 +2,16 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
-use crate::allocation::Allocation;
-use crate::allocator::Allocator;
-use crate::pools::table::Private;
 use aquifer_device::{Device, Stream};
 use aquifer_sim::{SimConfig, SimDriver};
 use proptest::prelude::*;
 
 use super::*;
+use crate::allocation::Allocation;
+use crate::allocator::Allocator;
 use crate::config::Config;
-use crate::state::guard::StateGuard;
+use crate::core::Core;
+use crate::core::pools::Private;
 
 const MIB: u64 = 1 << 20;
 
@@ -23,16 +23,16 @@ fn setup(config: &str) -> (Allocator, [Stream; 3]) {
 
 /// Checks the table against the heap: regions are counted, the heap has just the pools that have
 /// regions, and closed pools without any are gone, unless `graphs` may keep them.
-fn check(guard: &StateGuard, graphs: bool) -> Result<(), TestCaseError> {
+fn check(core: &Core, graphs: bool) -> Result<(), TestCaseError> {
     let mut regions = std::collections::BTreeMap::new();
-    for region in guard.heap.regions().filter(|region| region.pool.is_private()) {
-        prop_assert!(guard.pools.owner_of(region.pool).is_some(), "a region without a pool");
+    for region in core.heap().regions().filter(|region| region.pool.is_private()) {
+        prop_assert!(core.pools.owner_of(region.pool).is_some(), "a region without a pool");
         *regions.entry(region.pool).or_insert(0) += 1;
     }
-    prop_assert_eq!(guard.heap.pools.private_count(), regions.len());
-    let noted: Vec<_> = guard.pools.iter().flat_map(|private| private.regions()).collect();
+    prop_assert_eq!(core.heap().pools().filter(|pool| pool.is_private()).count(), regions.len());
+    let noted: Vec<_> = core.pools.iter().flat_map(|private| private.regions()).collect();
     prop_assert_eq!(noted, regions.into_iter().collect::<Vec<_>>());
-    for private in guard.pools.iter() {
+    for private in core.pools.iter() {
         prop_assert!(private.open || graphs || private.regions().next().is_some(), "a pool that is over is listed");
     }
     Ok(())

@@ -52,7 +52,7 @@ pub fn owner_of(ptr: DevicePtr) -> Option<RawOwner> {
 /// requested bytes.
 fn find(state: &'static AllocatorState, addr: DevicePtr) -> Option<(DevicePtr, u64)> {
     let bytes_of =
-        |ptr: u64| state.look_at_raw(DevicePtr(ptr), |block| state.shared().heap.blocks[block].requested).ok();
+        |ptr: u64| state.look_at_raw(DevicePtr(ptr), |block| state.shared().heap().block(block).requested).ok();
     if let Some(bytes) = bytes_of(addr.0) {
         return Some((addr, bytes));
     }

@@ -9,7 +9,7 @@ use aquifer_sim::{SimConfig, SimDriver};
 use shuttle::thread;
 
 use super::table::RawTable;
-use crate::heap::BlockId;
+use crate::types::BlockId;
 use crate::{AllocError, Allocator, Config};
 
 fn explore(model: impl Fn() + Send + Sync + 'static) {

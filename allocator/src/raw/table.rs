@@ -20,9 +20,9 @@
 
 use std::sync::OnceLock;
 
-use crate::heap::BlockId;
 use crate::size_class::MIN_BLOCK;
 use crate::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use crate::types::BlockId;
 
 /// Set in a key while a thread works on the entry. Pointers are aligned, so none has it.
 const BUSY: u64 = 1;

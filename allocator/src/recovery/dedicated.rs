@@ -1,8 +1,8 @@
 //! The ladder of memory outside of the heaps.
 
 use crate::allocator::Allocator;
-use crate::backing::growing::Refusal;
-use crate::backing::trim::{trim_idle_pools, trim_to};
+use crate::backing::trim::trim_idle_pools;
+use crate::core::growing::Refusal;
 use crate::error::AllocError;
 use crate::pools::capture::refuse_unannounced_capture;
 use crate::recovery::oom::{Tried, out_of_memory};
@@ -35,7 +35,7 @@ pub(crate) fn climb_dedicated<T>(
         // Addresses come back only where nothing is mapped any more.
         let lacks_addresses = tried.refusal == Some(Refusal::Addresses);
         let target = if lacks_addresses { 0 } else { may_stay_beside(allocator, request.size) };
-        tried.released += trim_to(allocator, target)?;
+        tried.released += allocator.trim_to(target)?;
         allocator.state().shared().counters.num_alloc_retries.add(1);
         match attempt()? {
             Ok(served) => return Ok(served),

@@ -26,25 +26,24 @@
 //! rungs, and none across a driver call, a wait, a reclaimer or an observer.
 
 use crate::allocator::Allocator;
-use crate::backing::growing::Refusal;
 use crate::backing::growth::{Growth, growth_bytes};
 use crate::backing::paged::grow::grow_paged;
 use crate::backing::paged::split::{Outcome, split_frames};
 use crate::backing::paged::trim::{synchronize_free, take_stuck_back, trim_paged};
-use crate::backing::segments::{grow_segment, releasable, release_where};
+use crate::backing::segments::{grow_segment, release_where};
 use crate::backing::trim::trim_idle_pools;
 use crate::config::CrossStream;
+use crate::core::growing::Refusal;
+use crate::core::pools::Which;
 use crate::cross_stream::others::{reuse_of_others, wait_for_other};
 use crate::cross_stream::waiting::synchronize_pending;
 use crate::error::AllocError;
 use crate::pools::capture::{poll_launches, refuse_unannounced_capture};
 use crate::pools::lookup::{awaited_launches, wait_for_launched};
-use crate::pools::table::Which;
 use crate::recovery::oom::report::Reclaimed;
 use crate::recovery::oom::{Tried, out_of_memory};
 use crate::recovery::reclaim::ask_reclaimers;
-use crate::state::guard::Granted;
-use crate::types::{PoolId, Request};
+use crate::types::{Granted, PoolId, Request};
 
 /// The name under which reports count what the driver's own pools gave back.
 const DRIVER_POOLS: &str = "the driver's memory pools";
@@ -147,9 +146,9 @@ fn wait_for_another_stream(allocator: &Allocator, request: &Request, _: &mut Tri
 
 fn release_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
     allocator.device().settle();
-    let launched = awaited_launches(&allocator.state().shared(), None);
+    let launched = awaited_launches(allocator, None);
     wait_for_launched(allocator, &launched)?;
-    tried.released += release_where(allocator, releasable)?;
+    tried.released += release_where(allocator, |core| core.releasable())?;
     synchronize_free(allocator, Which::All)?;
     tried.released += release_granules_for(allocator, request, tried)?;
     allocator.state().shared().counters.num_alloc_retries.add(1);
@@ -162,7 +161,7 @@ fn release_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried)
 fn release_idle_pools_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
     loop {
         let shared = allocator.state().shared();
-        let target = shared.reserved.saturating_sub(growth_bytes(allocator, &shared, request));
+        let target = shared.reserved().saturating_sub(growth_bytes(allocator, &shared, request));
         drop(shared);
         let released = trim_idle_pools(allocator, target)?;
         if released == 0 {

@@ -5,41 +5,61 @@ use std::sync::Arc;
 
 use super::{Block, BlockState, Nothing, Segment, Settings, Snapshot, TraceEntry};
 use crate::allocator::Allocator;
-use crate::backing::paged::dedicated::in_use;
-use crate::backing::paged::granules::POOL;
-use crate::heap::{self, Passed, State};
+use crate::core::Core;
+use crate::core::heap::{self, Passed, State};
+use crate::core::paged::granules::POOL;
 use crate::history::{Action, Entry, History, Subject};
 use crate::size_class::PoolKind;
-use crate::state::shared::SharedState;
 use crate::tags::Tag;
 use crate::types::StreamId;
 
-/// See [`Allocator::snapshot`].
-pub(crate) fn snapshot(allocator: &Allocator) -> Snapshot {
-    let state = allocator.state();
-    let mut copied = Copied::default();
-    let mut guard = state.lock();
-    guard.heap.walk(|passed| copied.add(&guard, passed));
-    copied.add_shared(&guard);
-    copied.add_history(&guard.history);
-    if guard.history.is_on() {
-        let size = in_use(&guard);
-        guard.history.note(Action::Snapshot, Subject { size, ..Subject::default() });
-    }
-    drop(guard);
-    let settings = Settings::new(allocator.config(), copied.capacity, copied.overwritten);
-    let device = allocator.device().info().ordinal;
-    let mut names = Names::default();
-    let mut device_traces = vec![Vec::new(); device as usize];
-    device_traces.push(copied.entries.iter().map(|entry| trace_entry(entry, &mut names)).collect());
-    Snapshot {
-        entries_overwritten: copied.overwritten,
-        segments: copied.into_segments(device, &mut names),
-        device_traces,
-        allocator_settings: settings,
-        external_annotations: Nothing,
-        host_segments: Nothing,
-        host_traces: Nothing,
+impl Allocator {
+    /// Takes a snapshot of the memory and, if it is recorded, the history. The two agree: undoing
+    /// the history's entries from the last to the first, starting from the segments, meets no
+    /// contradiction.
+    ///
+    /// All of it is of one moment: other threads that allocate wait while the blocks are copied. As in
+    /// PyTorch, an [`crate::Action::Snapshot`] is recorded, which later snapshots show.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::parse("history:1000")?)?;
+    /// let buffer = allocator.alloc_bytes((1 << 20) + 512, device.default_stream())?;
+    /// let snapshot = allocator.snapshot();
+    /// assert!(snapshot.segments[0].is_expandable);
+    /// assert_eq!(snapshot.trace().len(), 2); // segment_map and alloc
+    /// # drop(buffer);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn snapshot(&self) -> Snapshot {
+        let state = self.state();
+        let mut copied = Copied::default();
+        let mut guard = state.lock();
+        guard.heap().walk(|passed| copied.add(&guard, passed));
+        copied.add_shared(&guard);
+        copied.add_history(&guard.history);
+        if guard.history.is_on() {
+            let size = guard.in_use();
+            guard.history.note(Action::Snapshot, Subject { size, ..Subject::default() });
+        }
+        drop(guard);
+        let settings = Settings::new(self.config(), copied.capacity, copied.overwritten);
+        let device = self.device().info().ordinal;
+        let mut names = Names::default();
+        let mut device_traces = vec![Vec::new(); device as usize];
+        device_traces.push(copied.entries.iter().map(|entry| trace_entry(entry, &mut names)).collect());
+        Snapshot {
+            entries_overwritten: copied.overwritten,
+            segments: copied.into_segments(device, &mut names),
+            device_traces,
+            allocator_settings: settings,
+            external_annotations: Nothing,
+            host_segments: Nothing,
+            host_traces: Nothing,
+        }
     }
 }
 
@@ -70,7 +90,7 @@ struct Copied {
 
 impl Copied {
     /// Adds a block, if it has memory.
-    fn add(&mut self, shared: &SharedState, passed: &Passed) {
+    fn add(&mut self, core: &Core, passed: &Passed) {
         let block = &passed.block;
         if !block.state.has_memory() {
             return;
@@ -79,9 +99,9 @@ impl Copied {
         match self.ranges.last_mut().filter(|_| !passed.begins_range) {
             Some(range) => range.bytes += block.size,
             None => {
-                let region = shared.heap.region(block.region);
+                let region = core.heap().region(block.region);
                 let is_paged = region.is_paged();
-                let pool = shared.pools.owner_of(block.pool).map_or((0, 0), |private| private.id);
+                let pool = core.pools.owner_of(block.pool).map_or((0, 0), |private| private.id);
                 let (stream, kind) = (region.stream, block.pool.kind());
                 self.ranges.push(Range { addr: block.addr, bytes: block.size, stream, kind, pool, is_paged });
             }
@@ -89,9 +109,9 @@ impl Copied {
     }
 
     /// Adds memory outside of heaps.
-    fn add_shared(&mut self, shared: &SharedState) {
-        self.tags.clone_from(&shared.segments);
-        for (range, owned) in shared.paged.iter().flat_map(|paged| paged.dedicated()) {
+    fn add_shared(&mut self, core: &Core) {
+        self.tags.clone_from(core.segments());
+        for (range, owned) in core.paged().into_iter().flat_map(|paged| paged.dedicated()) {
             let border = range.start + owned.size;
             let block = |range: std::ops::Range<u64>, state: State| heap::Block {
                 addr: range.start,

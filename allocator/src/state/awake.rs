@@ -25,15 +25,14 @@ use std::ops::Range;
 
 use aquifer_device::fork::Mutex;
 use parking_lot::Condvar;
-
-use crate::error::AllocError;
-use crate::state::AllocatorState;
-use crate::state::shared::SharedState;
-use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use crate::sync::pause;
-
 #[cfg(aquifer_shuttle)]
 use shuttle::thread_local;
+
+use crate::core::Core;
+use crate::error::AllocError;
+use crate::state::AllocatorState;
+use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use crate::sync::pause;
 
 thread_local! {
     /// What this thread keeps awake.
@@ -257,7 +256,7 @@ impl AllocatorState {
     fn refuses_now(&'static self, memory: &Range<u64>) -> bool {
         // A thread that decides what sleeps has this lock.
         let shared = self.shared();
-        self.refuses_wake_locks() || shared.paged.as_ref().is_some_and(|paged| paged.sleeps(memory))
+        self.refuses_wake_locks() || shared.paged().is_some_and(|paged| paged.sleeps(memory))
     }
 
     /// True if the calling thread keeps the allocator awake.
@@ -278,8 +277,8 @@ impl AllocatorState {
 
     /// Ends [`AllocatorState::begin_deciding`], under that lock. Newcomers go on looking while a
     /// part sleeps.
-    pub(crate) fn end_deciding(&self, shared: &SharedState) {
-        if shared.paged.as_ref().is_none_or(|paged| paged.sleeping.is_empty()) {
+    pub(crate) fn end_deciding(&self, core: &Core) {
+        if core.paged().is_none_or(|paged| paged.sleeping.is_empty()) {
             self.wakefulness.flags.fetch_and(!LOOKING, Ordering::SeqCst);
         }
     }

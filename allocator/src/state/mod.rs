@@ -20,8 +20,6 @@
 pub(crate) mod awake;
 pub(crate) mod free;
 pub(crate) mod guard;
-pub(crate) mod shared;
-pub(crate) mod streams;
 
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
@@ -33,15 +31,16 @@ use aquifer_device::internal::{Timeline, drop_left};
 use aquifer_device::{Device, DevicePtr, NewBlock, Tick, Witness, fork};
 use crossbeam_utils::CachePadded;
 
-use crate::heap::{BlockId, Passed, Walk};
+use crate::core::Core;
+use crate::core::heap::{Passed, Walk};
 use crate::raw::table::RawTable;
 use crate::state::awake::Wakefulness;
 use crate::state::free::FreedBlocks;
 use crate::state::guard::StateGuard;
-use crate::state::shared::SharedState;
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use crate::tags::Tag;
+use crate::types::BlockId;
 
 /// Reasons why an allocation may not take the fast path, as bits of [`AllocatorState::special()`].
 pub(crate) mod special {
@@ -64,7 +63,7 @@ pub(crate) mod special {
 pub(crate) struct AllocatorState {
     /// Fields that every operation reads and few write.
     read: CachePadded<Read>,
-    shared: CachePadded<Mutex<SharedState>>,
+    shared: CachePadded<Mutex<Locked>>,
     /// The thread that has the lock, so that one which waits for itself is noticed.
     #[cfg(debug_assertions)]
     holder: crate::sync::atomic::AtomicUsize,
@@ -75,6 +74,14 @@ pub(crate) struct AllocatorState {
     /// The device's witness, if it watches blocks. A leaf: under it only the witness's own lock is
     /// taken.
     witness: fork::RwLock<Option<Arc<dyn Witness>>>,
+}
+
+/// What is under the lock.
+#[derive(Debug, Default)]
+pub(crate) struct Locked {
+    /// `None` while the allocator state is idle.
+    device: Option<Device>,
+    core: Core,
 }
 
 #[derive(Debug, Default)]
@@ -95,19 +102,19 @@ shuttle::lazy_static! {
 }
 
 impl AllocatorState {
-    /// An allocator state around `shared`.
-    pub(crate) fn open(shared: SharedState, special: u32) -> &'static AllocatorState {
+    /// An allocator state for a device, with a core that nothing was allocated from so far.
+    pub(crate) fn open(device: Device, core: Core, special: u32) -> &'static AllocatorState {
         let idle = IDLE.lock().pop();
         let state = idle.unwrap_or_else(|| AllocatorState::create());
         state.read.special.store(special, Ordering::Relaxed);
         state.end_quiescing();
-        state.end_deciding(&shared);
-        let witness = shared.device.as_ref().and_then(Device::witness).filter(|witness| witness.watches_blocks());
+        state.end_deciding(&core);
+        let witness = device.witness().filter(|witness| witness.watches_blocks());
         *state.witness.write() = witness.cloned();
         // Before the shared state is placed, so that a thread that comes late from the allocator
         // state's last life finds the allocator state either empty or open.
         state.read.closed.store(false, Ordering::SeqCst);
-        *state.shared.lock() = shared;
+        *state.shared.lock() = Locked { device: Some(device), core };
         state
     }
 
@@ -147,7 +154,7 @@ impl AllocatorState {
             return;
         }
         let shared = self.shared();
-        let (tag, pool) = (Tag(shared.heap.blocks[id].tag), shared.heap.blocks[id].pool);
+        let (tag, pool) = (Tag(shared.heap().block(id).tag), shared.heap().block(id).pool);
         drop(shared);
         let block = NewBlock { ptr, bytes, tag: tag.name(), is_for_graphs: pool.is_private(), at: Some(at) };
         self.tell_witness(|witness| witness.begins(block));
@@ -167,7 +174,7 @@ impl AllocatorState {
     pub(crate) fn lock(&'static self) -> StateGuard {
         let mut guard = self.shared();
         guard.apply_queued_frees();
-        guard.heap.coalesce_all();
+        guard.coalesce_all();
         guard
     }
 
@@ -184,7 +191,7 @@ impl AllocatorState {
 
     /// Reads what does not depend on which blocks are deferred, with the frees queued so far. In a forked
     /// child, in which the thread that has the lock may be gone, the default.
-    pub(crate) fn read<R: Default>(&'static self, read: impl FnOnce(&SharedState) -> R) -> R {
+    pub(crate) fn read<R: Default>(&'static self, read: impl FnOnce(&Core) -> R) -> R {
         if fork::is_child() {
             return self.try_shared().map(|guard| read(&guard)).unwrap_or_default();
         }
@@ -206,11 +213,11 @@ impl AllocatorState {
     }
 
     /// Passes all blocks on, a few at a time under the lock. Frees that were queued before are applied.
-    pub(crate) fn walk(&'static self, mut pass: impl FnMut(&SharedState, &Passed)) {
+    pub(crate) fn walk(&'static self, mut pass: impl FnMut(&Core, &Passed)) {
         let mut walk = Walk::default();
         loop {
             let guard = self.lock();
-            if !guard.heap.step(&mut walk, |passed| pass(&guard, passed)) {
+            if !guard.heap().step(&mut walk, |passed| pass(&guard, passed)) {
                 return;
             }
         }
@@ -237,7 +244,7 @@ impl AllocatorState {
     #[cold]
     pub(crate) fn recycle_if_unused(&'static self) {
         let guard = self.lock();
-        if guard.device.is_some() && guard.live == 0 && self.is_closed() {
+        if guard.device().is_some() && guard.live() == 0 && self.is_closed() {
             self.recycle(guard);
         }
     }
@@ -246,12 +253,12 @@ impl AllocatorState {
     /// call: the segments are freed when driver calls are next made for the device.
     #[cold]
     fn recycle(&'static self, mut guard: StateGuard) {
-        let shared = std::mem::take(&mut *guard);
+        let locked = guard.take_all();
         // Pushed under the lock: a thread that saw this allocator state closed and comes late finds
         // an empty shared state and does nothing.
         IDLE.lock().push(self);
         drop(guard);
-        close_later(shared);
+        close_later(locked);
     }
 }
 
@@ -281,28 +288,28 @@ pub fn close_abandoned() {
 
 /// Hands all memory to the device object, which gives it back at a later call of the device, once
 /// the work that may use it is done. Drops the handle of the device where driver calls are allowed.
-fn close_later(mut shared: SharedState) {
-    let Some(device) = shared.device.take() else { return };
-    let uses = last_uses(&shared, &device).map(Arc::new);
-    for region in shared.heap.regions().filter(|region| !region.is_paged()) {
+fn close_later(locked: Locked) {
+    let Locked { device: Some(device), mut core } = locked else { return };
+    let uses = last_uses(&core, &device).map(Arc::new);
+    for region in core.heap().regions().filter(|region| !region.is_paged()) {
         device.free_after(DevicePtr(region.addr), uses.as_ref());
     }
-    if let Some(paged) = shared.paged.take() {
+    if let Some(paged) = core.take_paged() {
         paged.release_later(&device, uses.as_ref());
     }
     drop(uses);
     // The device goes last: its driver must not end with the timelines that this thread drops.
-    drop(shared);
+    drop(core);
     device.drop_later(Box::new(device.for_memory()));
 }
 
 /// All work so far that may use the memory. `None` if it is not known: graphs that other libraries
 /// launch, and copies of contents where waking up failed.
-fn last_uses(shared: &SharedState, device: &Device) -> Option<Vec<Tick>> {
-    if shared.paged.as_ref().is_some_and(|paged| !paged.absent.is_empty()) {
+fn last_uses(core: &Core, device: &Device) -> Option<Vec<Tick>> {
+    if core.paged().is_some_and(|paged| !paged.absent.is_empty()) {
         return None;
     }
-    let launched = shared.pools.awaited_launches(&device.wait_mark(), None);
-    let streams = shared.streams.timelines().chain(launched.ticks.iter().map(|(timeline, _)| timeline));
+    let launched = core.pools.awaited_launches(&device.wait_mark(), None);
+    let streams = core.streams.timelines().chain(launched.ticks.iter().map(|(timeline, _)| timeline));
     (!launched.is_device_pending()).then(|| streams.map(Timeline::tick).collect())
 }

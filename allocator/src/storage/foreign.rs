@@ -42,21 +42,35 @@ impl Foreign {
     }
 }
 
-/// See [`Allocator::import`].
-pub(crate) fn import(
-    allocator: &Allocator,
-    ptr: DevicePtr,
-    bytes: u64,
-    stream: &Stream,
-    release: impl FnOnce(&[Tick]) + Send + 'static,
-) -> Result<Arc<Storage>, AllocError> {
-    if stream.device_id() != allocator.device().id() {
-        release(&[]);
-        return Err(AllocError::wrong_device("stream", stream.device_id(), allocator.device().id()));
+impl Allocator {
+    /// Makes a storage of memory that another library owns. The allocator does not count it.
+    ///
+    /// When the last handle is dropped, `release` gets the ticks of work that may still use the
+    /// memory. It must see to it that the memory is not reused before: by making the owner's stream
+    /// wait for them ([`Stream::wait_for`]), or by waiting on the host ([`Tick::synchronize`]). It
+    /// must not panic.
+    ///
+    /// It is up to the caller that `ptr` has `bytes` bytes, in memory of this allocator's device
+    /// that lives until `release` is called; that earlier work on it comes before what is enqueued
+    /// on `stream` from now on; and that only the storage's users use it until then.
+    ///
+    /// # Errors
+    /// A stream of another device. `release` is called with no ticks then.
+    pub fn import(
+        &self,
+        ptr: DevicePtr,
+        bytes: u64,
+        stream: &Stream,
+        release: impl FnOnce(&[Tick]) + Send + 'static,
+    ) -> Result<Arc<Storage>, AllocError> {
+        if stream.device_id() != self.device().id() {
+            release(&[]);
+            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
+        }
+        let release: Mutex<Option<Release>> = Mutex::new(Some(Box::new(release)));
+        let foreign = Foreign { ptr, bytes, allocator: self.kept_open(), release };
+        Ok(Arc::new(Storage::new(Memory::Foreign(foreign), stream)))
     }
-    let release: Mutex<Option<Release>> = Mutex::new(Some(Box::new(release)));
-    let foreign = Foreign { ptr, bytes, allocator: allocator.kept_open(), release };
-    Ok(Arc::new(Storage::new(Memory::Foreign(foreign), stream)))
 }
 
 impl fmt::Debug for Foreign {

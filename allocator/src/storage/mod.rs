@@ -25,7 +25,6 @@ use aquifer_device::internal::Timeline;
 use aquifer_device::{AccessKind, DevicePtr, Stream, Tick};
 use parking_lot::Condvar;
 
-use crate::alloc::alloc_aligned;
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::backing::paged::dedicated_memory::DedicatedMemory;
@@ -84,31 +83,34 @@ pub(crate) struct Uses {
     recorded: Vec<u32>,
 }
 
-/// See [`Allocator::alloc_storage`].
-#[track_caller]
-pub(crate) fn alloc_storage(
-    allocator: &Allocator,
-    bytes: u64,
-    alignment: u64,
-    stream: &Stream,
-) -> Result<Arc<Storage>, AllocError> {
-    let memory = Memory::Block(alloc_aligned(allocator, bytes, alignment, stream)?, allocator.kept_open());
-    Ok(Arc::new(Storage::new(memory, stream)))
-}
-
-/// See [`Allocator::storage_of`].
-pub(crate) fn storage_of(
-    allocator: &Allocator,
-    allocation: Allocation,
-    stream: &Stream,
-) -> Result<Arc<Storage>, AllocError> {
-    if stream.device_id() != allocator.device().id() {
-        return Err(AllocError::wrong_device("stream", stream.device_id(), allocator.device().id()));
+impl Allocator {
+    /// Allocates memory whose handles share it and know the work that uses it, for work of `stream`
+    /// and of others. `alignment` is as in [`Allocator::alloc_aligned`].
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc_aligned`].
+    #[track_caller]
+    pub fn alloc_storage(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
+        let memory = Memory::Block(self.alloc_aligned(bytes, alignment, stream)?, self.kept_open());
+        Ok(Arc::new(Storage::new(memory, stream)))
     }
-    allocation.record_stream(stream)?;
-    let storage = Storage::new(Memory::Block(allocation, allocator.kept_open()), stream);
-    storage.check_allocator("allocation", allocator)?;
-    Ok(Arc::new(storage))
+
+    /// Makes a storage of an allocation of this allocator. The memory counts as written by the work
+    /// enqueued on `stream` until now, so earlier work of other streams with it must be ordered
+    /// before that.
+    ///
+    /// # Errors
+    /// When the stream belongs to another device, or the allocation to another allocator. The
+    /// allocation is then dropped.
+    pub fn storage_of(&self, allocation: Allocation, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
+        if stream.device_id() != self.device().id() {
+            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
+        }
+        allocation.record_stream(stream)?;
+        let storage = Storage::new(Memory::Block(allocation, self.kept_open()), stream);
+        storage.check_allocator("allocation", self)?;
+        Ok(Arc::new(storage))
+    }
 }
 
 impl PrivatePool {
@@ -119,7 +121,7 @@ impl PrivatePool {
     #[track_caller]
     pub fn alloc_storage(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
         let _route = self.route_thread();
-        alloc_storage(&self.allocator, bytes, alignment, stream)
+        self.allocator.alloc_storage(bytes, alignment, stream)
     }
 }
 

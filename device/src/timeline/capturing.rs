@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 
-use super::{GONE, StreamKind, Timeline, TimelineState};
 use crate::capture::{Scope, StreamHandle};
 use crate::capturing_streams::BlockingHeldOff;
 use crate::driver::{CaptureStatus, Driver, RawStream};
@@ -12,6 +11,7 @@ use crate::fork;
 use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;
 use crate::unfinished;
+use super::{GONE, StreamKind, Timeline, TimelineState};
 
 /// Why a stream cannot be captured now.
 const BORROWED: &str = "another thread's blocking copy is under way on the stream: capture once it has returned";
@@ -38,6 +38,11 @@ impl Timeline {
     /// True if the stream is known to be part of a capture. No driver call.
     pub(crate) fn is_capturing(&self) -> bool {
         self.state.lock().capture.is_some()
+    }
+
+    /// True if a stream of the device is known to be part of a capture. No driver call, no lock.
+    pub fn device_captures(&self) -> bool {
+        self.context.is_capturing()
     }
 
     /// Keeps the stream from becoming part of a capture while the result lives. `None` if it is

@@ -3,12 +3,8 @@
 use aquifer_device::{DevicePtr, ErrorKind};
 
 use crate::allocator::Allocator;
-use crate::backing::paged::granules::Purpose;
+use crate::core::pools::Which;
 use crate::error::AllocError;
-use crate::heap::BlockId;
-use crate::pools::lookup::heap_with_pool;
-use crate::pools::table::Which;
-use crate::state::guard::StateGuard;
 use crate::types::Request;
 
 /// At most this many times as many addresses are reserved as the device has memory. Live blocks
@@ -24,12 +20,8 @@ const ADDRESSES_FOR_MEMORY: u64 = 64;
 /// is tried, down to what the request needs; then empty reservations are given back, and the least
 /// is tried once more.
 pub(super) fn reserve_addresses(allocator: &Allocator, request: &Request) -> Result<bool, AllocError> {
-    let held = allocator
-        .state()
-        .shared()
-        .paged
-        .as_ref()
-        .map(|paged| (paged.granule, paged.reservations(), paged.address_bytes()));
+    let held =
+        allocator.state().shared().paged().map(|paged| (paged.granule, paged.reservations(), paged.address_bytes()));
     let Some((granule, count, held)) = held else { return Ok(false) };
     let left = allocator.device().info().total_bytes.saturating_mul(ADDRESSES_FOR_MEMORY).saturating_sub(held);
     let least = request.size.next_multiple_of(granule) + granule;
@@ -41,13 +33,7 @@ pub(super) fn reserve_addresses(allocator: &Allocator, request: &Request) -> Res
         match allocator.device().driver().reserve(bytes, granule) {
             Ok(ptr) => {
                 allocator.state().tell_witness(|witness| witness.managed(ptr.range(bytes)));
-                let mut guard = allocator.state().lock();
-                if let Some(paged) = &mut guard.paged {
-                    paged.add_reservation(ptr.0, bytes, request.pool.kind(), Purpose::Heap);
-                }
-                guard.pools.note_region(request.pool);
-                let heap = heap_with_pool(&mut guard, request.pool);
-                heap.add_reservation(ptr.0, bytes, request.stream, request.pool, granule);
+                allocator.state().lock().add_reservation(request, ptr.0, bytes);
                 return Ok(true);
             }
             Err(error) if error.kind == ErrorKind::OutOfAddresses || error.is_out_of_memory() => {
@@ -69,7 +55,7 @@ pub(crate) fn give_addresses_back(allocator: &Allocator, which: Which) -> Result
     // This also gives back reservations that could not go back before.
     allocator.device().settle();
     let mut guard = allocator.state().lock();
-    let empty = take_empty_reservations(&mut guard, which);
+    let empty = guard.take_empty_reservations(which);
     drop(guard);
     let mut failed = Ok(());
     for (addr, bytes) in empty {
@@ -80,20 +66,4 @@ pub(crate) fn give_addresses_back(allocator: &Allocator, which: Which) -> Result
         }
     }
     failed
-}
-
-/// Takes reservations of some pools that consist of one hole out of the heaps. Returns their
-/// addresses and lengths.
-fn take_empty_reservations(guard: &mut StateGuard, which: Which) -> Vec<(u64, u64)> {
-    let empty = guard.heap.empty_reservations();
-    let empty: Vec<BlockId> = empty.filter(|&id| guard.pools.is_among(guard.heap.blocks[id].pool, which)).collect();
-    let regions = empty.into_iter().map(|id| {
-        let region = guard.heap.remove_reservation(id);
-        guard.pools.forget_region(region.pool);
-        if let Some(paged) = &mut guard.paged {
-            paged.remove_reservation(region.addr);
-        }
-        (region.addr, region.bytes)
-    });
-    regions.collect()
 }

@@ -11,36 +11,18 @@
 use std::collections::HashSet;
 use std::ops::Range;
 
-use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions, RawPhysical};
+use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, RawPhysical};
 
-use crate::backing::paged::frames::{Frame, LooseFrames};
-use crate::backing::paged::layout::{Largest, Layout};
+use crate::core::paged::frames::{Frame, LooseFrames};
+use crate::core::paged::layout::Layout;
+use crate::core::remap::commit::Done;
+use crate::core::remap::commit::Filled;
+use crate::core::remap::plan::Work;
 use crate::recovery::hooks::Hooks;
 
 /// Up to this many granules are created without checking first that the device has that much
 /// memory.
 const CREATED_UNASKED: u64 = 32;
-
-/// The driver's work.
-#[derive(Debug, Default)]
-pub(crate) struct Work {
-    pub(crate) granule: u64,
-    pub(crate) options: PhysicalOptions,
-    /// Devices that get access: this one and its peers.
-    pub(crate) access: Vec<u32>,
-    /// Granules to create.
-    pub(crate) create: u64,
-    /// How large frames may be.
-    pub(crate) largest: Largest,
-    /// Mapped ranges to unmap, and the frames that are mapped there.
-    pub(crate) unmap: Vec<(Range<u64>, Vec<Frame>)>,
-    /// Mapped ranges whose frames are mapped elsewhere in addition, and these frames.
-    pub(crate) reused: Vec<(Range<u64>, Vec<Frame>)>,
-    /// Spare frames to map.
-    pub(crate) spares: LooseFrames,
-    /// Ranges to map frames at.
-    pub(crate) fill: Vec<Range<u64>>,
-}
 
 /// Frames to map.
 #[derive(Debug, Default)]
@@ -61,38 +43,6 @@ impl Stock {
     fn put_back(&mut self, frame: Frame, reused: bool) {
         if reused { self.reused.add(frame) } else { self.spares.add(frame) }
     }
-}
-
-/// The result of the work. Every frame of the work that was not broken, and every one created, is
-/// in exactly one of the lists.
-#[derive(Debug, Default)]
-pub(crate) struct Done {
-    /// The error that stopped the work, if any.
-    pub(crate) error: Option<DeviceError>,
-    /// True if creating a frame failed.
-    pub(crate) at_creation: bool,
-    /// True if memory was taken from the device and not given back.
-    pub(crate) created: bool,
-    /// How many of the ranges to unmap were unmapped; they are the first ones.
-    pub(crate) unmapped: usize,
-    /// Frames of the other ranges to unmap, by range.
-    pub(crate) still_mapped: Vec<Vec<Frame>>,
-    /// The frames of each range of [`Work::reused`] that are mapped only there.
-    pub(crate) unmoved: Vec<Vec<Frame>>,
-    /// The ranges at which frames are mapped now.
-    pub(crate) filled: Vec<Filled>,
-    /// Frames that are mapped nowhere.
-    pub(crate) spares: LooseFrames,
-}
-
-/// Frames mapped side by side in a range to fill.
-#[derive(Debug)]
-pub(crate) struct Filled {
-    pub(crate) range: Range<u64>,
-    /// The frames, by address. If they are not usable, there is one.
-    pub(crate) frames: Vec<Frame>,
-    /// False if the driver neither gave access to them nor unmapped them again.
-    pub(crate) usable: bool,
 }
 
 /// Does the work until it is finished or a driver call fails.

@@ -10,7 +10,6 @@ use aquifer_device::fork::{self, Mutex};
 use aquifer_device::{DevicePtr, NewBlock, Operation, Stream, Witness};
 
 use crate::allocator::Allocator;
-use crate::backing::paged::dedicated::{owned_size, retire, set_owned};
 use crate::error::AllocError;
 use crate::state::AllocatorState;
 use crate::tags::Tag;
@@ -96,12 +95,6 @@ impl Drop for DedicatedMemory {
             return;
         }
         self.state().tell_witness(|witness| witness.ends(self.ptr, None));
-        let mut guard = self.allocator.state().lock();
-        let size = owned_size(&guard, self.ptr.0);
-        set_owned(&mut guard, self.ptr.0, 0, 0);
-        retire(&mut guard, self.ptr.0, self.ptr.range(size), self.users.get_mut());
-        if let Some(paged) = &mut guard.paged {
-            paged.deferred_release.abandon(self.ptr.0);
-        }
+        self.allocator.state().lock().end_owned(self.ptr.0, self.users.get_mut());
     }
 }

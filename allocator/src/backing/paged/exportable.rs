@@ -16,24 +16,17 @@ use aquifer_device::{
     Stream,
 };
 
-use crate::alloc::alloc_bytes;
 use crate::allocation::{Allocation, WATCHED};
 use crate::allocator::Allocator;
-use crate::backing::growing::Refusal;
 use crate::backing::growth::Growth;
 use crate::backing::headroom::{buyable, room};
-use crate::backing::paged::account::{account_for_granules, note_mapping};
-use crate::backing::paged::dedicated::set_owned;
 use crate::backing::paged::dedicated_memory::DedicatedMemory;
-use crate::backing::paged::frames::Frame;
-use crate::backing::paged::granules::Owned;
-use crate::backing::paged::granules::{POOL, Purpose};
 use crate::backing::segments::grow_segment_of;
+use crate::core::growing::Refusal;
+use crate::core::paged::granules::POOL;
+use crate::core::pools::{PoolOptions, Private};
 use crate::error::AllocError;
-use crate::history::Action;
 use crate::pools::capture::{refuse_capture_dedicated, refuse_unannounced_capture};
-use crate::pools::private_pool::create_pool;
-use crate::pools::table::{PoolOptions, Private};
 use crate::recovery::dedicated::climb_dedicated;
 use crate::size_class::{PoolKind, REQUEST_LIMIT, ROUND_LARGE};
 use crate::storage::{Memory, Storage};
@@ -55,41 +48,63 @@ pub struct Exportable {
     physical: Option<RawPhysical>,
 }
 
-/// See [`Allocator::alloc_exportable`].
-#[track_caller]
-pub(crate) fn alloc_exportable(
-    allocator: &Allocator,
-    bytes: u64,
-    kind: HandleKind,
-    stream: &Stream,
-) -> Result<Exportable, AllocError> {
-    aquifer_device::fork::check(aquifer_device::Operation::Map)?;
-    if stream.device_id() != allocator.device().id() {
-        return Err(AllocError::wrong_device("stream", stream.device_id(), allocator.device().id()));
+impl Allocator {
+    /// Allocates memory that can be exported as a handle of the given kind; see
+    /// [`Exportable::handle`]. Its size is rounded up to the device's granularity (2 MiB), it
+    /// counts towards the limit, and it always comes from the device, never from cached memory. It
+    /// is meant for few and large buffers.
+    ///
+    /// Where memory comes in segments, it is a segment of its own, of the same size, which other
+    /// processes can open by its pointer. Statistics by pool, and snapshots, show it in a private
+    /// pool of its own.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config};
+    /// use aquifer_device::{Device, HandleKind};
+    /// use aquifer_sim::{SimConfig, SimDriver};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let shared = allocator.alloc_exportable(3 << 20, HandleKind::PosixFd, device.default_stream())?;
+    /// let physical = shared.handle().expect("memory is mapped here"); // for `cuMemExportToShareableHandle`
+    /// assert_eq!(allocator.memory_reserved(), 4 << 20);
+    /// # drop((shared, physical));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`aquifer_device::RequestError::Unsupported`] where the device has no such handles; when the stream
+    /// captures; otherwise as [`Allocator::alloc_bytes`].
+    #[track_caller]
+    pub fn alloc_exportable(&self, bytes: u64, kind: HandleKind, stream: &Stream) -> Result<Exportable, AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Map)?;
+        if stream.device_id() != self.device().id() {
+            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
+        }
+        if bytes >= REQUEST_LIMIT {
+            return Err(AllocError::TooLarge { requested: bytes });
+        }
+        refuse_capture_dedicated(stream)?;
+        let shared = self.state().shared();
+        let options = shared.paged().map(|paged| paged.options.exportable(kind));
+        drop(shared);
+        let (Some(options), Some(granularity)) =
+            (options.filter(|_| bytes > 0), self.device().info().granularity_bytes)
+        else {
+            return alloc_dedicated_segment(self, bytes, stream);
+        };
+        can_export(self, kind)?;
+        let size = bytes.next_multiple_of(granularity);
+        let id = self.state().shared().stream(stream);
+        refuse_unannounced_capture(self, id)?;
+        let request =
+            Request { requested: bytes, size, pool: POOL, stream: id, tag: Tag::current(), is_regular: false };
+        let (ptr, physical) = climb_dedicated(self, &request, 0, || try_exportable(self, &request, options))?;
+        let memory = Arc::new(DedicatedMemory::new(self, ptr, bytes, id));
+        let at = Location::caller();
+        self.state().tell_witness(|witness| memory.report_block(witness, bytes, at));
+        let memory = Memory::Dedicated(memory);
+        Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: Some(physical) })
     }
-    if bytes >= REQUEST_LIMIT {
-        return Err(AllocError::TooLarge { requested: bytes });
-    }
-    refuse_capture_dedicated(stream)?;
-    let shared = allocator.state().shared();
-    let options = shared.paged.as_ref().map(|paged| paged.options.exportable(kind));
-    drop(shared);
-    let (Some(options), Some(granularity)) =
-        (options.filter(|_| bytes > 0), allocator.device().info().granularity_bytes)
-    else {
-        return alloc_dedicated_segment(allocator, bytes, stream);
-    };
-    can_export(allocator, kind)?;
-    let size = bytes.next_multiple_of(granularity);
-    let id = allocator.state().shared().stream(stream);
-    refuse_unannounced_capture(allocator, id)?;
-    let request = Request { requested: bytes, size, pool: POOL, stream: id, tag: Tag::current(), is_regular: false };
-    let (ptr, physical) = climb_dedicated(allocator, &request, 0, || try_exportable(allocator, &request, options))?;
-    let memory = Arc::new(DedicatedMemory::new(allocator, ptr, bytes, id));
-    let at = Location::caller();
-    allocator.state().tell_witness(|witness| memory.report_block(witness, bytes, at));
-    let memory = Memory::Dedicated(memory);
-    Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: Some(physical) })
 }
 
 /// Allocates a segment for this memory alone, in a private pool that is closed again at once. So
@@ -98,7 +113,7 @@ pub(crate) fn alloc_exportable(
 /// driver's whole allocation.
 #[track_caller]
 fn alloc_dedicated_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<Exportable, AllocError> {
-    let memory = if bytes == 0 { alloc_bytes(allocator, 0, stream)? } else { alloc_segment(allocator, bytes, stream)? };
+    let memory = if bytes == 0 { allocator.alloc_bytes(0, stream)? } else { alloc_segment(allocator, bytes, stream)? };
     Ok(Exportable {
         storage: Arc::new(Storage::new(Memory::Block(memory, allocator.kept_open()), stream)),
         physical: None,
@@ -107,7 +122,7 @@ fn alloc_dedicated_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -
 
 #[track_caller]
 fn alloc_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
-    let private = create_pool(allocator, PoolOptions { no_split: true, ..PoolOptions::default() })?;
+    let private = allocator.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() })?;
     let stream = allocator.state().shared().stream(stream);
     refuse_unannounced_capture(allocator, stream)?;
     let shared = allocator.state().shared();
@@ -160,28 +175,19 @@ fn try_exportable(
     if request.size > buyable {
         return Ok(Err(refusal));
     }
-    shared.growing.begin(request.size);
-    let access = shared.paged.as_ref().map(|paged| paged.access.clone()).unwrap_or_default();
+    shared.begin_growing(request.size);
+    let access = shared.paged().map(|paged| paged.access.clone()).unwrap_or_default();
     drop(shared);
     let mapped = map_exportable(allocator, request.size, options, &access);
     let mut guard = allocator.state().lock();
-    guard.growing.end(request.size);
+    guard.end_growing(request.size);
     let (ptr, physical) = match mapped {
         Ok(mapped) => mapped,
         Err(error) if error.is_out_of_memory() => return Ok(Err(Refusal::Device)),
         Err(error) if error.kind == ErrorKind::OutOfAddresses => return Ok(Err(Refusal::Addresses)),
         Err(error) => return Err(error.into()),
     };
-    if let Some(paged) = &mut guard.paged {
-        paged.add_reservation(ptr.0, request.size, PoolKind::Large, Purpose::Exportable);
-        paged.put_all(ptr.0, &[Frame::new(physical, 1)]);
-        paged.mapped_bytes[PoolKind::Large as usize] += request.size;
-        paged.owned.insert(ptr.0, Owned { stream: request.stream, tag: request.tag, ..Owned::default() });
-    }
-    guard.counters.num_device_alloc.add(1);
-    account_for_granules(&mut guard);
-    note_mapping(&mut guard, Action::SegmentMap, POOL, request.stream, ptr.0, request.size);
-    set_owned(&mut guard, ptr.0, request.size, request.requested);
+    guard.add_exportable(request, ptr.0, physical);
     Ok(Ok((ptr, physical)))
 }
 

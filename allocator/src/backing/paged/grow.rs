@@ -7,23 +7,22 @@ use aquifer_device::ErrorKind;
 use aquifer_device::internal::Timeline;
 
 use crate::allocator::Allocator;
-use crate::backing::growing::Refusal;
 use crate::backing::growth::Growth;
 use crate::backing::headroom::{Room, buyable, room};
 use crate::backing::paged::addresses::reserve_addresses;
 use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::dedicated::recycle_deferred_releases;
-use crate::backing::paged::draft::{Draft, draft, reuse_unfinished};
-use crate::backing::paged::frames::granules_of;
-use crate::backing::paged::granules::Paged;
 use crate::backing::paged::lingering::unmap_lingering;
-use crate::backing::paged::plan::{Plan, Planned, Purchase, Terms, plan};
-use crate::backing::paged::settle::settle_plan;
-use crate::backing::paged::wait::{first_enough, stall_for};
-use crate::cross_stream::progress::{Pending, poll};
+use crate::backing::paged::wait::stall_for;
+use crate::core::Core;
+use crate::core::growing::Refusal;
+use crate::core::remap::commit::Committed;
+use crate::core::remap::draft::Draft;
+use crate::core::remap::plan::{Plan, Planned, Purchase, Terms};
+use crate::core::streams::Pending;
+use crate::cross_stream::progress::poll;
 use crate::cross_stream::waiting::poll_waiting;
 use crate::error::AllocError;
-use crate::state::guard::StateGuard;
 use crate::sync::RwLockReadGuard;
 use crate::types::{After, Request, latest_by_stream};
 
@@ -111,16 +110,16 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
         return Ok(Next::Finished(Growth::Refused(refusal)));
     }
     let may_buy_rather = allowed.purchase >= Purchase::InsteadOfMoving;
-    let left = left(&mut guard).min(buyable);
-    let Some(mut draft) = draft(&mut guard, request, left, may_buy_rather) else { return Ok(Next::Reserve) };
+    let left = guard.left().min(buyable);
+    let Some(mut draft) = guard.draft(request, left, may_buy_rather) else { return Ok(Next::Reserve) };
     if let Some(next) = instead_of_buying(&mut guard, request, &mut draft, allowed) {
         return Ok(next);
     }
     let terms = Terms { buyable, refusal, ahead: allowed.purchase >= Purchase::Ahead };
-    Ok(match plan(&mut guard, request, draft, &terms) {
+    Ok(match guard.plan(request, draft, &terms) {
         Planned::Ready(plan) => Next::CarryOut(plan, gate),
         Planned::NoAddresses => Next::Reserve,
-        Planned::Short { missing, not_done, refusal } => match first_enough(&guard, &not_done, missing) {
+        Planned::Short { missing, not_done, refusal } => match guard.streams.first_enough(&not_done, missing) {
             Some((timeline, after)) => Next::Wait(timeline, after),
             None if refusal == Refusal::Headroom && room.is_uncertain(&guard) => Next::AskRoom,
             None => Next::Finished(Growth::Refused(refusal)),
@@ -128,17 +127,11 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
     })
 }
 
-/// Bytes that the device can still give, as far as that is known.
-fn left(guard: &mut StateGuard) -> u64 {
-    let held = guard.reserved + guard.growing.now();
-    guard.paged.as_mut().map_or(u64::MAX, |paged| paged.capacity.left(held))
-}
-
 /// What is tried before memory is bought from the device beyond the peak of use: to ask whether more
 /// work is done, or to use memory of the request's own stream before the device is done with it,
 /// which changes the draft.
 fn instead_of_buying(
-    guard: &mut StateGuard,
+    core: &mut Core,
     request: &Request,
     draft: &mut Draft,
     allowed: &Allowed,
@@ -147,9 +140,9 @@ fn instead_of_buying(
         return None;
     }
     if allowed.ask && !draft.donors.not_done.is_empty() {
-        return Some(Next::Ask(guard.streams.not_done(latest_by_stream(draft.donors.not_done.keys().copied()))));
+        return Some(Next::Ask(core.streams.not_done(latest_by_stream(draft.donors.not_done.keys().copied()))));
     }
-    reuse_unfinished(guard, request, draft);
+    core.reuse_unfinished(request, draft);
     None
 }
 
@@ -162,30 +155,26 @@ fn carry_out_plan(
     _gate: RwLockReadGuard<'_>,
     purchase: &mut Purchase,
 ) -> Result<Option<Growth>, AllocError> {
-    let purchased = plan.purchase;
-    let (work, held) = plan.into_parts();
-    let granule = work.granule;
+    let Plan { work, remap, purchase: purchased } = plan;
     let mut done = carry_out(allocator.device(), allocator.hooks(), work);
-    let unmapped = held.donors[..done.unmapped].iter().map(|donor| donor.bytes);
-    let reused = held.reused.iter().zip(&done.unmoved);
-    let moved =
-        unmapped.chain(reused.map(|(donor, unmoved)| donor.bytes - granules_of(unmoved) * granule)).sum::<u64>();
+    let mut guard = allocator.state().lock();
+    let Committed { window, moved } = guard.commit(remap, &mut done);
+    let granted = window.map(|window| guard.take(request, window));
+    drop(guard);
     if moved > 0 {
         let (stream, bytes) = (request.stream.0, request.size);
         tracing::debug!(target: "aquifer::remap", stream, bytes, moved, "free memory was moved to serve a request");
     }
-    let mut guard = allocator.state().lock();
-    if let Some(window) = settle_plan(&mut guard, request, held, &mut done) {
-        return Ok(Some(Growth::Grown(guard.take(request, window))));
+    if let Some(granted) = granted {
+        return Ok(Some(Growth::Grown(granted)));
     }
-    drop(guard);
     match done.error {
         // A capture began, so a donor could not be unmapped. The next plan moves nothing: `donors`
         // chooses none during a capture.
         Some(error) if error.kind == ErrorKind::Capture => Ok(None),
         Some(error) if !error.is_out_of_memory() => Err(error.into()),
         Some(_) if done.at_creation => {
-            note_capacity(allocator, 0);
+            allocator.state().shared().note_capacity(0);
             let Some(lower) = purchased.lower() else { return Ok(Some(Growth::Refused(Refusal::Device))) };
             *purchase = lower;
             Ok(None)
@@ -198,21 +187,10 @@ fn carry_out_plan(
 /// Asks the device how much it can give if the next plan may want to know. If it does not answer,
 /// that stays unknown.
 fn learn_capacity(allocator: &Allocator) {
-    let is_unknown = |paged: &Paged| paged.capacity.good_for == 0;
-    if !allocator.state().shared().paged.as_ref().is_some_and(is_unknown) {
+    if !allocator.state().shared().lacks_capacity() {
         return;
     }
     if let Ok(memory) = allocator.device().memory_info() {
-        note_capacity(allocator, memory.free);
-    }
-}
-
-/// Notes that the device has `free` bytes left: none after it refused to give more.
-fn note_capacity(allocator: &Allocator, free: u64) {
-    let mut shared = allocator.state().shared();
-    // What is being taken just now may count twice, or not at all. That matters little.
-    let held = shared.reserved + shared.growing.now();
-    if let Some(paged) = &mut shared.paged {
-        paged.capacity.set(held.saturating_add(free));
+        allocator.state().shared().note_capacity(memory.free);
     }
 }

@@ -18,29 +18,23 @@ use aquifer_device::internal::Timeline;
 use aquifer_device::{DevicePtr, ErrorKind, Stream};
 
 use crate::allocator::Allocator;
-use crate::backing::growing::Refusal;
 use crate::backing::headroom::{Room, buyable, room};
-use crate::backing::paged::account::{account_for_granules, note_mapping};
 use crate::backing::paged::carry_out::carry_out;
-use crate::backing::paged::dedicated::{recycle_deferred_releases, retire, set_owned};
+use crate::backing::paged::dedicated::recycle_deferred_releases;
 use crate::backing::paged::dedicated_memory::DedicatedMemory;
-use crate::backing::paged::deferred_release::DeferredRelease;
-use crate::backing::paged::donors::donors;
 use crate::backing::paged::gate::Gate;
-use crate::backing::paged::granules::Owned;
-use crate::backing::paged::granules::{POOL, Purpose};
 use crate::backing::paged::grow::ROUNDS;
-use crate::backing::paged::layout::Largest;
-use crate::backing::paged::plan::{hold_all, work};
-use crate::backing::paged::settle::settle_work;
-use crate::backing::paged::wait::{first_enough, stall_for};
-use crate::cross_stream::progress::{Pending, poll};
+use crate::backing::paged::wait::stall_for;
+use crate::core::growing::Refusal;
+use crate::core::paged::deferred_release::DeferredRelease;
+use crate::core::paged::granules::POOL;
+use crate::core::pools::Which;
+use crate::core::streams::Pending;
+use crate::cross_stream::progress::poll;
 use crate::error::AllocError;
-use crate::history::Action;
 use crate::pools::capture::refuse_capture_dedicated;
-use crate::pools::table::Which;
 use crate::recovery::dedicated::climb_dedicated;
-use crate::size_class::{PoolKind, REQUEST_LIMIT};
+use crate::size_class::REQUEST_LIMIT;
 use crate::storage::{Memory, Storage};
 use crate::tags::Tag;
 use crate::types::{After, Request, StreamId, Use, latest_by_stream};
@@ -95,41 +89,45 @@ enum Next {
     Again,
 }
 
-/// See [`Allocator::growable`].
-pub(crate) fn growable(allocator: &Allocator, capacity: u64, stream: &Stream) -> Result<Growable, AllocError> {
-    aquifer_device::fork::check(aquifer_device::Operation::Reserve)?;
-    if stream.device_id() != allocator.device().id() {
-        return Err(AllocError::wrong_device("stream", stream.device_id(), allocator.device().id()));
-    }
-    if capacity >= REQUEST_LIMIT {
-        return Err(AllocError::TooLarge { requested: capacity });
-    }
-    let mut shared = allocator.state().shared();
-    let id = shared.stream(stream);
-    let Some(granule) = shared.paged.as_ref().map(|paged| paged.granule) else {
-        return Err(allocator.not_mapped("memory that grows where it is"));
-    };
-    drop(shared);
-    recycle_deferred_releases(allocator)?;
-    allocator.device().settle_unused();
-    let reserved = capacity.max(1).next_multiple_of(granule);
-    let ptr = match allocator.device().driver().reserve(reserved, granule) {
-        Err(error) if error.kind == ErrorKind::OutOfAddresses => {
-            // This gives unused memory back, and with it the addresses at which nothing is mapped
-            // any more.
-            allocator.empty_cache()?;
-            allocator.device().driver().reserve(reserved, granule)
+impl Allocator {
+    /// Reserves addresses for `capacity` bytes, without memory yet, for work on `stream`.
+    ///
+    /// # Errors
+    /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::TooLarge`] from 2^60
+    /// bytes on; when the stream belongs to another device; errors of the driver, among them
+    /// [`aquifer_device::ErrorKind::OutOfAddresses`].
+    pub fn growable(&self, capacity: u64, stream: &Stream) -> Result<Growable, AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Reserve)?;
+        if stream.device_id() != self.device().id() {
+            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
         }
-        reserved => reserved,
-    }?;
-    allocator.state().tell_witness(|witness| witness.managed(ptr.range(reserved)));
-    if let Some(paged) = &mut allocator.state().shared().paged {
-        paged.add_reservation(ptr.0, reserved, PoolKind::Large, Purpose::Growable);
-        paged.owned.insert(ptr.0, Owned { stream: id, tag: Tag::current(), ..Owned::default() });
+        if capacity >= REQUEST_LIMIT {
+            return Err(AllocError::TooLarge { requested: capacity });
+        }
+        let mut shared = self.state().shared();
+        let id = shared.stream(stream);
+        let Some(granule) = shared.paged().map(|paged| paged.granule) else {
+            return Err(self.not_mapped("memory that grows where it is"));
+        };
+        drop(shared);
+        recycle_deferred_releases(self)?;
+        self.device().settle_unused();
+        let reserved = capacity.max(1).next_multiple_of(granule);
+        let ptr = match self.device().driver().reserve(reserved, granule) {
+            Err(error) if error.kind == ErrorKind::OutOfAddresses => {
+                // This gives unused memory back, and with it the addresses at which nothing is mapped
+                // any more.
+                self.empty_cache()?;
+                self.device().driver().reserve(reserved, granule)
+            }
+            reserved => reserved,
+        }?;
+        self.state().tell_witness(|witness| witness.managed(ptr.range(reserved)));
+        self.state().shared().add_growable(ptr.0, reserved, id, Tag::current());
+        let memory = Arc::new(DedicatedMemory::new(self, ptr, 0, id));
+        let storage = Arc::new(Storage::new(Memory::Dedicated(memory.clone()), stream));
+        Ok(Growable { memory, storage, capacity, granule, rest: Vec::new() })
     }
-    let memory = Arc::new(DedicatedMemory::new(allocator, ptr, 0, id));
-    let storage = Arc::new(Storage::new(Memory::Dedicated(memory.clone()), stream));
-    Ok(Growable { memory, storage, capacity, granule, rest: Vec::new() })
 }
 
 /// Maps memory at those places of a range that have none. Plans anew after each wait.
@@ -180,7 +178,7 @@ fn fill_step(
         let refusal = if buyable < range.end - range.start { refusal } else { Refusal::Device };
         return Ok(Next::Finished(Err(refusal)));
     }
-    let Some(paged) = &guard.paged else { return Ok(Next::Finished(Err(Refusal::Device))) };
+    let Some(paged) = guard.paged() else { return Ok(Next::Finished(Err(Refusal::Device))) };
     if paged.deferred_release.is_below(base, range.end) {
         // Another thread was recycling this memory when it was looked for, and could not unmap it.
         return Ok(Next::Again);
@@ -189,7 +187,7 @@ fn fill_step(
     let fill = paged.unmapped_within(range);
     let lacks = fill.iter().map(|range| range.end - range.start).sum::<u64>() / granule;
     let spares = lacks.min(at_hand);
-    let donors = donors(&mut guard, lacks - spares, None, Which::Unpromised);
+    let donors = guard.donors(lacks - spares, None, Which::Unpromised);
     let buy = (lacks - spares).saturating_sub(donors.granules);
     if buy > 0 && may_ask {
         let ticks = guard.streams.not_done(latest_by_stream(donors.not_done.keys().copied()));
@@ -198,31 +196,16 @@ fn fill_step(
         }
     }
     if buy > buyable / granule {
-        return Ok(match first_enough(&guard, &donors.not_done, buy - buyable / granule) {
+        return Ok(match guard.streams.first_enough(&donors.not_done, buy - buyable / granule) {
             Some((timeline, after)) => Next::Wait(timeline, after),
             None if refusal == Refusal::Headroom && room.is_uncertain(&guard) => Next::AskRoom,
             None => Next::Finished(Err(refusal)),
         });
     }
-    let donors = hold_all(&mut guard, donors.into_joined());
-    // It can shrink by a granule, so it keeps no larger frames either.
-    let work = work(&mut guard, &donors, (spares, buy), fill, Largest::GRANULE);
-    let spares = work.spares.granules();
+    let (work, remap) = guard.plan_dedicated((base, request.stream), fill, donors, (spares, buy));
     drop(guard);
-    let done = carry_out(allocator.device(), allocator.hooks(), work);
-    let mut guard = allocator.state().lock();
-    settle_work(&mut guard, &donors, (spares, buy), POOL, &done);
-    for filled in &done.filled {
-        for at in filled.range.clone().step_by(usize::try_from(granule).unwrap_or(usize::MAX)) {
-            note_mapping(&mut guard, Action::SegmentMap, POOL, request.stream, at, granule);
-        }
-    }
-    if let Some(paged) = &mut guard.paged {
-        // It was never used: the next call that recycles tries again to unmap it.
-        let unusable = done.filled.iter().filter(|filled| !filled.usable);
-        unusable.for_each(|filled| paged.deferred_release.add(DeferredRelease::unusable(base, filled.range.clone())));
-    }
-    account_for_granules(&mut guard);
+    let mut done = carry_out(allocator.device(), allocator.hooks(), work);
+    allocator.state().lock().commit(remap, &mut done);
     match done.error {
         None => Ok(Next::Finished(Ok(()))),
         Some(error) if error.is_out_of_memory() => Ok(Next::Finished(Err(Refusal::Device))),
@@ -311,7 +294,7 @@ impl Growable {
         let mut guard = self.allocator().state().lock();
         // The stream's later work comes after all uses of the last granule.
         let rest = if bytes < size { vec![guard.streams.use_so_far(StreamId::of(stream))] } else { Vec::new() };
-        set_owned(&mut guard, self.ptr().0, size, bytes);
+        guard.set_owned(self.ptr().0, size, bytes);
         drop(guard);
         self.memory.resize(bytes, Location::caller());
         self.rest = rest;
@@ -340,8 +323,8 @@ impl Growable {
         let (size, before, users) = (bytes.next_multiple_of(self.granule), self.size(), self.memory.users());
         let mut guard = self.allocator().state().lock();
         self.memory.resize(bytes, Location::caller());
-        set_owned(&mut guard, self.ptr().0, size, bytes);
-        retire(&mut guard, self.ptr().0, self.ptr().0 + size..self.ptr().0 + before, &users);
+        guard.set_owned(self.ptr().0, size, bytes);
+        guard.retire(self.ptr().0, self.ptr().0 + size..self.ptr().0 + before, &users);
         let uses = if bytes < size { users } else { Vec::new() };
         let rest = uses.into_iter().map(|stream| guard.streams.use_so_far(stream)).collect();
         drop(guard);
@@ -384,8 +367,7 @@ impl Growable {
     /// memory.
     fn take_retired(&self, size: u64) -> Vec<DeferredRelease> {
         let (base, end) = (self.ptr().0, self.ptr().0 + size);
-        let mut shared = self.allocator().state().shared();
-        shared.paged.as_mut().map(|paged| paged.deferred_release.take_below(base, end)).unwrap_or_default()
+        self.allocator().state().shared().take_retired(base, end)
     }
 
     /// Retires the memory that a failed growth to `size` has got so far.
@@ -393,20 +375,7 @@ impl Growable {
         // Falling asleep and waking up take memory off the table for a while. A thread that may not
         // pass the gate has got nothing.
         let _gate = self.allocator().gate().map(Gate::shared);
-        let mut shared = self.allocator().state().shared();
-        let Some(paged) = &mut shared.paged else { return };
         let base = self.ptr().0;
-        let (mut from, end) = (base + self.size(), base + size);
-        let known = retaken.iter().chain(paged.deferred_release.of(base));
-        let mut known: Vec<Range<u64>> = known.map(|deferred_release| deferred_release.range.clone()).collect();
-        known.sort_by_key(|range| range.start);
-        known.push(end..end);
-        for next in known {
-            for range in paged.held_within(&(from..next.start.min(end))) {
-                paged.deferred_release.add(DeferredRelease { base, range, uses: Vec::new(), was_told: true });
-            }
-            from = next.end;
-        }
-        retaken.into_iter().for_each(|deferred_release| paged.deferred_release.add(deferred_release));
+        self.allocator().state().shared().put_back_retired(base, base + self.size(), base + size, retaken);
     }
 }

@@ -11,49 +11,13 @@
 //! streams, or move once more, no earlier than before.
 
 use crate::allocator::Allocator;
-use crate::backing::paged::account::{account_for_granules, note_mapping};
 use crate::backing::paged::carry_out::{unless_capturing, unmap_range};
-use crate::backing::paged::donors::{BATCH, Donor};
-use crate::backing::paged::frames::{Frame, Lingering, granules_of};
+use crate::core::remap::donors::BATCH;
 use crate::error::AllocError;
-use crate::history::Action;
-use crate::state::guard::StateGuard;
-use crate::types::{StreamId, Use};
-
-/// Accounts for donors that the device was not done with. `unmoved` has the frames of each that are
-/// mapped nowhere else. Returns how many bytes left their addresses.
-pub(crate) fn settle_reused(
-    guard: &mut StateGuard,
-    stream: StreamId,
-    donors: &[Donor],
-    unmoved: Vec<Vec<Frame>>,
-) -> u64 {
-    let mut left = 0;
-    for (donor, unmoved) in donors.iter().zip(unmoved) {
-        let range = donor.addr..donor.addr + donor.bytes;
-        let region = guard.heap.region_of(donor.block);
-        let (pool, of_region) = (region.pool, region.stream);
-        let Some(paged) = guard.paged.as_mut() else { continue };
-        if granules_of(&unmoved) * paged.granule == donor.bytes {
-            paged.put_all(donor.addr, &unmoved);
-            guard.heap.unhold_as_free(donor.block);
-            continue;
-        }
-        paged.mapped_bytes[pool.kind() as usize] -= donor.bytes;
-        let Donor { block, after, .. } = *donor;
-        guard.heap.empty_held(block);
-        let Some(paged) = guard.paged.as_mut() else { continue };
-        let last_use = Use { stream, after };
-        paged.lingering.push(Lingering { block, range, last_use, unmoved });
-        note_mapping(guard, Action::SegmentUnmap, pool, of_region, donor.addr, donor.bytes);
-        left += donor.bytes;
-    }
-    left
-}
 
 /// Unmaps the mappings that linger although the device is known to be done with them.
 pub(crate) fn unmap_lingering(allocator: &Allocator) -> Result<(), AllocError> {
-    if !has_lingering(allocator) {
+    if !allocator.state().shared().has_lingering() {
         return Ok(());
     }
     let _gate = allocator.gate()?.shared();
@@ -63,7 +27,8 @@ pub(crate) fn unmap_lingering(allocator: &Allocator) -> Result<(), AllocError> {
 /// As [`unmap_lingering`]; the caller has the gate. Mappings that the driver refuses to unmap linger
 /// on. Returns the first error once all others are unmapped.
 pub(crate) fn unmap_lingering_at_gate(allocator: &Allocator) -> Result<(), AllocError> {
-    let done = take_done(allocator);
+    let captures = allocator.device().is_capturing();
+    let done = if captures { Vec::new() } else { allocator.state().shared().take_lingering() };
     let mut failed = Ok(());
     let mut unmapped = Vec::with_capacity(done.len());
     for lingering in done {
@@ -75,56 +40,10 @@ pub(crate) fn unmap_lingering_at_gate(allocator: &Allocator) -> Result<(), Alloc
     let mut unmapped = unmapped.into_iter().peekable();
     while unmapped.peek().is_some() {
         let mut guard = allocator.state().lock();
-        unmapped.by_ref().take(BATCH).for_each(|(lingering, gone)| settle_unmapped(&mut guard, lingering, gone));
-        account_for_granules(&mut guard);
+        unmapped.by_ref().take(BATCH).for_each(|(lingering, gone)| guard.commit_unmapped(lingering, gone));
+        guard.account_for_granules();
     }
     Ok(failed?)
-}
-
-/// Accounts for a mapping that was taken off the list: it is gone, or lingers on.
-fn settle_unmapped(guard: &mut StateGuard, lingering: Lingering, gone: bool) {
-    let Some(paged) = guard.paged.as_mut() else { return };
-    paged.in_hands -= granules_of(&lingering.unmoved);
-    if gone {
-        paged.spares.extend(lingering.unmoved);
-        guard.heap.unhold_as_hole(lingering.block);
-    } else {
-        paged.lingering.push(lingering);
-    }
-}
-
-/// True if there are such mappings, done or not.
-pub(crate) fn has_lingering(allocator: &Allocator) -> bool {
-    allocator.state().shared().paged.as_ref().is_some_and(|paged| !paged.lingering.is_empty())
-}
-
-/// The uses that such mappings wait for.
-pub(crate) fn lingering_not_done(guard: &StateGuard) -> Vec<Use> {
-    let all = guard.paged.iter().flat_map(|paged| &paged.lingering).map(|one| one.last_use);
-    all.filter(|&one| !guard.streams.is_done(one)).collect()
-}
-
-/// True if the device may be using memory through such a mapping.
-pub(crate) fn may_be_in_use(allocator: &Allocator) -> bool {
-    let shared = allocator.state().shared();
-    let is_done = |one: &Lingering| shared.streams.is_done(one.last_use);
-    shared.paged.as_ref().is_some_and(|paged| !paged.lingering.iter().all(is_done))
-}
-
-/// Takes the mappings off the list that the device is known to be done with; none while a stream
-/// captures.
-fn take_done(allocator: &Allocator) -> Vec<Lingering> {
-    if allocator.device().is_capturing() {
-        return Vec::new();
-    }
-    let mut shared = allocator.state().shared();
-    let all = shared.paged.as_mut().map(|paged| std::mem::take(&mut paged.lingering)).unwrap_or_default();
-    let (done, rest) = all.into_iter().partition::<Vec<_>, _>(|one| shared.streams.is_done(one.last_use));
-    if let Some(paged) = shared.paged.as_mut() {
-        paged.lingering = rest;
-        paged.in_hands += done.iter().map(|one| granules_of(&one.unmoved)).sum::<u64>();
-    }
-    done
 }
 
 #[cfg(all(test, not(aquifer_shuttle)))]
@@ -193,7 +112,7 @@ mod tests {
         }
 
         fn lingering(&self) -> usize {
-            self.allocator.state().shared().paged.as_ref().map_or(0, |paged| paged.lingering.len())
+            self.allocator.state().shared().paged().map_or(0, |paged| paged.lingering.len())
         }
 
         fn free_bytes(&self) -> u64 {

@@ -62,44 +62,28 @@
 //! Locks: decisions are made under the allocator's lock. Driver calls, waits and observers run
 //! without it, only under the gate, which comes before it.
 
-pub(crate) mod absent;
-pub(crate) mod account;
 pub(crate) mod addresses;
-pub(crate) mod asleep;
-pub(crate) mod capacity;
 pub(crate) mod carry_out;
 pub(crate) mod contents;
-pub(crate) mod cordon;
 pub(crate) mod dedicated;
 pub(crate) mod dedicated_memory;
-pub(crate) mod deferred_release;
-pub(crate) mod donors;
-pub(crate) mod draft;
 pub(crate) mod exportable;
-pub(crate) mod frames;
 pub(crate) mod gate;
-pub(crate) mod granules;
 pub(crate) mod grow;
 pub(crate) mod growable;
-pub(crate) mod layout;
 pub(crate) mod lingering;
 pub(crate) mod peers;
 pub(crate) mod pin;
-pub(crate) mod pins;
-pub(crate) mod places;
-pub(crate) mod plan;
 pub(crate) mod probe;
 pub(crate) mod progress_events;
 pub(crate) mod saved;
 #[cfg(all(test, aquifer_shuttle))]
 pub(crate) mod schedules;
-pub(crate) mod settle;
 pub(crate) mod sleep;
 pub(crate) mod sleep_options;
 pub(crate) mod split;
 pub(crate) mod trim;
 pub(crate) mod wait;
-pub(crate) mod window;
 
 pub use contents::Contents;
 pub use exportable::Exportable;

@@ -33,36 +33,63 @@ pub struct PinnedMapping {
     pinned: Pinned,
 }
 
-/// See [`Allocator::pin_mapping`].
-pub(crate) fn pin_mapping(allocator: &Allocator, allocation: &Allocation) -> Result<PinnedMapping, AllocError> {
-    fork::check(aquifer_device::Operation::Map)?;
-    // Not while the allocator falls asleep, which looks at what is pinned once.
-    let _gate = allocator.gate()?.shared();
-    let mut shared = allocator.state().shared();
-    let Some(block) = allocation.block() else {
-        return Ok(PinnedMapping { allocator: allocator.kept_open(), range: 0..0, pinned: Pinned::Nothing });
-    };
-    if !std::ptr::eq(allocation.state(), allocator.state()) {
-        drop(shared);
-        let is = allocation.state().shared().device.as_ref().map_or(u32::MAX, Device::id);
-        return Err(AllocError::wrong_allocator("allocation", is, allocator.device().id()));
-    }
-    if shared.sleeps(&allocation.range()) {
-        return Err(AllocError::Asleep);
-    }
-    let region = shared.heap.region_of(block);
-    let segment = (!region.is_paged()).then_some(region.addr..region.addr + region.bytes);
-    let (range, pinned) = match (segment, &shared.paged) {
-        (None, Some(paged)) => {
-            let Range { start, end } = allocation.range();
-            let granule = paged.granule;
-            (start / granule * granule..end.next_multiple_of(granule), Pinned::Granules(granule))
+impl Allocator {
+    /// Pins the memory behind an allocation, for parties that take note of it: see
+    /// [`PinnedMapping`].
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let buffer = allocator.alloc_bytes(3 << 20, device.default_stream())?;
+    /// let pinned = allocator.pin_mapping(&buffer)?;
+    /// // Two granules: register these with the network card.
+    /// assert_eq!(pinned.range().end - pinned.range().start, 4 << 20);
+    /// drop(buffer);
+    /// allocator.empty_cache()?;
+    /// assert_eq!(allocator.memory_reserved(), 4 << 20); // they stay
+    /// drop(pinned);
+    /// allocator.empty_cache()?;
+    /// assert_eq!(allocator.memory_reserved(), 0);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`AllocError::WrongAllocator`] or
+    /// [`RequestError::WrongDevice`](aquifer_device::RequestError::WrongDevice) for an allocation
+    /// of another allocator; [`AllocError::Asleep`] while there is no memory.
+    pub fn pin_mapping(&self, allocation: &Allocation) -> Result<PinnedMapping, AllocError> {
+        fork::check(aquifer_device::Operation::Map)?;
+        // Not while the self falls asleep, which looks at what is pinned once.
+        let _gate = self.gate()?.shared();
+        let mut shared = self.state().shared();
+        let Some(block) = allocation.block() else {
+            return Ok(PinnedMapping { allocator: self.kept_open(), range: 0..0, pinned: Pinned::Nothing });
+        };
+        if !std::ptr::eq(allocation.state(), self.state()) {
+            drop(shared);
+            let is = allocation.state().shared().device().map_or(u32::MAX, Device::id);
+            return Err(AllocError::wrong_allocator("allocation", is, self.device().id()));
         }
-        (segment, _) => (segment.unwrap_or_default(), Pinned::Segment),
-    };
-    places(&range, pinned).for_each(|addr| shared.pins.add(addr));
-    drop(shared);
-    Ok(PinnedMapping { allocator: allocator.kept_open(), range, pinned })
+        if shared.sleeps(&allocation.range()) {
+            return Err(AllocError::Asleep);
+        }
+        let region = shared.heap().region_of(block);
+        let segment = (!region.is_paged()).then_some(region.addr..region.addr + region.bytes);
+        let (range, pinned) = match (segment, shared.paged()) {
+            (None, Some(paged)) => {
+                let Range { start, end } = allocation.range();
+                let granule = paged.granule;
+                (start / granule * granule..end.next_multiple_of(granule), Pinned::Granules(granule))
+            }
+            (segment, _) => (segment.unwrap_or_default(), Pinned::Segment),
+        };
+        places(&range, pinned).for_each(|addr| shared.pins.add(addr));
+        drop(shared);
+        Ok(PinnedMapping { allocator: self.kept_open(), range, pinned })
+    }
 }
 
 impl PinnedMapping {

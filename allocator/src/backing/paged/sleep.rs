@@ -19,20 +19,18 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use aquifer_device::internal::HostBuffer;
 use aquifer_device::{DeviceError, DevicePtr, PhysicalOptions};
 
 use crate::allocator::Allocator;
-use crate::backing::paged::absent::{Absent, ContentsPlace};
-use crate::backing::paged::account::account_for_granules;
-use crate::backing::paged::asleep::{Falling, begin, divide, forget_free};
 use crate::backing::paged::carry_out::unmap_range;
-use crate::backing::paged::cordon;
-use crate::backing::paged::frames::{Frame, granules_of, sizes};
-use crate::backing::paged::lingering::{has_lingering, unmap_lingering_at_gate};
+use crate::backing::paged::lingering::unmap_lingering_at_gate;
 use crate::backing::paged::saved::{Mover, UsedBuffers};
 use crate::backing::paged::sleep_options::{Part, SleepOptions};
-use crate::backing::trim::{trim_idle_pools, trim_to};
+use crate::backing::trim::trim_idle_pools;
+use crate::core::paged::frames::{Frame, granules_of, sizes};
+use crate::core::sleep::absent::{Absent, ContentsPlace};
+use crate::core::sleep::choose::Falling;
+use crate::core::sleep::wake::{Waking, Woken};
 use crate::error::AllocError;
 use crate::format::Bytes;
 use crate::keep_awake::kept_awake_by;
@@ -43,43 +41,6 @@ use crate::state::special;
 use crate::sync::atomic::Ordering;
 use crate::sync::pause_for;
 
-/// See [`Allocator::sleep`].
-pub(crate) fn sleep(allocator: &Allocator, options: &SleepOptions) -> Result<u64, AllocError> {
-    aquifer_device::fork::check(aquifer_device::Operation::Unmap)?;
-    if allocator.state().shared().paged.is_none() {
-        return Err(allocator.not_mapped("sleep"));
-    }
-    // `None` is later than any clock tells.
-    let until = Instant::now().checked_add(options.patience);
-    loop {
-        match try_sleep(allocator, options) {
-            Err(AllocError::KeptAwake(by))
-                if !by.is_this_thread && until.is_none_or(|until| Instant::now() < until) =>
-            {
-                // No lock is held here: threads that keep the allocator awake may need any before
-                // they end that.
-                if options.are_for_all() {
-                    allocator.state().refuse_wake_locks();
-                }
-                let mut delay = Duration::from_micros(50);
-                while allocator.state().kept().is_some() && until.is_none_or(|until| Instant::now() < until) {
-                    pause_for(delay);
-                    delay = (2 * delay).min(Duration::from_millis(5));
-                }
-            }
-            slept => {
-                if slept.is_err() && options.are_for_all() {
-                    let _one_at_a_time = allocator.gate()?.sleep();
-                    if !allocator.state().shared().is_asleep() {
-                        allocator.state().end_quiescing();
-                    }
-                }
-                return slept;
-            }
-        }
-    }
-}
-
 fn try_sleep(allocator: &Allocator, options: &SleepOptions) -> Result<u64, AllocError> {
     let _one_at_a_time = allocator.gate()?.sleep();
     if allocator.state().shared().is_asleep() {
@@ -88,10 +49,10 @@ fn try_sleep(allocator: &Allocator, options: &SleepOptions) -> Result<u64, Alloc
     let mut given = 0;
     if options.are_for_all() {
         allocator.state().quiesce().map_err(|kept| kept_awake(allocator, kept))?;
-        given = trim_to(allocator, 0)?;
+        given = allocator.trim_to(0)?;
     }
     let _alone = allocator.gate()?.exclusive();
-    if has_lingering(allocator) {
+    if allocator.state().shared().has_lingering() {
         // A frame that is released exists as long as it is mapped anywhere.
         allocator.device().synchronize()?;
         unmap_lingering_at_gate(allocator)?;
@@ -116,22 +77,151 @@ fn kept_awake(allocator: &Allocator, kept: [Kept; 4]) -> AllocError {
     AllocError::KeptAwake(Box::new(kept_awake_by(allocator.state(), kept)))
 }
 
-/// What wakes up.
-enum Waking<'a> {
-    All,
-    Parts(&'a [Part]),
-    /// Ranges that were about to fall asleep.
-    Ranges(Vec<Range<u64>>),
-}
+impl Allocator {
+    /// Gives mapped memory back to the device until [`Allocator::wake`]: all of it, or some parts
+    /// ([`SleepOptions`]; [`Contents`](crate::Contents) alone stands for all). Returns how many
+    /// bytes went back, with all of it free memory included. Addresses stay reserved: after waking
+    /// up, allocations and their pointers are as before, and meanwhile they may be dropped. Memory
+    /// comes back in units of a granule, and only where live allocations lie or a graph may use it.
+    ///
+    /// Segments, exportable memory and pinned granules stay. So do frames, mostly of one to a few
+    /// granules, in which allocations of other parts lie: what of a part lies in these stays awake,
+    /// with its contents. Allocations that were made of a part after it fell asleep are awake,
+    /// until it is put to sleep once more.
+    ///
+    /// This fails while anything keeps the allocator awake: access guards ([`crate::AccessGuard`])
+    /// and reservations ([`crate::Reservation`]) with its memory, as transfers have until they are
+    /// enqueued, and [`Allocator::keep_awake`]. With [`SleepOptions::waiting`] it waits for the end
+    /// of these. Then it waits for the device. So kernels that other threads launch come before the
+    /// sleep or are refused.
+    ///
+    /// Until the memory wakes up, access guards and reservations of it fail with
+    /// [`AllocError::Asleep`], and if all memory sleeps, allocations do. Work that bypasses access
+    /// guards, and graphs, must not touch it. Threads that allocate while everything falls asleep
+    /// may still be served, with memory that is there after waking up. Statistics count the memory
+    /// held now; snapshots show the memory that will be there after waking up. If all memory sleeps
+    /// already, this does nothing.
+    ///
+    /// Page-locked memory for contents takes a while to get, so it is kept for the next sleep,
+    /// until [`Allocator::empty_cache`].
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, Contents};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let stream = device.stream()?;
+    /// let weights = allocator.alloc_bytes(4 << 20, &stream)?;
+    /// stream.fill(weights.ptr(), 7, 4 << 20)?;
+    /// assert_eq!(allocator.sleep(Contents::SaveToHost)?, 4 << 20);
+    /// assert_eq!(allocator.memory_reserved(), 0); // another program may use the device now
+    /// allocator.wake()?;
+    /// let mut byte = [0];
+    /// stream.download_blocking(&mut byte, weights.ptr())?;
+    /// assert_eq!(byte, [7]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`AllocError::NotMapped`] where memory comes in segments; [`AllocError::KeptAwake`], which
+    /// says what keeps the allocator awake; [`AllocError::OutOfHostMemory`];
+    /// [`AllocError::SavedFile`]; errors of the driver. The memory is then awake as before, with
+    /// its contents unless they were to be discarded. If the driver fails at waking it up, too,
+    /// [`Allocator::sleeping_bytes`] is not 0, and [`Allocator::wake`] can be tried.
+    pub fn sleep(&self, options: impl Into<SleepOptions>) -> Result<u64, AllocError> {
+        let options = options.into();
+        aquifer_device::fork::check(aquifer_device::Operation::Unmap)?;
+        if self.state().shared().paged().is_none() {
+            return Err(self.not_mapped("sleep"));
+        }
+        // `None` is later than any clock tells.
+        let until = Instant::now().checked_add(options.patience);
+        loop {
+            match try_sleep(self, &options) {
+                Err(AllocError::KeptAwake(by))
+                    if !by.is_this_thread && until.is_none_or(|until| Instant::now() < until) =>
+                {
+                    // No lock is held here: threads that keep the self awake may need any before
+                    // they end that.
+                    if options.are_for_all() {
+                        self.state().refuse_wake_locks();
+                    }
+                    let mut delay = Duration::from_micros(50);
+                    while self.state().kept().is_some() && until.is_none_or(|until| Instant::now() < until) {
+                        pause_for(delay);
+                        delay = (2 * delay).min(Duration::from_millis(5));
+                    }
+                }
+                slept => {
+                    if slept.is_err() && options.are_for_all() {
+                        let _one_at_a_time = self.gate()?.sleep();
+                        if !self.state().shared().is_asleep() {
+                            self.state().end_quiescing();
+                        }
+                    }
+                    return slept;
+                }
+            }
+        }
+    }
 
-/// See [`Allocator::wake`].
-pub(crate) fn wake(allocator: &Allocator) -> Result<(), AllocError> {
-    wake_up(allocator, &Waking::All)
-}
+    /// Bytes of addresses that sleep: they have no memory, and access guards there are refused.
+    pub fn sleeping_bytes(&self) -> u64 {
+        let shared = self.state().shared();
+        let sleeping = shared.paged().into_iter().flat_map(|paged| &paged.sleeping);
+        sleeping.map(|range| range.end - range.start).sum()
+    }
 
-/// See [`Allocator::wake_parts`].
-pub(crate) fn wake_parts(allocator: &Allocator, parts: &[Part]) -> Result<(), AllocError> {
-    wake_up(allocator, &Waking::Parts(parts))
+    /// True if the allocator sleeps, or is about to and refuses access guards already. To wait for
+    /// the end of that, see [`Allocator::wait_awake`].
+    pub fn is_asleep(&self) -> bool {
+        self.state().is_quiescing()
+    }
+
+    /// Ends [`Allocator::sleep`]: takes memory from the device for the allocations that are still
+    /// live, maps it where it was, and restores saved contents. The limit is not checked, because
+    /// this memory was held before. If the allocator is awake already, this does nothing. While
+    /// another thread puts it to sleep, this waits for that first.
+    ///
+    /// # Errors
+    /// Errors of the driver. If the device lacks memory, the error says how much is needed and how
+    /// much is free, and everything taken so far goes back. The allocator is still asleep then,
+    /// nothing is lost, and this can be tried again.
+    pub fn wake(&self) -> Result<(), AllocError> {
+        wake_up(self, &Waking::All)
+    }
+
+    /// As [`Allocator::wake`], for some of the memory that sleeps. If the whole allocator sleeps,
+    /// it is awake afterwards and serves allocations, and the rest of its memory sleeps on, as if
+    /// only that had been put to sleep.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, Contents, Part, SleepOptions, TagScope};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let stream = device.stream()?;
+    /// let alloc = |tag| {
+    ///     let _scope = TagScope::new(tag);
+    ///     allocator.alloc_bytes(8 << 20, &stream)
+    /// };
+    /// let (weights, cache) = (alloc("weights")?, alloc("kv_cache")?);
+    /// allocator.sleep(SleepOptions::all(Contents::Discard).with(Part::tag("weights"), Contents::SaveToHost))?;
+    /// allocator.wake_parts(&[Part::tag("weights")])?;
+    /// assert_eq!(allocator.memory_reserved(), 8 << 20); // the cache has no memory so far
+    /// stream.fill(weights.ptr(), 1, weights.bytes())?;
+    /// allocator.wake()?;
+    /// stream.fill(cache.ptr(), 0, cache.bytes())?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Allocator::wake`].
+    pub fn wake_parts(&self, parts: &[Part]) -> Result<(), AllocError> {
+        wake_up(self, &Waking::Parts(parts))
+    }
 }
 
 fn wake_up(allocator: &Allocator, waking: &Waking) -> Result<(), AllocError> {
@@ -149,7 +239,7 @@ fn wake_up(allocator: &Allocator, waking: &Waking) -> Result<(), AllocError> {
 fn make_room(allocator: &Allocator) -> Result<bool, AllocError> {
     let bytes = allocator.sleeping_bytes();
     let target = allocator.memory_reserved().saturating_sub(bytes);
-    let own = trim_to(allocator, target)? + trim_idle_pools(allocator, target)?;
+    let own = allocator.trim_to(target)? + trim_idle_pools(allocator, target)?;
     Ok(trim_others(allocator, bytes.saturating_sub(own)) + own > 0)
 }
 
@@ -168,12 +258,13 @@ fn fall_asleep(allocator: &Allocator, options: &SleepOptions) -> Result<Vec<Fall
     let mut guard = state.lock();
     // If everything sleeps, nothing has kept the allocator awake since it became quiescing.
     let kept = if options.are_for_all() { None } else { state.kept() };
-    let chosen = kept.map_or_else(|| Ok(begin(&mut guard, options)), Err);
+    let chosen = kept.map_or_else(|| Ok(guard.begin_sleep(options)), Err);
     if options.are_for_all() {
         state.special().fetch_or(special::ASLEEP, Ordering::Relaxed);
     } else if chosen.is_ok() {
-        cordon::lift(&mut guard);
-        cordon::put_up(&mut guard);
+        guard.lift_cordon();
+        guard.put_cordon_up();
+        guard.show_waiting();
     }
     state.end_deciding(&guard);
     chosen
@@ -184,71 +275,39 @@ fn give_back(allocator: &Allocator, falling: &[Falling]) -> Result<u64, AllocErr
     allocator.device().settle();
     allocator.device().synchronize()?;
     if falling.iter().any(|one| !one.contents.is_empty()) {
-        let mut spare = take_host_buffers(allocator);
+        let mut spare = allocator.state().shared().take_host_buffers();
         let mut mover = Mover::new(allocator.device(), &mut spare)?;
         let saved = falling.iter().map(|one| mover.save(&one.contents)).collect::<Result<Vec<_>, _>>()?;
         mover.finish()?;
-        keep_host_buffers(allocator, spare);
+        allocator.state().shared().keep_host_buffers(spare);
         for (one, saved) in falling.iter().zip(saved) {
-            with_absent(allocator, one, |absent| absent.saved = saved);
+            allocator.state().shared().change_absent(one.range.start, |absent| absent.saved = saved);
         }
     }
     for one in falling {
         unmap_range(allocator.device(), allocator.hooks(), &one.range)?;
-        with_absent(allocator, one, |absent| (absent.mapped, absent.place) = (0, ContentsPlace::Elsewhere));
+        allocator
+            .state()
+            .shared()
+            .change_absent(one.range.start, |absent| (absent.mapped, absent.place) = (0, ContentsPlace::Elsewhere));
     }
     Ok(release_absent(allocator)?)
-}
-
-/// Takes the page-locked memory that is kept for the contents of the next sleep.
-pub(crate) fn take_host_buffers(allocator: &Allocator) -> Vec<HostBuffer> {
-    let mut shared = allocator.state().shared();
-    shared.paged.as_mut().map(|paged| std::mem::take(&mut paged.host_buffers)).unwrap_or_default()
-}
-
-fn keep_host_buffers(allocator: &Allocator, buffers: impl IntoIterator<Item = HostBuffer>) {
-    if let Some(paged) = &mut allocator.state().shared().paged {
-        paged.host_buffers.extend(buffers);
-    }
-}
-
-fn with_absent(allocator: &Allocator, falling: &Falling, change: impl FnOnce(&mut Absent)) {
-    let mut shared = allocator.state().shared();
-    let Some(paged) = &mut shared.paged else { return };
-    if let Ok(at) = paged.absent.binary_search_by_key(&falling.range.start, |absent| absent.range.start) {
-        change(&mut paged.absent[at]);
-    }
 }
 
 /// Releases the frames of absent memory that are not mapped, and spare ones. Returns how many
 /// bytes.
 fn release_absent(allocator: &Allocator) -> Result<u64, DeviceError> {
     let mut shared = allocator.state().shared();
-    let is_asleep = shared.is_asleep();
-    let Some(paged) = &mut shared.paged else { return Ok(0) };
-    let (granule, mut absent) = (paged.granule, std::mem::take(&mut paged.absent));
-    let mut spares: Vec<Frame> = Vec::new();
-    if is_asleep {
-        spares.extend(std::mem::take(&mut paged.spares).iter());
-    }
-    paged.in_hands += granules_of(&spares);
+    let granule = shared.paged().map_or(0, |paged| paged.granule);
+    let Some((mut absent, mut spares)) = shared.begin_release_absent() else { return Ok(0) };
     drop(shared);
     let mut released = 0;
     let unmapped = absent.iter_mut().filter(|absent| absent.may_release());
     let lists = unmapped.map(|absent| &mut absent.frames).chain([&mut spares]);
     let failed = lists.map(|frames| release_all(allocator, frames, &mut released)).find_map(Result::err);
     let mut guard = allocator.state().lock();
-    if let Some(paged) = &mut guard.paged {
-        paged.in_hands -= released + granules_of(&spares);
-        paged.spares.extend(spares);
-    }
-    cordon::lift(&mut guard);
-    let absent = forget_free(&mut guard, absent);
-    relist(&mut guard, absent);
-    if released > 0 {
-        guard.counters.num_device_free.add(1);
-    }
-    account_for_granules(&mut guard);
+    guard.commit_release_absent(absent, spares, released);
+    show_list(&guard);
     failed.map_or(Ok(released * granule), Err)
 }
 
@@ -256,27 +315,19 @@ fn release_absent(allocator: &Allocator) -> Result<u64, DeviceError> {
 /// access guard meanwhile.
 pub(super) fn list_unmapped(guard: &mut StateGuard, unmapped: Vec<Absent>) {
     guard.state.begin_deciding();
-    let listed = guard.paged.as_mut().map(|paged| std::mem::take(&mut paged.absent)).unwrap_or_default();
-    cordon::lift(guard);
-    relist(guard, listed.into_iter().chain(unmapped).collect());
+    guard.list_unmapped(unmapped);
+    show_list(guard);
+}
+
+/// Has others look whether memory sleeps, while some does, and whether blocks wait.
+fn show_list(guard: &StateGuard) {
+    guard.show_waiting();
+    guard.state.end_deciding(guard);
 }
 
 /// Wakes up what is listed at some ranges. The gates are held.
 pub(super) fn wake_ranges(allocator: &Allocator, ranges: Vec<Range<u64>>) -> Result<(), AllocError> {
     bring_back(allocator, &Waking::Ranges(ranges))
-}
-
-/// Puts the list of absent memory back, and the cordon up around it, unless everything sleeps.
-fn relist(guard: &mut StateGuard, mut absent: Vec<Absent>) {
-    absent.sort_unstable_by_key(|absent| absent.range.start);
-    if let Some(paged) = &mut guard.paged {
-        paged.absent = absent;
-        paged.note_sleeping([&[], &[]]);
-    }
-    if !guard.is_asleep() {
-        cordon::put_up(guard);
-    }
-    guard.state.end_deciding(guard);
 }
 
 /// Releases frames, from the last one on, and counts their granules. Frames that the driver does
@@ -294,42 +345,20 @@ fn release_all(allocator: &Allocator, frames: &mut Vec<Frame>, released: &mut u6
 /// not to wake up sleeps on.
 fn bring_back(allocator: &Allocator, waking: &Waking) -> Result<(), AllocError> {
     let mut guard = allocator.state().lock();
-    let Some(paged) = guard.paged.as_mut().filter(|paged| paged.is_asleep || !paged.absent.is_empty()) else {
+    let Some(Woken { mut absent, staying, granule, options, access }) = guard.begin_waking(waking) else {
         return Ok(());
     };
-    let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
-    let absent = std::mem::take(&mut paged.absent);
-    cordon::lift(&mut guard);
-    // Blocks may have been freed meanwhile.
-    let absent = forget_free(&mut guard, absent);
-    let [mut absent, staying] = match waking {
-        Waking::All => [absent, Vec::new()],
-        Waking::Parts(parts) => divide(&guard, absent, parts),
-        Waking::Ranges(ranges) => {
-            let falls = |absent: &Absent| ranges.iter().any(|range| range.contains(&absent.range.start));
-            let (waking, staying) = absent.into_iter().partition(falls);
-            [waking, staying]
-        }
-    };
-    if let Some(paged) = &mut guard.paged {
-        paged.note_sleeping([&absent, &staying]);
-    }
-    if !guard.is_asleep() {
-        cordon::put_up(&mut guard);
-    }
+    guard.show_waiting();
     drop(guard);
     let brought = create_absent(allocator, &mut absent, granule, options)
         .and_then(|()| restore(allocator, &mut absent, granule, &access));
+    absent.extend(staying);
     let mut guard = allocator.state().lock();
-    cordon::lift(&mut guard);
+    guard.end_waking(absent, brought.is_ok());
     if brought.is_ok() {
-        if let Some(paged) = &mut guard.paged {
-            paged.is_asleep = false;
-        }
         allocator.state().special().fetch_and(!special::ASLEEP, Ordering::Relaxed);
     }
-    absent.extend(staying);
-    relist(&mut guard, absent);
+    show_list(&guard);
     drop(guard);
     if brought.is_ok() {
         allocator.state().end_quiescing();
@@ -347,7 +376,7 @@ fn create_absent(
 ) -> Result<(), AllocError> {
     allocator.device().settle();
     let lacking: u64 = absent.iter().map(|absent| absent.places(granule) - granules_of(&absent.frames)).sum();
-    allocator.state().shared().growing.begin(lacking * granule);
+    allocator.state().shared().begin_growing(lacking * granule);
     let (mut created, mut failed) = (0, None);
     'all: for absent in absent.iter_mut() {
         let lacking = absent.places(granule) - granules_of(&absent.frames);
@@ -371,15 +400,7 @@ fn create_absent(
             }
         }
     }
-    let mut guard = allocator.state().lock();
-    if let Some(paged) = &mut guard.paged {
-        paged.in_hands = paged.in_hands + created - released;
-    }
-    if created > released {
-        guard.counters.num_device_alloc.add(1);
-    }
-    account_for_granules(&mut guard);
-    guard.growing.end(lacking * granule);
+    allocator.state().lock().commit_created(created, released, lacking * granule);
     let Some((error, free)) = failed else { return Ok(()) };
     if !error.is_out_of_memory() {
         return Err(error.into());
@@ -421,22 +442,10 @@ fn restore(allocator: &Allocator, absent: &mut Vec<Absent>, granule: u64, access
         saved.try_for_each(|saved| mover.restore(saved))?;
         used = mover.finish()?;
     }
-    let mut guard = allocator.state().lock();
-    let (mut mapped, mut restored) = (Vec::new(), Vec::new());
-    for Absent { range, kind, frames, place, saved, .. } in absent.drain(..) {
-        restored.push(saved);
-        if let Some(paged) = &mut guard.paged {
-            paged.put_all(range.start, &frames);
-            paged.mapped_bytes[kind as usize] += range.end - range.start;
-            paged.in_hands -= granules_of(&frames);
-        }
-        mapped.extend((place != ContentsPlace::InPlace).then_some(range));
-    }
-    account_for_granules(&mut guard);
-    drop(guard);
+    let mapped = allocator.state().lock().commit_mapped(absent);
     // This removes files.
-    drop(restored);
-    keep_host_buffers(allocator, used.into_spare());
+    absent.clear();
+    allocator.state().shared().keep_host_buffers(used.into_spare());
     mapped.iter().for_each(|range| allocator.hooks().mapped(range.start, range.end - range.start));
     Ok(())
 }

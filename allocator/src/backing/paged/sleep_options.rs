@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backing::paged::contents::Contents;
-use crate::pools::table::{PoolKey, PoolTable};
+use crate::core::pools::{PoolKey, PoolTable};
 use crate::tags::Tag;
 use crate::types::PoolId;
 

@@ -16,8 +16,6 @@
 //! that, live granules lack their mapping. They then *sleep* (`sleep.rs`), with their contents in
 //! the new frames, and are woken up at once; if that fails, too, [`Allocator::wake`] wakes them.
 
-use std::cmp::Reverse;
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 use aquifer_device::internal::MovesContents;
@@ -25,22 +23,18 @@ use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions,
 
 use crate::allocator::Allocator;
 use crate::backing::headroom::{buyable, room};
-use crate::backing::paged::absent::{Absent, ContentsPlace};
-use crate::backing::paged::account::{account_for_granules, note_mapping};
 use crate::backing::paged::carry_out::unmap_range;
-use crate::backing::paged::donors::{Donor, free_granules};
-use crate::backing::paged::draft::draft;
-use crate::backing::paged::frames::{Frame, granules_of};
-use crate::backing::paged::plan::hold_all;
 use crate::backing::paged::sleep::{list_unmapped, wake_ranges};
 use crate::config::SplitFrames;
+use crate::core::paged::frames::Frame;
+use crate::core::remap::split::Replaced;
+use crate::core::remap::split::Settled;
+use crate::core::remap::split::Split;
+use crate::core::remap::split::SplitDone;
+use crate::core::remap::split::choose;
 use crate::error::AllocError;
-use crate::history::Action;
-use crate::pools::table::Which;
 use crate::recovery::hooks::Hooks;
-use crate::size_class::PoolKind;
-use crate::state::guard::StateGuard;
-use crate::types::{Request, Use};
+use crate::types::Request;
 
 /// The result of an attempt to split frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,28 +45,6 @@ pub(crate) enum Outcome {
     NoRoom,
     /// Nothing may be split, or splitting would not help.
     Nothing,
-}
-
-/// A frame to split.
-#[derive(Debug)]
-struct Split {
-    range: Range<u64>,
-    /// The kind of pool that it counts in.
-    kind: PoolKind,
-    /// The stretches of granules that stay, by address.
-    live: Vec<Range<u64>>,
-    /// The granules that lie wholly in free blocks.
-    free: Vec<Donor>,
-}
-
-impl Split {
-    fn live_bytes(&self) -> u64 {
-        self.live.iter().map(|live| live.end - live.start).sum()
-    }
-
-    fn free_bytes(&self) -> u64 {
-        self.free.iter().map(|donor| donor.bytes).sum()
-    }
 }
 
 /// Splits as many frames as a request lacks memory, those with the fewest live granules first, as
@@ -98,13 +70,13 @@ pub(crate) fn split_frames(allocator: &Allocator, request: &Request) -> Result<O
         return Err(AllocError::Asleep);
     }
     let (buyable, _) = buyable(allocator, &guard, &room);
-    let Some(draft) = draft(&mut guard, request, 0, false) else { return Ok(Outcome::Nothing) };
-    let Some(paged) = &guard.paged else { return Ok(Outcome::Nothing) };
+    let Some(draft) = guard.draft(request, 0, false) else { return Ok(Outcome::Nothing) };
+    let Some(paged) = guard.paged() else { return Ok(Outcome::Nothing) };
     let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
     let affordable = buyable.min(free) / granule * granule;
     let missing = (draft.buy * granule).saturating_sub(affordable).max(granule);
     let window = draft.window.start / granule * granule..draft.window.end.next_multiple_of(granule);
-    let candidates = candidates(&mut guard, &window);
+    let candidates = guard.split_candidates(&window);
     if candidates.iter().map(Split::free_bytes).sum::<u64>() < missing {
         return Ok(Outcome::Nothing);
     }
@@ -112,18 +84,24 @@ pub(crate) fn split_frames(allocator: &Allocator, request: &Request) -> Result<O
     if chosen.is_empty() {
         return Ok(Outcome::NoRoom);
     }
-    let held = hold(&mut guard, &chosen);
-    guard.growing.begin(chosen.iter().map(Split::live_bytes).sum());
+    let held = guard.hold_split(&chosen);
+    guard.begin_growing(chosen.iter().map(Split::live_bytes).sum());
     drop(guard);
     let mut done = SplitWork { device, hooks: allocator.hooks(), granule, options, access }.carry_out(&chosen);
     let error = done.error.take();
-    let Settled { frames, copied, freed, unmapped } = settle(&mut state.lock(), &chosen, held, done);
+    let mut guard = state.lock();
+    let Settled { frames, copied, freed, unmapped } = guard.commit_split(&chosen, held, done);
+    let asleep: Vec<Range<u64>> = unmapped.iter().map(|absent| absent.range.clone()).collect();
+    if !unmapped.is_empty() {
+        list_unmapped(&mut guard, unmapped);
+    }
+    drop(guard);
     if frames > 0 {
         tracing::debug!(target: "aquifer::remap", frames, copied, freed, "frames that were partly in use were split");
     }
     match error {
         None => Ok(Outcome::Split),
-        Some(error) if !unmapped.is_empty() => match wake_ranges(allocator, unmapped) {
+        Some(error) if !asleep.is_empty() => match wake_ranges(allocator, asleep) {
             Ok(()) => Ok(Outcome::Split),
             Err(again) => {
                 tracing::warn!(error = %again, "live memory could not be mapped again, and sleeps");
@@ -140,68 +118,6 @@ pub(crate) fn split_frames(allocator: &Allocator, request: &Request) -> Result<O
     }
 }
 
-/// The frames of several granules that are free in part, and that may be split. In the window,
-/// splitting gains nothing.
-fn candidates(guard: &mut StateGuard, window: &Range<u64>) -> Vec<Split> {
-    let free = free_granules(guard, Which::Unpromised);
-    let Some(paged) = &guard.paged else { return Vec::new() };
-    let mut frames: BTreeMap<u64, Split> = BTreeMap::new();
-    let mut not_done = Vec::new();
-    for donor in free {
-        let block = &guard.heap.blocks[donor.block];
-        let is_done = guard.streams.is_done(Use { stream: block.owner, after: block.after });
-        let (mut addr, end) = (donor.addr, donor.addr + donor.bytes);
-        while let Some(range) = (addr < end).then(|| paged.frame_at(addr)).flatten() {
-            let bytes = range.end.min(end) - addr;
-            if !is_done {
-                not_done.push(range.start);
-            }
-            let is_in_window = range.start < window.end && window.start < range.end;
-            if range.end - range.start > bytes && !is_in_window && !guard.pins.are_in(range.clone()) {
-                let new = Split { range: range.clone(), kind: block.pool.kind(), live: Vec::new(), free: Vec::new() };
-                let frame = frames.entry(range.start).or_insert(new);
-                frame.free.push(Donor { addr, bytes, ..donor });
-            }
-            addr = range.end;
-        }
-    }
-    not_done.into_iter().for_each(|start| drop(frames.remove(&start)));
-    let mut frames: Vec<Split> = frames.into_values().collect();
-    for frame in &mut frames {
-        frame.free.sort_unstable_by_key(|donor| donor.addr);
-        let mut at = frame.range.start;
-        for donor in &frame.free {
-            frame.live.push(at..donor.addr);
-            at = donor.addr + donor.bytes;
-        }
-        frame.live.push(at..frame.range.end);
-        frame.live.retain(|live| !live.is_empty());
-    }
-    frames
-}
-
-/// Chooses frames with `missing` bytes of free granules together, or as many as it can, of which
-/// the live granules have at most `affordable` bytes.
-fn choose(mut candidates: Vec<Split>, missing: u64, affordable: u64) -> Vec<Split> {
-    candidates.sort_by_key(|split| (split.live_bytes(), Reverse(split.range.start)));
-    let (mut live, mut free) = (0, 0);
-    let chosen = candidates.into_iter().take_while(|split| {
-        let wanted = free < missing && live + split.live_bytes() <= affordable;
-        live += split.live_bytes();
-        free += split.free_bytes();
-        wanted
-    });
-    chosen.collect()
-}
-
-/// Holds the free granules of the frames. Returns them by address.
-fn hold(guard: &mut StateGuard, chosen: &[Split]) -> BTreeMap<u64, Donor> {
-    let mut free: Vec<Donor> = chosen.iter().flat_map(|split| &split.free).copied().collect();
-    // Each block from its high end down, as holding it needs.
-    free.sort_unstable_by_key(|donor| (donor.block, Reverse(donor.addr)));
-    hold_all(guard, free).into_iter().map(|donor| (donor.addr, donor)).collect()
-}
-
 /// The terms of the driver's work.
 struct SplitWork<'a> {
     device: &'a Device,
@@ -210,25 +126,6 @@ struct SplitWork<'a> {
     options: PhysicalOptions,
     /// Devices that get access: this one and its peers.
     access: Vec<u32>,
-}
-
-/// The result of the driver's work.
-#[derive(Default)]
-struct SplitDone {
-    /// For each of the first frames, which were unmapped, the stretches of its live granules.
-    replaced: Vec<Vec<Replaced>>,
-    /// New frames that are of no use and that the driver did not take back.
-    spares: Vec<Frame>,
-    error: Option<DeviceError>,
-}
-
-/// A stretch of live granules, and the new frames that have its contents.
-struct Replaced {
-    range: Range<u64>,
-    frames: Vec<Frame>,
-    /// How many of the frames are mapped.
-    mapped: usize,
-    is_accessible: bool,
 }
 
 impl SplitWork<'_> {
@@ -332,68 +229,6 @@ impl SplitWork<'_> {
         self.hooks.mapped(start, end - start);
         Ok(())
     }
-}
-
-/// The result of a split.
-#[derive(Default)]
-struct Settled {
-    frames: u64,
-    /// Bytes that were copied, and bytes that can move now.
-    copied: u64,
-    freed: u64,
-    /// Live memory that lacks its mapping: it sleeps.
-    unmapped: Vec<Range<u64>>,
-}
-
-/// Accounts for what the driver did.
-fn settle(guard: &mut StateGuard, chosen: &[Split], mut held: BTreeMap<u64, Donor>, done: SplitDone) -> Settled {
-    let mut replaced = done.replaced.into_iter();
-    let (mut settled, mut unmapped) = (Settled::default(), Vec::new());
-    for split in chosen {
-        let stretches = replaced.next();
-        for donor in split.free.iter().filter_map(|donor| held.remove(&donor.addr)) {
-            if stretches.is_none() {
-                guard.heap.unhold_as_free(donor.block);
-                continue;
-            }
-            let region = guard.heap.region_of(donor.block);
-            let (pool, stream) = (region.pool, region.stream);
-            guard.heap.unhold_as_hole(donor.block);
-            note_mapping(guard, Action::SegmentUnmap, pool, stream, donor.addr, donor.bytes);
-        }
-        let (Some(paged), Some(stretches)) = (&mut guard.paged, stretches) else { continue };
-        let (kind, bytes) = (split.kind, split.range.end - split.range.start);
-        let old = paged.forget_mapped(split.range.start, bytes);
-        paged.spares.extend(old);
-        paged.mapped_bytes[kind as usize] -= bytes;
-        settled.frames += 1;
-        settled.copied += split.live_bytes();
-        settled.freed += split.free_bytes();
-        for Replaced { range, frames, mapped, is_accessible } in stretches {
-            if is_accessible {
-                paged.put_all(range.start, &frames);
-                paged.mapped_bytes[kind as usize] += range.end - range.start;
-                continue;
-            }
-            paged.in_hands += granules_of(&frames);
-            settled.unmapped.push(range.clone());
-            let (is_dedicated, place, largest, saved) = (false, ContentsPlace::InFrames, 1, Vec::new());
-            unmapped.push(Absent { range, kind, is_dedicated, frames, mapped, place, largest, saved });
-        }
-    }
-    if let Some(paged) = &mut guard.paged {
-        paged.spares.extend(done.spares);
-    }
-    if settled.copied > 0 {
-        guard.counters.num_device_alloc.add(1);
-    }
-    guard.counters.frames_split.add(settled.frames);
-    guard.growing.end(chosen.iter().map(Split::live_bytes).sum());
-    if !unmapped.is_empty() {
-        list_unmapped(guard, unmapped);
-    }
-    account_for_granules(guard);
-    settled
 }
 
 #[cfg(test)]

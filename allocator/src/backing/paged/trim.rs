@@ -2,41 +2,22 @@
 //!
 //! Frames on their way back are not counted as reserved, because another thread may get their
 //! memory from the device, and count it, before this one has the lock again. The limit counts them
-//! until they are gone (`SharedState::leaving`).
-
-use std::ops::Range;
+//! until they are gone (`Core::leaving`).
 
 use aquifer_device::{DeviceError, DevicePtr};
 
 use crate::allocator::Allocator;
-use crate::backing::paged::account::{account_for_granules, note_mapping};
 use crate::backing::paged::addresses::give_addresses_back;
 use crate::backing::paged::carry_out::{unless_capturing, unmap_range};
 use crate::backing::paged::dedicated::recycle_deferred_releases;
-use crate::backing::paged::donors::{BATCH, Donor, donors, donors_below};
-use crate::backing::paged::frames::{Frame, LooseFrames};
-use crate::backing::paged::lingering::{lingering_not_done, may_be_in_use, unmap_lingering_at_gate};
-use crate::backing::paged::plan::hold_all;
-use crate::cross_stream::progress::{Pending, synchronize_all};
+use crate::backing::paged::lingering::unmap_lingering_at_gate;
+use crate::core::paged::frames::LooseFrames;
+use crate::core::pools::Which;
+use crate::core::remap::donors::BATCH;
+use crate::core::remap::trim::Trim;
+use crate::cross_stream::progress::synchronize_all;
 use crate::error::AllocError;
-use crate::history::Action;
 use crate::pools::lookup::{awaited_launches, wait_for_launched};
-use crate::pools::table::Which;
-use crate::recovery::oom::seen::is_capturing;
-use crate::state::guard::StateGuard;
-use crate::types::latest_by_stream;
-
-/// Frames on their way back to the device.
-#[derive(Default)]
-struct Leaving {
-    /// What they are in until they are unmapped, and their addresses.
-    donors: Vec<Donor>,
-    ranges: Vec<(Range<u64>, Vec<Frame>)>,
-    /// Frames that are mapped nowhere, or not any more.
-    loose: LooseFrames,
-    /// Bytes of all of them.
-    bytes: u64,
-}
 
 /// Gives free frames that no pool keeps back to the device, spare ones first, until at
 /// most `target` bytes are held from it or none is left. Returns how many bytes went back. Frames
@@ -56,31 +37,31 @@ fn trim_free(allocator: &Allocator, target: u64, spares_too: bool, which: Which)
     let stuck = take_stuck_back(allocator);
     let _gate = allocator.gate()?.shared();
     let shared = allocator.state().shared();
-    let Some(granule) = shared.paged.as_ref().map(|paged| paged.granule) else { return Ok(0) };
+    let Some(granule) = shared.paged().map(|paged| paged.granule) else { return Ok(0) };
     if shared.is_asleep() {
         return Ok(0);
     }
     drop(shared);
-    let mut leaving = Leaving::default();
+    let mut trim = Trim::default();
     let mut below = Some(u64::MAX);
     while below.is_some() {
-        below = begin_trim(&mut allocator.state().lock(), &mut leaving, below, target, spares_too, which);
+        below = allocator.state().lock().begin_trim(&mut trim, below, target, spares_too, which);
     }
     if target > 0 {
         // A frame that is larger than what is still too much, if there is one.
-        begin_trim(&mut allocator.state().lock(), &mut leaving, None, target, spares_too, which);
+        allocator.state().lock().begin_trim(&mut trim, None, target, spares_too, which);
     }
     let (mut unmapped, mut failed) = (0, None);
-    for (range, frames) in &leaving.ranges {
+    for (range, frames) in &trim.ranges {
         if let Err(error) = unmap_range(allocator.device(), allocator.hooks(), range) {
             failed = unless_capturing(Err(error)).err();
             break;
         }
         unmapped += 1;
-        leaving.loose.extend(frames.iter().copied());
+        trim.loose.extend(frames.iter().copied());
     }
-    let (released, failed) = release_frames(allocator, &mut leaving.loose, failed);
-    settle_trim(allocator, leaving, unmapped);
+    let (released, failed) = release_frames(allocator, &mut trim.loose, failed);
+    settle_trim(allocator, trim, unmapped);
     // The device gets released memory back only once it is mapped nowhere.
     let lingering = unmap_lingering_at_gate(allocator);
     let addresses = give_addresses_back(allocator, if spares_too { Which::All } else { which });
@@ -92,22 +73,18 @@ fn trim_free(allocator: &Allocator, target: u64, spares_too: bool, which: Which)
 
 /// Accounts for a trim of which the driver unmapped the first `unmapped` ranges; the loose frames
 /// are still here.
-fn settle_trim(allocator: &Allocator, leaving: Leaving, unmapped: usize) {
-    let Leaving { donors, ranges, loose, bytes } = leaving;
+fn settle_trim(allocator: &Allocator, trim: Trim, unmapped: usize) {
+    let Trim { donors, ranges, loose, bytes } = trim;
     let mut settled = donors.into_iter().zip(ranges).enumerate().peekable();
     loop {
         let mut guard = allocator.state().lock();
         for (at, (donor, (_, frames))) in settled.by_ref().take(BATCH) {
-            settle_leaving(&mut guard, donor, &frames, at < unmapped);
+            guard.commit_trimmed(donor, &frames, at < unmapped);
         }
         if settled.peek().is_some() {
             continue;
         }
-        guard.leaving -= bytes;
-        if let Some(paged) = &mut guard.paged {
-            paged.spares.extend(loose.iter());
-        }
-        account_for_granules(&mut guard);
+        guard.commit_trim(bytes, &loose);
         return;
     }
 }
@@ -119,49 +96,25 @@ fn settle_trim(allocator: &Allocator, leaving: Leaving, unmapped: usize) {
 pub(crate) fn take_stuck_back(allocator: &Allocator) -> Result<(), AllocError> {
     let _gate = allocator.gate()?.shared();
     let lingering = unmap_lingering_at_gate(allocator);
-    if may_be_in_use(allocator) {
+    if allocator.state().shared().may_use_lingering() {
         return lingering;
     }
-    let count = allocator.state().shared().paged.as_ref().map_or(0, |paged| paged.stuck.len());
+    let count = allocator.state().shared().paged().map_or(0, |paged| paged.stuck.len());
     (0..count).map(|_| take_one_back(allocator)).fold(lingering, Result::and)
 }
 
 /// Unmaps the mappings that have been stuck for longest.
 fn take_one_back(allocator: &Allocator) -> Result<(), AllocError> {
-    let mut guard = allocator.state().lock();
-    if guard.is_asleep() {
-        return Ok(());
-    }
-    let Some(paged) = &mut guard.paged else { return Ok(()) };
-    let Some(mut stuck) = paged.stuck.pop_front() else { return Ok(()) };
-    // This call works with them from here on. The table lists them as mapped until they are
-    // unmapped.
-    let in_hands = stuck.bytes() / paged.granule;
-    paged.in_hands += in_hands;
-    drop(guard);
-    let (mut unmapped, mut failed) = (Vec::new(), None);
-    while failed.is_none()
-        && let Some(frame) = stuck.frames.last()
-    {
+    let Some(stuck) = allocator.state().shared().take_stuck() else { return Ok(()) };
+    let (mut unmapped, mut failed) = (0, None);
+    for frame in stuck.frames.iter().rev() {
         failed = allocator.device().unmap(DevicePtr(frame.start), frame.end - frame.start).err();
-        if failed.is_none() {
-            unmapped.extend(stuck.frames.pop());
+        if failed.is_some() {
+            break;
         }
+        unmapped += 1;
     }
-    let mut guard = allocator.state().lock();
-    if let Some(paged) = &mut guard.paged {
-        paged.in_hands -= in_hands;
-        for frame in unmapped {
-            let loose = paged.forget_mapped(frame.start, frame.end - frame.start);
-            paged.spares.extend(loose);
-        }
-    }
-    if stuck.frames.is_empty() {
-        guard.heap.unhold_as_hole(stuck.block);
-    } else if let Some(paged) = &mut guard.paged {
-        paged.stuck.push_back(stuck);
-    }
-    account_for_granules(&mut guard);
+    allocator.state().lock().commit_stuck(stuck, unmapped);
     Ok(unless_capturing(failed.map_or(Ok(()), Err))?)
 }
 
@@ -186,76 +139,9 @@ fn release_frames(
 /// waited for now.
 pub(crate) fn synchronize_free(allocator: &Allocator, which: Which) -> Result<bool, AllocError> {
     let of = if let Which::Of(key) | Which::UnusedOf(key) = which { Some(key) } else { None };
-    let launched = awaited_launches(&allocator.state().shared(), of);
+    let launched = awaited_launches(allocator, of);
     wait_for_launched(allocator, &launched)?;
-    let waits = free_not_done(&mut allocator.state().lock(), which);
+    let waits = allocator.state().lock().free_not_done(which);
     synchronize_all(&waits)?;
     Ok(!waits.is_empty() || !launched.ticks.is_empty() || launched.device.is_some())
-}
-
-/// What free memory in some pools, and mappings that linger, wait for.
-pub(crate) fn free_not_done(guard: &mut StateGuard, which: Which) -> Pending {
-    let free = donors(guard, u64::MAX, None, which).not_done;
-    let may_unmap = which.has_default() && !is_capturing(guard);
-    let lingering = if may_unmap { lingering_not_done(guard) } else { Vec::new() };
-    guard.streams.not_done(latest_by_stream(free.into_keys().chain(lingering)))
-}
-
-/// Takes free frames out of the heaps, and spare ones, until `target` bytes are held: those of the
-/// next blocks below an address, or, if that is `None`, of all blocks. Returns the address below
-/// which to go on; `None` if there are no more blocks.
-fn begin_trim(
-    guard: &mut StateGuard,
-    leaving: &mut Leaving,
-    below: Option<u64>,
-    target: u64,
-    spares_too: bool,
-    which: Which,
-) -> Option<u64> {
-    let excess = guard.reserved.saturating_sub(target);
-    let paged = guard.paged.as_mut()?;
-    let granule = paged.granule;
-    let wanted = excess.div_ceil(granule);
-    let loose = paged.spares.take(if spares_too { wanted } else { 0 });
-    let more = wanted.saturating_sub(loose.granules());
-    let (donors, next) = match below {
-        _ if more == 0 => (Vec::new(), None),
-        Some(below) => donors_below(guard, below, more, which),
-        None => (donors(guard, more, None, which).into_joined(), None),
-    };
-    let mut bytes = loose.granules() * granule;
-    leaving.loose.extend(loose.iter());
-    for donor in hold_all(guard, donors) {
-        guard.heap.empty_held(donor.block);
-        let region = guard.heap.region_of(donor.block);
-        let (pool, stream) = (region.pool, region.stream);
-        note_mapping(guard, Action::SegmentUnmap, pool, stream, donor.addr, donor.bytes);
-        let Some(paged) = &mut guard.paged else { continue };
-        paged.mapped_bytes[pool.kind() as usize] -= donor.bytes;
-        let frames = paged.forget_mapped(donor.addr, donor.bytes);
-        leaving.ranges.push((donor.addr..donor.addr + donor.bytes, frames));
-        leaving.donors.push(donor);
-        bytes += donor.bytes;
-    }
-    leaving.bytes += bytes;
-    guard.leaving += bytes;
-    account_for_granules(guard);
-    next
-}
-
-/// Returns a held donor to its heap, as a hole if it was unmapped, otherwise with its frames.
-fn settle_leaving(guard: &mut StateGuard, donor: Donor, frames: &[Frame], was_unmapped: bool) {
-    if was_unmapped {
-        guard.heap.unhold_as_hole(donor.block);
-        guard.counters.num_device_free.add(1);
-        return;
-    }
-    let region = guard.heap.region_of(donor.block);
-    let (pool, stream) = (region.pool, region.stream);
-    guard.heap.unhold_as_free(donor.block);
-    note_mapping(guard, Action::SegmentMap, pool, stream, donor.addr, donor.bytes);
-    if let Some(paged) = &mut guard.paged {
-        paged.mapped_bytes[pool.kind() as usize] += donor.bytes;
-        paged.put_all(donor.addr, frames);
-    }
 }

@@ -9,16 +9,14 @@ use seen::Seen;
 
 use crate::accounting::attribute::attribute;
 use crate::allocator::Allocator;
-use crate::backing::growing::Refusal;
 use crate::backing::growth::growth_bytes;
-use crate::backing::paged::draft::lacking_bytes;
-use crate::cross_stream::waiting::{waiting_bytes, waiting_requested};
+use crate::core::Core;
+use crate::core::growing::Refusal;
 use crate::error::AllocError;
 use crate::history::{Action, Subject};
 use crate::open::trim_others;
 use crate::recovery::oom::advise::{advice_to_cross_streams, advice_to_lend};
 use crate::size_class;
-use crate::state::shared::SharedState;
 use crate::types::Request;
 
 pub(crate) mod advice;
@@ -86,14 +84,14 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
         from_blocks.extend(advice_to_cross_streams(&guard, request));
     }
     let growth = if tried.dedicated { request.size } else { growth_bytes(allocator, &guard, request) };
-    let lacking = if tried.dedicated { None } else { lacking_bytes(&mut guard, request) };
+    let lacking = if tried.dedicated { None } else { guard.lacking_bytes(request) };
     let mut report = report(&guard, request, &tried);
     let mut seen = Seen::new(&guard, request, tried.own);
     report.is_mapped = tried.dedicated || guard.paged_granule_for(request).is_some();
     report.growth = growth;
     report.from_device = lacking.unwrap_or(growth);
     report.allocated = guard.counters.bytes.current_of_all();
-    report.requested_live = guard.counters.requested.current_of_all() - waiting_requested(&guard);
+    report.requested_live = guard.counters.requested.current_of_all() - guard.waiting().requested();
     // No cached hit waits until the report has seen all blocks.
     drop(guard);
     state.walk(|shared, passed| seen.add(shared, passed));
@@ -137,8 +135,8 @@ fn save_snapshot(allocator: &Allocator, path: &Path, device: u32) {
 }
 
 /// Builds the part of the report that needs no look at blocks.
-fn report(shared: &SharedState, request: &Request, tried: &Tried) -> OomReport {
-    let private = |number| shared.pools.owner_of(number);
+fn report(core: &Core, request: &Request, tried: &Tried) -> OomReport {
+    let private = |number| core.pools.owner_of(number);
     OomReport {
         device: 0,
         device_name: String::new(),
@@ -157,13 +155,13 @@ fn report(shared: &SharedState, request: &Request, tried: &Tried) -> OomReport {
         memory: None,
         allocated: 0,
         requested_live: 0,
-        reserved: shared.reserved,
+        reserved: core.reserved(),
         unused_in_part: 0,
         reserved_by_private_pools: 0,
         largest_free: 0,
         free_in_pool: 0,
         pieces: 0,
-        waiting: waiting_bytes(shared).into_iter().map(|(stream, bytes)| (stream.0, bytes)).collect(),
+        waiting: core.waiting_bytes().into_iter().map(|(stream, bytes)| (stream.0, bytes)).collect(),
         attribution: None,
         largest_tags: Vec::new(),
         released: tried.released,

@@ -5,14 +5,13 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 
 use crate::accounting::fragmentation::releasable_part;
-use crate::cross_stream::waiting::waiting_bytes;
-use crate::heap::{Passed, Region, State};
-use crate::pools::table::Private;
+use crate::core::Core;
+use crate::core::heap::{Passed, Region, State};
+use crate::core::pools::Private;
 use crate::recovery::oom::advice::Held;
 use crate::recovery::oom::report::{LISTED, OomReport};
-use crate::state::shared::SharedState;
 use crate::tags::Tag;
-use crate::types::{PoolId, Request, StreamId};
+use crate::types::{PoolId, Request};
 
 /// Sums over the blocks passed so far.
 pub(super) struct Seen {
@@ -32,26 +31,26 @@ pub(super) struct Seen {
 }
 
 /// The private pool that keeps the memory of a heap pool from others.
-fn promised(shared: &SharedState, pool: PoolId) -> Option<&Private> {
-    shared.pools.owner_of(pool).filter(|private| !private.is_released())
+fn promised(core: &Core, pool: PoolId) -> Option<&Private> {
+    core.pools.owner_of(pool).filter(|private| !private.is_released())
 }
 
 impl Seen {
     /// What there is outside of heaps. The request's owner has `own` bytes already, which it keeps.
-    pub(super) fn new(shared: &SharedState, request: &Request, own: u64) -> Seen {
-        let captures = is_capturing(shared);
+    pub(super) fn new(core: &Core, request: &Request, own: u64) -> Seen {
+        let captures = core.streams.any_captures();
         let mut held = Held { own, captures, ..Held::default() };
-        held.own_pool_has_graphs = promised(shared, request.pool)
+        held.own_pool_has_graphs = promised(core, request.pool)
             .is_some_and(|private| private.numbers().any(|number| private.keeps_for_graphs(number)));
         held.capturing.extend(
-            waiting_bytes(shared)
+            core.waiting_bytes()
                 .iter()
                 .map(|&(stream, _)| stream)
-                .filter(|&stream| captures_on(shared, stream))
+                .filter(|&stream| core.streams.captures(stream))
                 .map(u32::from),
         );
         let mut tags = HashMap::new();
-        if let Some(paged) = &shared.paged {
+        if let Some(paged) = core.paged() {
             held.cached += paged.spares.granules() * paged.granule;
             held.dedicated_addresses = paged.dedicated_address_bytes();
             for owned in paged.owned.values().filter(|owned| owned.size > 0) {
@@ -73,12 +72,12 @@ impl Seen {
     }
 
     /// Adds a block, and with the first one of a region what depends on the region.
-    pub(super) fn add(&mut self, shared: &SharedState, passed: &Passed) {
+    pub(super) fn add(&mut self, core: &Core, passed: &Passed) {
         let (block, request) = (&passed.block, self.request);
-        let owner = promised(shared, block.pool);
+        let owner = promised(core, block.pool);
         let is_of_another = owner.is_some_and(|private| !private.owns(request.pool));
         if passed.is_first {
-            self.held.pinned += pinned_in(shared, shared.heap.region(block.region));
+            self.held.pinned += pinned_in(core, core.heap().region(block.region));
         }
         if owner.is_some() && block.state.has_memory() {
             self.reserved_by_private_pools += block.size;
@@ -90,7 +89,7 @@ impl Seen {
             self.held.live_in_pools += if is_of_another { block.size } else { 0 };
         }
         if matches!(block.state, State::Free | State::Waiting) && owner.is_none() {
-            let part = releasable_part(shared, block);
+            let part = releasable_part(core, block);
             self.kept_by_captures += if self.captures { part.bytes } else { 0 };
             if block.state == State::Free {
                 self.held.cached += part.bytes;
@@ -118,22 +117,11 @@ impl Seen {
     }
 }
 
-/// True if a stream of the device captures.
-pub(crate) fn is_capturing(shared: &SharedState) -> bool {
-    shared.device.as_ref().is_some_and(aquifer_device::Device::is_capturing)
-}
-
-/// True if the stream with this number captures.
-fn captures_on(shared: &SharedState, stream: StreamId) -> bool {
-    let Some((device, timeline)) = shared.device.as_ref().zip(shared.streams.timeline(stream)) else { return false };
-    timeline.device_id_unless_capturing() != device.id()
-}
-
 /// Bytes of a region that are pinned.
-fn pinned_in(shared: &SharedState, region: &Region) -> u64 {
-    match &shared.paged {
-        Some(paged) if region.is_paged() => paged.pinned_bytes(&shared.pins, region.addr..region.addr + region.bytes),
-        _ if shared.pins.contains(region.addr) => region.bytes,
+fn pinned_in(core: &Core, region: &Region) -> u64 {
+    match core.paged() {
+        Some(paged) if region.is_paged() => paged.pinned_bytes(&core.pins, region.addr..region.addr + region.bytes),
+        _ if core.pins.contains(region.addr) => region.bytes,
         _ => 0,
     }
 }

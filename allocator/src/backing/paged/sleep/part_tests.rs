@@ -75,7 +75,7 @@ impl Setup {
         self.allocator.empty_cache().unwrap();
         assert_eq!((self.allocator.memory_allocated(), self.allocator.memory_reserved()), (0, 0));
         assert_eq!((self.sim.held_bytes(), self.allocator.sleeping_bytes()), (0, 0));
-        assert!(self.allocator.state().shared().other_users.is_empty());
+        assert!(self.allocator.state().shared().used_elsewhere() == 0);
         self.device.assert_no_violations();
     }
 }
@@ -310,8 +310,8 @@ fn a_thousand_cycles_leave_nothing_behind() {
     let blocks: Vec<_> = (0..6).map(|n| setup.alloc(["weights", "kv"][n % 2], 2 * MIB, low(n))).collect();
     let keeps = |setup: &Setup| {
         let shared = setup.allocator.state().shared();
-        let paged = shared.paged.as_ref().unwrap();
-        let lists = (paged.absent.len(), paged.sleeping.len(), shared.other_users.len(), shared.waiting.blocks.len());
+        let paged = shared.paged().unwrap();
+        let lists = (paged.absent.len(), paged.sleeping.len(), shared.used_elsewhere(), shared.waiting().is_empty());
         drop(shared);
         let sim = &setup.sim;
         (setup.allocator.memory_reserved(), sim.held_bytes(), format!("{:?}", sim.live_objects()), lists)

@@ -1,5 +1,0 @@
-//! The methods of [`Allocator`](crate::Allocator), by subject. Each calls one operation.
-
-mod alloc;
-mod inspect;
-mod manage;

@@ -1,0 +1,172 @@
+//! Strays: free blocks in a region of another stream than their owner.
+//!
+//! A stream that was served from another one's region may use that memory again at once. Once it is
+//! known done, it belongs to the region's stream, so that free neighbours become one block again.
+//! That is found out when a request finds no block: a bounded number of strays is looked at each
+//! time. Programs of one stream have none.
+
+use std::collections::VecDeque;
+
+use super::members::Members;
+use super::{Heap, State};
+use crate::types::{After, BlockId, PoolId, StreamId, Use};
+
+/// The most strays that are looked at in one go.
+const LOOKS: usize = 64;
+
+/// The strays, and blocks that were.
+#[derive(Debug, Default)]
+pub(super) struct Strays {
+    /// True if memory passes between streams.
+    shares: bool,
+    queue: VecDeque<BlockId>,
+    noted: Members,
+}
+
+impl Strays {
+    pub(super) fn new(shares: bool) -> Strays {
+        Strays { shares, ..Strays::default() }
+    }
+
+    #[cold]
+    pub(super) fn note(&mut self, id: BlockId) {
+        if self.shares && !self.noted.contains(id) {
+            self.noted.insert(id);
+            self.queue.push_back(id);
+        }
+    }
+
+    fn take(&mut self) -> Option<BlockId> {
+        let id = self.queue.pop_front()?;
+        self.noted.remove(id);
+        Some(id)
+    }
+
+    /// True if a stray is noted, or need not be.
+    #[cfg(any(test, debug_assertions))]
+    pub(super) fn has(&self, id: BlockId) -> bool {
+        !self.shares || self.noted.contains(id)
+    }
+}
+
+impl Heap {
+    fn is_stray(&self, id: BlockId) -> bool {
+        self.is_free(id) && self.blocks[id].owner != self.region_of(id).stream
+    }
+
+    /// Gives strays that are done to the streams of their regions, after a look at no more than
+    /// [`LOOKS`] of them. `done` gives the tick that a stream's timeline is known to have reached.
+    /// Returns true if there were any.
+    pub(crate) fn return_strays(&mut self, done: impl Fn(StreamId) -> After) -> bool {
+        let mut any = false;
+        for _ in 0..self.strays.queue.len().min(LOOKS) {
+            let Some(id) = self.strays.take() else { break };
+            if !self.is_stray(id) {
+                continue;
+            }
+            if self.blocks[id].after > done(self.blocks[id].owner) {
+                self.strays.note(id);
+                continue;
+            }
+            any = true;
+            self.unindex(id);
+            self.free -= self.blocks[id].size;
+            self.blocks[id].state = State::Waiting;
+            self.give(id, self.region_of(id).stream, After::NOTHING);
+        }
+        any
+    }
+
+    /// The last uses of some strays, each with its pool.
+    pub(crate) fn ticks_of_strays(&self) -> impl Iterator<Item = (Use, PoolId)> + '_ {
+        let strays = self.strays.queue.iter().take(LOOKS).filter(|id| self.is_stray(**id));
+        strays.map(|&id| (self.blocks[id].last_use(), self.blocks[id].pool))
+    }
+
+    /// True if there are strays, as far as is known.
+    pub(crate) fn has_strays(&self) -> bool {
+        !self.strays.queue.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::core::heap::Owner;
+    use crate::types::{StreamId, ticks};
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn strays_go_to_the_stream_of_their_region_once_they_are_done() {
+        let mut heap = Heap::new(true);
+        heap.add_region(MIB, 3 * MIB, StreamId(0), PoolId::LARGE);
+        let blocks =
+            [0, 1, 2].map(|_| heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::LARGE, MIB, MIB).unwrap());
+        heap.give(blocks[0], StreamId(0), ticks(5));
+        heap.give(blocks[1], StreamId(1), ticks(7));
+        heap.give(blocks[2], StreamId(0), ticks(6));
+        assert_eq!(heap.check(), Ok(()));
+        assert!(!heap.return_strays(|stream| ticks([9, 6][stream.index()])));
+        assert!(heap.return_strays(|stream| ticks([0, 7][stream.index()])));
+        let block = heap.all_blocks().next().unwrap().2;
+        assert_eq!((block.size, block.after, block.owner), (3 * MIB, ticks(6), StreamId(0)));
+        assert!(!heap.has_strays());
+        assert_eq!(heap.check(), Ok(()));
+    }
+
+    #[test]
+    fn memory_stays_where_streams_do_not_share() {
+        let mut heap = Heap::new(false);
+        heap.add_region(MIB, 2 * MIB, StreamId(0), PoolId::LARGE);
+        let blocks =
+            [0, 1].map(|_| heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::LARGE, MIB, MIB).unwrap());
+        heap.give(blocks[0], StreamId(0), ticks(1));
+        heap.give(blocks[1], StreamId(1), ticks(1));
+        assert!(!heap.return_strays(|_| ticks(9)));
+        assert_eq!(heap.check(), Ok(()));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+        /// Blocks of several streams are taken, from any owner whose block is done, and given back; in
+        /// the end, when all is done, each region is one free block.
+        #[test]
+        fn regions_are_whole_again_in_the_end(
+            steps in prop::collection::vec((0..3u32, any::<bool>(), 1..9u64, any::<prop::sample::Index>()), 1..200),
+        ) {
+            let mut heap = Heap::new(true);
+            for stream in 0..3 {
+                heap.add_region((u64::from(stream) + 1) << 30, 4 * MIB, StreamId(stream), PoolId::LARGE);
+            }
+            let (mut live, mut done) = (Vec::new(), 0);
+            for (now, (stream, takes, units, which)) in (1..).zip(steps) {
+                if takes {
+                    let size = units * (128 << 10);
+                    let own = heap.take_best(Owner::in_own_regions(StreamId(stream)), PoolId::LARGE, size, size);
+                    let taken = own.or_else(|| {
+                        let found = heap.best_of_others(StreamId(stream), PoolId::LARGE, size, |_| ticks(done))?;
+                        Some(heap.take(found, StreamId(stream), size, size))
+                    });
+                    live.extend(taken.map(|id| (id, stream)));
+                } else if !live.is_empty() {
+                    let (id, owner) = live.swap_remove(which.index(live.len()));
+                    heap.give(id, StreamId(owner), ticks(now));
+                }
+                if units == 1 {
+                    done = now;
+                    heap.return_strays(|_| ticks(done));
+                }
+                prop_assert_eq!(heap.check(), Ok(()));
+            }
+            for (id, owner) in live {
+                heap.give(id, StreamId(owner), ticks(1000));
+            }
+            while heap.return_strays(|_| ticks(u64::MAX)) {}
+            prop_assert_eq!(heap.check(), Ok(()));
+            prop_assert_eq!(heap.all_blocks().count(), 3);
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! All that an allocator knows, under its one lock.
+//!
+//! Nothing here calls the driver, waits, or runs foreign code.
+
+pub(crate) mod counter;
+pub(crate) mod counters;
+pub(crate) mod dedicated;
+pub(crate) mod free;
+pub(crate) mod graphs;
+pub(crate) mod growing;
+pub(crate) mod heap;
+pub(crate) mod paged;
+pub(crate) mod policy;
+pub(crate) mod pools;
+pub(crate) mod progress;
+pub(crate) mod remap;
+pub(crate) mod segments;
+mod serve;
+pub(crate) mod sleep;
+pub(crate) mod streams;
+pub(crate) mod tick_index;
+pub(crate) mod waiting;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use aquifer_device::Stream;
+
+use crate::core::counters::Counters;
+use crate::core::growing::{Growing, Holding};
+use crate::core::heap::Heap;
+use crate::core::paged::granules::Paged;
+use crate::core::paged::pins::Pins;
+use crate::core::pools::PoolTable;
+use crate::core::progress::Progress;
+use crate::core::streams::Streams;
+use crate::core::waiting::WaitingList;
+use crate::history::History;
+use crate::tags::Tag;
+use crate::types::{BlockId, Request, StreamId};
+
+#[derive(Debug, Default)]
+pub(crate) struct Core {
+    /// True if free blocks serve other streams than their owners.
+    crosses_streams: bool,
+    heap: Heap,
+    /// Number of live blocks.
+    live: u64,
+    /// Operations since the heap's identities were last checked.
+    #[cfg(debug_assertions)]
+    unchecked: usize,
+    pub(crate) counters: Counters,
+    pub(crate) history: History,
+    pub(crate) pools: PoolTable,
+    pub(crate) streams: Streams,
+    waiting: WaitingList,
+    /// Streams that use a live block beside its own, in order.
+    other_users: BTreeMap<BlockId, Vec<StreamId>>,
+    /// Bytes held from the device; bytes that threads are about to take; and bytes on their way
+    /// back to the device, which do not count as held any more.
+    reserved: u64,
+    growing: Growing,
+    leaving: u64,
+    /// Segments that back each region: address and, for the snapshot, tag of the allocation that
+    /// made them.
+    segments: BTreeMap<u64, Tag>,
+    /// Pinned memory, which stays where it is.
+    pub(crate) pins: Pins,
+    /// The state of mapped memory; `None` where memory comes in segments.
+    paged: Option<Paged>,
+}
+
+impl Core {
+    /// A core that nothing was allocated from. `crosses_streams` says whether free blocks serve other
+    /// streams than their owners.
+    pub(crate) fn new(crosses_streams: bool, history: History, paged: Option<Paged>) -> Core {
+        Core { crosses_streams, heap: Heap::new(crosses_streams), history, paged, ..Core::default() }
+    }
+
+    pub(crate) fn heap(&self) -> &Heap {
+        &self.heap
+    }
+
+    /// Takes out the state of mapped memory, at the end of the allocator.
+    pub(crate) fn take_paged(&mut self) -> Option<Paged> {
+        self.paged.take()
+    }
+
+    /// Merges all deferred blocks, so that free blocks are what they seem.
+    pub(crate) fn coalesce_all(&mut self) {
+        self.heap.coalesce_all();
+    }
+
+    /// The state of mapped memory; `None` where memory comes in segments.
+    pub(crate) fn paged(&self) -> Option<&Paged> {
+        self.paged.as_ref()
+    }
+
+    pub(crate) fn waiting(&self) -> &WaitingList {
+        &self.waiting
+    }
+
+    /// Number of live blocks.
+    #[inline]
+    pub(crate) fn live(&self) -> u64 {
+        self.live
+    }
+
+    /// Bytes held from the device.
+    pub(crate) fn reserved(&self) -> u64 {
+        self.reserved
+    }
+
+    /// Bytes held from the device, on their way back there, and about to be taken.
+    pub(crate) fn held_at_most(&self) -> u64 {
+        self.reserved.saturating_add(self.leaving).saturating_add(self.growing.now())
+    }
+
+    /// Bytes that threads are about to take.
+    pub(crate) fn growing(&self) -> Growing {
+        self.growing
+    }
+
+    /// The tag of the allocation that made each segment, by address.
+    pub(crate) fn segments(&self) -> &BTreeMap<u64, Tag> {
+        &self.segments
+    }
+
+    /// Gives a device access to every mapping that comes.
+    pub(crate) fn add_peer(&mut self, ordinal: u32) {
+        self.paged.iter_mut().for_each(|paged| paged.access.push(ordinal));
+    }
+
+    /// Notes bytes that are about to be taken from the device.
+    pub(crate) fn begin_growing(&mut self, bytes: u64) {
+        self.growing.begin(bytes);
+    }
+
+    /// Notes that they were taken, or not.
+    pub(crate) fn end_growing(&mut self, bytes: u64) {
+        self.growing.end(bytes);
+    }
+
+    /// Notes bytes that do not count as held any more, and are on their way back to the device.
+    pub(crate) fn begin_leaving(&mut self, bytes: u64) {
+        self.leaving += bytes;
+    }
+
+    /// Notes that they are back.
+    pub(crate) fn end_leaving(&mut self, bytes: u64) {
+        self.leaving -= bytes;
+    }
+
+    /// What is held of the device.
+    pub(crate) fn holding(&self) -> Holding {
+        Holding { bytes: self.reserved.saturating_add(self.leaving), growing: self.growing }
+    }
+
+    /// The number of a stream, which becomes known.
+    #[inline]
+    pub(crate) fn stream(&mut self, stream: &Stream) -> StreamId {
+        let id = StreamId::of(stream);
+        if self.streams.timeline(id).is_none() {
+            let progress = if self.paged.is_some() { Progress::started() } else { Progress::default() };
+            self.streams.add(stream, progress);
+        }
+        id
+    }
+
+    /// Number of live blocks that other streams use, too, or that sleep.
+    #[cfg(test)]
+    pub(crate) fn used_elsewhere(&self) -> usize {
+        self.other_users.len()
+    }
+
+    /// Notes that a stream uses a live block beside its own.
+    pub(crate) fn note_use(&mut self, id: BlockId, stream: StreamId) {
+        if self.heap.block(id).owner == stream {
+            return;
+        }
+        self.heap.mark_used_elsewhere(id);
+        let users = self.other_users.entry(id).or_default();
+        if let Err(at) = users.binary_search(&stream) {
+            users.insert(at, stream);
+        }
+    }
+
+    /// True while the whole allocator sleeps, so that mapped memory is absent.
+    pub(crate) fn is_asleep(&self) -> bool {
+        self.paged.as_ref().is_some_and(|paged| paged.is_asleep)
+    }
+
+    /// True while the whole allocator sleeps, or the memory at any of these addresses.
+    pub(crate) fn sleeps(&self, range: &Range<u64>) -> bool {
+        self.paged.as_ref().is_some_and(|paged| paged.is_asleep || paged.sleeps(range))
+    }
+
+    /// The size of the granules that the request's memory comes in; `None` if it comes in segments.
+    /// Blocks that are handed out whole have segments of their own.
+    pub(crate) fn paged_granule_for(&self, request: &Request) -> Option<u64> {
+        let granule = self.paged.as_ref()?.granule;
+        let handed_out_whole = self.pools.owner_of(request.pool).is_some_and(|private| private.options.no_split);
+        (!handed_out_whole).then_some(granule)
+    }
+}
+
+#[cfg(all(test, not(aquifer_shuttle)))]
+#[allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+mod tests;

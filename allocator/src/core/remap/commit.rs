@@ -1,0 +1,191 @@
+//! Commits or rolls back a remap: accounts for the driver calls, and returns all held memory to the
+//! heaps.
+
+use std::ops::Range;
+
+use aquifer_device::DeviceError;
+
+use crate::core::Core;
+use crate::core::heap::State;
+use crate::core::paged::deferred_release::DeferredRelease;
+use crate::core::paged::frames::Frame;
+use crate::core::paged::frames::LooseFrames;
+use crate::core::paged::granules::Stuck;
+use crate::core::remap::donors::Donor;
+use crate::core::remap::plan::{Remap, Target};
+use crate::history::Action;
+use crate::types::{After, BlockId, PoolId, StreamId};
+
+/// What a remap came to.
+pub(crate) struct Committed {
+    /// The free block that the window became, if all went well.
+    pub(crate) window: Option<BlockId>,
+    /// Bytes that left their addresses.
+    pub(crate) moved: u64,
+}
+
+impl Core {
+    /// Accounts for what the driver did, and releases the held memory to the heap.
+    pub(crate) fn commit(&mut self, remap: Remap, done: &mut Done) -> Committed {
+        let Remap { target, pool, stream, donors, reused, create, spares } = remap;
+        self.commit_donors(&donors, done);
+        let unmapped = donors[..done.unmapped].iter().map(|donor| donor.bytes).sum::<u64>();
+        if let Some(paged) = self.paged.as_mut() {
+            paged.in_hands -= spares;
+            paged.spares.extend(done.spares.iter());
+            for filled in &done.filled {
+                paged.put_all(filled.range.start, &filled.frames);
+                paged.mapped_bytes[pool.kind() as usize] += filled.range.end - filled.range.start;
+            }
+            self.growing.end(create * paged.granule);
+        }
+        self.counters.num_device_alloc.add(u64::from(done.created));
+        let used_until = reused.iter().map(|donor| donor.after).max().unwrap_or_default();
+        let moved = unmapped + self.commit_reused(stream, &reused, std::mem::take(&mut done.unmoved));
+        self.note_moved(moved);
+        let window = match target {
+            Target::Window { pieces, peak } => {
+                let free = self.commit_window(&pieces, (pool, stream), used_until, &done.filled);
+                // A request that is refused raises no peak.
+                if let (Some(paged), None) = (&mut self.paged, &done.error) {
+                    paged.peak = paged.peak.max(peak);
+                }
+                free.filter(|_| done.error.is_none())
+            }
+            Target::Dedicated { base } => {
+                self.commit_dedicated(base, (pool, stream), &done.filled);
+                None
+            }
+        };
+        self.account_for_granules();
+        Committed { window, moved }
+    }
+
+    /// Releases the pieces of a window to the heap. Returns the free block that the last one is in.
+    fn commit_window(
+        &mut self,
+        pieces: &[BlockId],
+        of: (PoolId, StreamId),
+        used_until: After,
+        filled: &[Filled],
+    ) -> Option<BlockId> {
+        let (usable, stuck) = filled.iter().partition::<Vec<&Filled>, _>(|filled| filled.usable);
+        // Memory that is mapped without access is of no use to a pool.
+        if let Some(paged) = self.paged.as_mut() {
+            let bytes = stuck.iter().map(|filled| filled.range.end - filled.range.start).sum::<u64>();
+            paged.mapped_bytes[of.0.kind() as usize] -= bytes;
+        }
+        // The pieces merge as they are released, so the block of the last one is the whole window.
+        pieces.iter().filter_map(|&id| self.release_piece(of, (id, used_until), &usable, &stuck)).last()
+    }
+
+    /// Notes what is mapped at dedicated memory now. What cannot be used is retired: the next call that
+    /// recycles tries again to unmap it.
+    fn commit_dedicated(&mut self, base: u64, (pool, stream): (PoolId, StreamId), filled: &[Filled]) {
+        for Filled { range, usable, .. } in filled {
+            let Some(paged) = self.paged.as_mut() else { return };
+            let granule = paged.granule;
+            if !usable {
+                paged.deferred_release.add(DeferredRelease::unusable(base, range.clone()));
+            }
+            for at in range.clone().step_by(usize::try_from(granule).unwrap_or(usize::MAX)) {
+                self.note_mapping(Action::SegmentMap, pool, stream, at, granule);
+            }
+        }
+    }
+
+    /// Counts memory that moved.
+    fn note_moved(&mut self, bytes: u64) {
+        let Some(granule) = self.paged.as_ref().map(|paged| paged.granule).filter(|_| bytes > 0) else { return };
+        self.counters.remaps.add(1);
+        self.counters.granules_moved.add(bytes / granule);
+    }
+
+    fn commit_donors(&mut self, donors: &[Donor], done: &Done) {
+        let mut still_mapped = done.still_mapped.iter();
+        for (at, donor) in donors.iter().enumerate() {
+            if at < done.unmapped {
+                let region = self.heap.region_of(donor.block);
+                let (pool, stream) = (region.pool, region.stream);
+                self.heap.unhold_as_hole(donor.block);
+                self.note_mapping(Action::SegmentUnmap, pool, stream, donor.addr, donor.bytes);
+                if let Some(paged) = &mut self.paged {
+                    paged.mapped_bytes[pool.kind() as usize] -= donor.bytes;
+                }
+            } else {
+                self.heap.unhold_as_free(donor.block);
+                let frames = still_mapped.next();
+                if let (Some(paged), Some(frames)) = (&mut self.paged, frames) {
+                    paged.put_all(donor.addr, frames);
+                }
+            }
+        }
+    }
+
+    /// Releases a piece of the window to the heap. The stream may be using the memory that it
+    /// got, at other addresses, until the tick `used_until`. Returns the free block that it is in now,
+    /// if it is in one.
+    fn release_piece(
+        &mut self,
+        (pool, stream): (PoolId, StreamId),
+        (id, used_until): (BlockId, After),
+        usable: &[&Filled],
+        stuck: &[&Filled],
+    ) -> Option<BlockId> {
+        let block = *self.heap.block(id);
+        // Held: this piece was free memory. Otherwise it is `Filling`, a hole.
+        if block.state == State::Held {
+            return Some(self.heap.unhold_as_free(id));
+        }
+        let range = block.range();
+        // Mapped without access, and not unmapped again: no request gets these addresses before they
+        // are unmapped.
+        let frames = stuck.iter().map(|filled| filled.range.clone());
+        let frames: Vec<Range<u64>> = frames.filter(|frame| range.contains(&frame.start)).collect();
+        if !frames.is_empty() {
+            if let Some(paged) = &mut self.paged {
+                paged.stuck.push_back(Stuck { block: id, frames });
+            }
+            return None;
+        }
+        if !usable.iter().any(|filled| filled.range.contains(&block.addr)) {
+            self.heap.unhold_as_hole(id);
+            return None;
+        }
+        let free = self.heap.unhold_as_used(id, used_until);
+        self.note_mapping(Action::SegmentMap, pool, stream, block.addr, block.size);
+        Some(free)
+    }
+}
+
+/// The result of the work. Every frame of the work that was not broken, and every one created, is
+/// in exactly one of the lists.
+#[derive(Debug, Default)]
+pub(crate) struct Done {
+    /// The error that stopped the work, if any.
+    pub(crate) error: Option<DeviceError>,
+    /// True if creating a frame failed.
+    pub(crate) at_creation: bool,
+    /// True if memory was taken from the device and not given back.
+    pub(crate) created: bool,
+    /// How many of the ranges to unmap were unmapped; they are the first ones.
+    pub(crate) unmapped: usize,
+    /// Frames of the other ranges to unmap, by range.
+    pub(crate) still_mapped: Vec<Vec<Frame>>,
+    /// The frames of each range of [`Work::reused`] that are mapped only there.
+    pub(crate) unmoved: Vec<Vec<Frame>>,
+    /// The ranges at which frames are mapped now.
+    pub(crate) filled: Vec<Filled>,
+    /// Frames that are mapped nowhere.
+    pub(crate) spares: LooseFrames,
+}
+
+/// Frames mapped side by side in a range to fill.
+#[derive(Debug)]
+pub(crate) struct Filled {
+    pub(crate) range: Range<u64>,
+    /// The frames, by address. If they are not usable, there is one.
+    pub(crate) frames: Vec<Frame>,
+    /// False if the driver neither gave access to them nor unmapped them again.
+    pub(crate) usable: bool,
+}

@@ -1,0 +1,143 @@
+//! Taking free frames out of the heap, on their way back to the device.
+
+use std::ops::Range;
+
+use crate::core::Core;
+use crate::core::paged::frames::{Frame, LooseFrames};
+use crate::core::paged::granules::Stuck;
+use crate::core::pools::Which;
+use crate::core::remap::donors::Donor;
+use crate::core::streams::Pending;
+use crate::history::Action;
+use crate::types::{BlockId, latest_by_stream};
+
+/// Frames on their way back to the device.
+#[derive(Default)]
+pub(crate) struct Trim {
+    /// What they are in until they are unmapped, and their addresses.
+    pub(crate) donors: Vec<Donor>,
+    pub(crate) ranges: Vec<(Range<u64>, Vec<Frame>)>,
+    /// Frames that are mapped nowhere, or not any more.
+    pub(crate) loose: LooseFrames,
+    /// Bytes of all of them.
+    pub(crate) bytes: u64,
+}
+
+impl Core {
+    /// What free memory in some pools, and mappings that linger, wait for.
+    pub(crate) fn free_not_done(&mut self, which: Which) -> Pending {
+        let free = self.donors(u64::MAX, None, which).not_done;
+        let may_unmap = which.has_default() && !self.streams.any_captures();
+        let lingering = if may_unmap { self.lingering_not_done() } else { Vec::new() };
+        self.streams.not_done(latest_by_stream(free.into_keys().chain(lingering)))
+    }
+
+    /// Takes free frames out of the heaps, and spare ones, until `target` bytes are held: those of the
+    /// next blocks below an address, or, if that is `None`, of all blocks. Returns the address below
+    /// which to go on; `None` if there are no more blocks.
+    pub(crate) fn begin_trim(
+        &mut self,
+        trim: &mut Trim,
+        below: Option<u64>,
+        target: u64,
+        spares_too: bool,
+        which: Which,
+    ) -> Option<u64> {
+        let excess = self.reserved.saturating_sub(target);
+        let paged = self.paged.as_mut()?;
+        let granule = paged.granule;
+        let wanted = excess.div_ceil(granule);
+        let loose = paged.spares.take(if spares_too { wanted } else { 0 });
+        let more = wanted.saturating_sub(loose.granules());
+        let (donors, next) = match below {
+            _ if more == 0 => (Vec::new(), None),
+            Some(below) => self.donors_below(below, more, which),
+            None => (self.donors(more, None, which).into_joined(), None),
+        };
+        let mut bytes = loose.granules() * granule;
+        trim.loose.extend(loose.iter());
+        for donor in self.hold_all(donors) {
+            self.heap.empty_held(donor.block);
+            let region = self.heap.region_of(donor.block);
+            let (pool, stream) = (region.pool, region.stream);
+            self.note_mapping(Action::SegmentUnmap, pool, stream, donor.addr, donor.bytes);
+            let Some(paged) = &mut self.paged else { continue };
+            paged.mapped_bytes[pool.kind() as usize] -= donor.bytes;
+            let frames = paged.forget_mapped(donor.addr, donor.bytes);
+            trim.ranges.push((donor.addr..donor.addr + donor.bytes, frames));
+            trim.donors.push(donor);
+            bytes += donor.bytes;
+        }
+        trim.bytes += bytes;
+        self.leaving += bytes;
+        self.account_for_granules();
+        next
+    }
+
+    /// Returns a held donor to its heap, as a hole if it was unmapped, otherwise with its frames.
+    pub(crate) fn commit_trimmed(&mut self, donor: Donor, frames: &[Frame], was_unmapped: bool) {
+        if was_unmapped {
+            self.heap.unhold_as_hole(donor.block);
+            self.counters.num_device_free.add(1);
+            return;
+        }
+        let region = self.heap.region_of(donor.block);
+        let (pool, stream) = (region.pool, region.stream);
+        self.heap.unhold_as_free(donor.block);
+        self.note_mapping(Action::SegmentMap, pool, stream, donor.addr, donor.bytes);
+        if let Some(paged) = &mut self.paged {
+            paged.mapped_bytes[pool.kind() as usize] += donor.bytes;
+            paged.put_all(donor.addr, frames);
+        }
+    }
+
+    /// Ends a trim: the loose frames are still here.
+    pub(crate) fn commit_trim(&mut self, bytes: u64, loose: &LooseFrames) {
+        self.leaving -= bytes;
+        if let Some(paged) = &mut self.paged {
+            paged.spares.extend(loose.iter());
+        }
+        self.account_for_granules();
+    }
+
+    /// Takes the mappings that have been stuck for longest. They stay in the table of what is mapped
+    /// until they are unmapped.
+    pub(crate) fn take_stuck(&mut self) -> Option<Stuck> {
+        let paged = self.paged.as_mut().filter(|paged| !paged.is_asleep)?;
+        let stuck = paged.stuck.pop_front()?;
+        paged.in_hands += stuck.bytes() / paged.granule;
+        Some(stuck)
+    }
+
+    /// Accounts for stuck mappings, of which the last `unmapped` were unmapped, and the others stay.
+    pub(crate) fn commit_stuck(&mut self, mut stuck: Stuck, unmapped: usize) {
+        let Some(paged) = &mut self.paged else { return };
+        paged.in_hands -= stuck.bytes() / paged.granule;
+        for frame in stuck.frames.split_off(stuck.frames.len() - unmapped) {
+            let loose = paged.forget_mapped(frame.start, frame.end - frame.start);
+            paged.spares.extend(loose);
+        }
+        if stuck.frames.is_empty() {
+            self.heap.unhold_as_hole(stuck.block);
+        } else {
+            paged.stuck.push_back(stuck);
+        }
+        self.account_for_granules();
+    }
+
+    /// Takes reservations of some pools that consist of one hole out of the heaps. Returns their
+    /// addresses and lengths.
+    pub(crate) fn take_empty_reservations(&mut self, which: Which) -> Vec<(u64, u64)> {
+        let empty = self.heap.empty_reservations();
+        let empty: Vec<BlockId> = empty.filter(|&id| self.pools.is_among(self.heap.block(id).pool, which)).collect();
+        let regions = empty.into_iter().map(|id| {
+            let region = self.heap.remove_reservation(id);
+            self.pools.forget_region(region.pool);
+            if let Some(paged) = &mut self.paged {
+                paged.remove_reservation(region.addr);
+            }
+            (region.addr, region.bytes)
+        });
+        regions.collect()
+    }
+}

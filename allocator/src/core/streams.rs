@@ -1,0 +1,116 @@
+//! The streams that the allocator knows, and how far each of them got.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use aquifer_device::Stream;
+use aquifer_device::internal::Timeline;
+
+use crate::core::progress::Progress;
+use crate::types::{After, StreamId, Use};
+
+/// Timelines, each with the work that must be done for memory to become free.
+pub(crate) type Pending = Vec<(Arc<Timeline>, After)>;
+
+#[derive(Debug, Default)]
+pub(crate) struct Streams {
+    /// By number. `None` for a number that no stream has had here so far.
+    known: Vec<Option<Known>>,
+}
+
+#[derive(Debug)]
+struct Known {
+    timeline: Arc<Timeline>,
+    progress: Progress,
+}
+
+impl Streams {
+    /// Makes a stream known. Says with `progress` when its progress events are due.
+    pub(crate) fn add(&mut self, stream: &Stream, progress: Progress) {
+        let at = StreamId::of(stream).index();
+        if at >= self.known.len() {
+            self.known.resize_with(at + 1, || None);
+        }
+        self.known[at] = Some(Known { timeline: stream.timeline().clone(), progress });
+    }
+
+    #[inline]
+    fn get(&self, stream: StreamId) -> Option<&Known> {
+        self.known.get(stream.index())?.as_ref()
+    }
+
+    #[inline]
+    pub(crate) fn timeline(&self, stream: StreamId) -> Option<&Arc<Timeline>> {
+        self.get(stream).map(|known| &known.timeline)
+    }
+
+    pub(crate) fn timelines(&self) -> impl Iterator<Item = &Arc<Timeline>> + '_ {
+        self.known.iter().flatten().map(|known| &known.timeline)
+    }
+
+    pub(crate) fn ids(&self) -> impl Iterator<Item = StreamId> + '_ {
+        self.timelines().map(|timeline| StreamId(timeline.id()))
+    }
+
+    #[inline]
+    pub(crate) fn progress_mut(&mut self, stream: StreamId) -> Option<&mut Progress> {
+        self.known.get_mut(stream.index())?.as_mut().map(|known| &mut known.progress)
+    }
+
+    /// After all work that was enqueued on the stream so far.
+    #[inline]
+    pub(crate) fn enqueued(&self, stream: StreamId) -> After {
+        self.timeline(stream).map_or(After::NOTHING, |timeline| After::enqueued(timeline))
+    }
+
+    /// A use that ends with the work enqueued so far.
+    pub(crate) fn use_so_far(&self, stream: StreamId) -> Use {
+        Use { stream, after: self.enqueued(stream) }
+    }
+
+    /// After all work of the stream that the host knows to be done. A stream that is not known here
+    /// has no work to be waited for.
+    pub(crate) fn known_done(&self, stream: StreamId) -> After {
+        self.timeline(stream).map_or(After::ALL, |timeline| After::known_done(timeline))
+    }
+
+    /// True if the use is known done.
+    pub(crate) fn is_done(&self, one: Use) -> bool {
+        one.after <= self.known_done(one.stream)
+    }
+
+    /// Those of the uses that are not known done.
+    pub(crate) fn not_done(&self, uses: impl Iterator<Item = Use>) -> Pending {
+        let not_done = uses.filter(|&one| !self.is_done(one));
+        not_done.filter_map(|Use { stream, after }| Some((self.timeline(stream)?.clone(), after))).collect()
+    }
+
+    /// True if a stream of the device captures. Where no stream is known, nothing was allocated.
+    pub(crate) fn any_captures(&self) -> bool {
+        self.timelines().next().is_some_and(|timeline| timeline.device_captures())
+    }
+
+    /// True if the stream captures, or is gone.
+    pub(crate) fn captures(&self, stream: StreamId) -> bool {
+        self.timeline(stream).is_some_and(|timeline| timeline.device_id_unless_capturing() == u32::MAX)
+    }
+
+    /// True if an event after the use was due on the stream; recording it may have failed.
+    pub(crate) fn may_be_covered(&self, Use { stream, after }: Use) -> bool {
+        self.timeline(stream).is_some_and(|timeline| after < After::enqueued(timeline))
+    }
+
+    /// Chooses the stream that can free the most granules, counting up to `granules`, and the earliest
+    /// tick by which it does.
+    pub(crate) fn first_enough(&self, not_done: &BTreeMap<Use, u64>, granules: u64) -> Option<(Arc<Timeline>, After)> {
+        let mut sums: BTreeMap<StreamId, (u64, After)> = BTreeMap::new();
+        for (&Use { stream, after }, &count) in not_done {
+            let (sum, latest) = sums.entry(stream).or_default();
+            if *sum < granules {
+                (*sum, *latest) = (*sum + count, after);
+            }
+        }
+        let (&stream, &(_, after)) = sums.iter().max_by_key(|(_, (sum, _))| *sum)?;
+        Some((self.timeline(stream)?.clone(), after))
+    }
+}
