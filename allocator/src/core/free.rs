@@ -1,11 +1,18 @@
 //! Giving blocks back.
 
+use std::collections::BTreeMap;
+
+use aquifer_device::internal::Clock;
+
 use crate::core::Core;
-use crate::core::heap::State;
+use crate::core::heap::{Block, State};
+use crate::core::policy::EVENT_SHARE;
+use crate::core::pools::Which;
+use crate::core::streams::Pending;
 use crate::core::waiting::Waiting;
 use crate::history::{Action, Actions};
 use crate::size_class::{self, PoolKind};
-use crate::types::{After, BlockId, Freed, StreamId, UNKNOWN};
+use crate::types::{After, BlockId, Freed, StreamId, UNKNOWN, latest_by_stream};
 
 /// What became of a block that was given back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,5 +121,97 @@ impl Core {
         let block = self.heap.block(id);
         let is_own = block.state == State::Live && block.owner == stream && !block.used_elsewhere;
         is_own && (block.pool.kind(), block.size, block.requested) == (kind, size, requested)
+    }
+
+    /// Frees the waiting blocks that need not wait any more, if a stream got further since the last
+    /// time.
+    pub(crate) fn end_waits(&mut self) {
+        if self.can_end_waits() {
+            self.end_waits_of(None);
+        }
+    }
+
+    /// Frees the waiting blocks that need not wait any more. Among them are blocks of the stream
+    /// `owner` if its later work is ordered after all their uses, according to its clock.
+    pub(crate) fn end_waits_ordered(&mut self, owner: StreamId, clock: &Clock) {
+        if !self.waiting.is_empty() {
+            self.end_waits_of(Some((owner, clock)));
+        }
+    }
+
+    fn end_waits_of(&mut self, ordered: Option<(StreamId, &Clock)>) {
+        let Core { waiting: list, streams, .. } = self;
+        // Read before the blocks are looked at, so that progress of a stream meanwhile leads to another
+        // look.
+        list.streams.iter_mut().for_each(|(&stream, waited_for)| waited_for.seen = streams.known_done(stream));
+        list.uses.advance(|stream| streams.known_done(stream));
+        let mut free = list.uses.done().clone();
+        if let Some((owner, clock)) = ordered
+            && let Some(of_owner) = list.owners.get_mut(&owner)
+        {
+            of_owner.uses.advance(|stream| streams.known_done(stream).max(After::ordered(clock, stream)));
+            free.extend(of_owner.uses.done());
+        }
+        for number in free {
+            let waiting = self.waiting.take(number);
+            waiting.into_iter().for_each(|waiting| self.end_wait(&waiting));
+        }
+    }
+
+    /// Frees a block that need not wait any more.
+    pub(crate) fn end_wait(&mut self, waiting: &Waiting) {
+        let &Waiting { id, block: Block { owner, pool, size, requested, .. }, own_use, .. } = waiting;
+        self.counters.waited(pool.kind(), size, requested);
+        // The tick is taken now, because the owner's later events also cover the work that it is
+        // ordered after.
+        let tick = self.streams.enqueued(owner);
+        let done = waiting.uses.iter().all(|&one| self.streams.is_done(one));
+        let last_use = if done { own_use } else { tick };
+        self.note(Action::FreeCompleted, id);
+        self.complete(id, owner, tick, last_use);
+    }
+
+    /// What waiting blocks of some pools wait for.
+    pub(crate) fn waited_for(&self, which: Which) -> Pending {
+        if let Which::All = which {
+            return self.streams.not_done(self.waiting.uses.latest());
+        }
+        let waiting = self.waiting.blocks.values().filter(|waiting| self.pools.is_among(waiting.block.pool, which));
+        self.streams.not_done(latest_by_stream(waiting.flat_map(|waiting| waiting.uses.iter().copied())))
+    }
+
+    /// Bytes of waiting blocks, by the stream that they wait for.
+    pub(crate) fn waiting_bytes(&self) -> Vec<(StreamId, u64)> {
+        let mut bytes: BTreeMap<StreamId, u64> = BTreeMap::new();
+        for waiting in self.waiting.blocks.values() {
+            let not_done = waiting.uses.iter().filter(|&&one| !self.streams.is_done(one));
+            not_done.for_each(|one| *bytes.entry(one.stream).or_default() += waiting.block.size);
+        }
+        bytes.into_iter().collect()
+    }
+
+    /// True if this allocation is to ask how far streams got. A request that no free block serves asks
+    /// in any case.
+    pub(crate) fn is_poll_due(&mut self) -> bool {
+        let is_little = self.waits_little();
+        self.waiting.is_to_be_asked_for(is_little)
+    }
+
+    /// True if less memory waits than makes a progress event due, where memory is mapped.
+    fn waits_little(&self) -> bool {
+        self.paged.is_some() && self.waiting.bytes < self.reserved / EVENT_SHARE
+    }
+
+    /// Notes that streams were asked. Returns true if a stream that blocks wait for got further.
+    pub(crate) fn note_asked(&mut self) -> bool {
+        let (got_further, is_little) = (self.can_end_waits(), self.waits_little());
+        self.waiting.note_asked(!got_further, is_little);
+        got_further
+    }
+
+    /// True if a stream that blocks wait for got further since the list was last searched.
+    fn can_end_waits(&self) -> bool {
+        let waited_for = &self.waiting.streams;
+        waited_for.iter().any(|(&stream, waited_for)| self.streams.known_done(stream) > waited_for.seen)
     }
 }

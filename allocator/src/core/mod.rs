@@ -1,6 +1,24 @@
-//! All that an allocator knows, under its one lock.
+//! What an allocator knows, and all that it decides: one value, [`Core`].
 //!
-//! Nothing here calls the driver, waits, or runs foreign code.
+//! A pure data structure: it knows no lock, driver, thread or clock. How far streams got it reads from
+//! their timelines ([`streams`]). Its parts are private to this folder; the rest of the allocator
+//! reads them, and changes them through its methods alone. Each is a decision or the account of what
+//! the driver did: [`Core::take_own`], [`Core::free`], [`Core::draft`], [`Core::plan`],
+//! [`Core::commit`].
+//!
+//! | file | what it is about |
+//! | --- | --- |
+//! | `serve.rs`, `free.rs` | serving requests from free blocks; giving blocks back, and waiting |
+//! | `heap/` | regions, blocks, and the free blocks' indexes |
+//! | `paged/` | mapped memory: what is mapped where |
+//! | `remap/` | moving physical memory: draft, plan, commit |
+//! | `policy.rs` | what is bought, moved or asked: facts in, a decision out |
+//! | `segments.rs`, `dedicated.rs` | memory in plain driver allocations; memory outside of the heap |
+//! | `sleep/` | memory that sleeps |
+//! | `streams.rs`, `progress.rs` | how far streams got; when an event is due |
+//! | `pools.rs`, `graphs.rs` | private pools, and the graphs that use them |
+//! | `waiting.rs`, `tick_index.rs` | blocks that wait for other streams, by the ticks that they wait for |
+//! | `counters.rs`, `growing.rs` | statistics; what is taken from the device just now |
 
 pub(crate) mod counter;
 pub(crate) mod counters;

@@ -8,18 +8,15 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread::{self, ThreadId};
+use std::thread::ThreadId;
 
 use aquifer_device::internal::{Launches, WaitMark};
 
-use crate::core::Core;
 use crate::core::graphs::{Graphs, Launched};
-use crate::core::heap::Heap;
 use crate::core::heap::HeapPoolOptions;
-use crate::core::paged::granules::Purpose;
 use crate::error::AllocError;
 use crate::size_class::PoolKind;
-use crate::types::{PoolId, Request};
+use crate::types::PoolId;
 
 /// A private pool: its id, and its place in the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,19 +126,22 @@ impl PoolTable {
         self.at(self.lenders.iter().copied())
     }
 
-    /// The pool that the calling thread's innermost scope routes to. Scopes of closed pools are
-    /// skipped.
-    pub(crate) fn routed(&self) -> Option<PoolKey> {
-        let own = self.routes.get(&thread::current().id())?.iter().rev();
+    /// The pool that a thread's innermost scope routes to. Scopes of closed pools are skipped.
+    pub(crate) fn routed(&self, thread: ThreadId) -> Option<PoolKey> {
+        let own = self.routes.get(&thread)?.iter().rev();
         own.map(|&(_, key)| key).find(|&key| self.find(key).is_some_and(|private| private.open))
     }
 
-    /// The numbers of the pool that the calling thread's innermost scope routes to, for a request
+    /// The numbers of the pool that a thread's innermost scope routes to, for a request
     /// outside of captures or, with `captured`, for the graph with these launches. Notes in the
     /// latter case that the graph uses the pool, and returns true with the numbers if that was not
     /// known.
-    pub(crate) fn route_and_note(&mut self, captured: Option<&Arc<Launches>>) -> Option<([PoolId; 2], bool)> {
-        let key = self.routed()?;
+    pub(crate) fn route_and_note(
+        &mut self,
+        thread: ThreadId,
+        captured: Option<&Arc<Launches>>,
+    ) -> Option<([PoolId; 2], bool)> {
+        let key = self.routed(thread)?;
         let private = self.find_mut(key)?;
         private.graphs.forget_those_over();
         Some(match captured {
@@ -151,17 +151,16 @@ impl PoolTable {
         })
     }
 
-    /// Routes the calling thread to a pool, until the scope with this number ends.
-    pub(crate) fn begin_route(&mut self, number: u64, key: PoolKey) {
-        self.routes.entry(thread::current().id()).or_default().push((number, key));
+    /// Routes a thread to a pool, until the scope with this number ends.
+    pub(crate) fn begin_route(&mut self, thread: ThreadId, number: u64, key: PoolKey) {
+        self.routes.entry(thread).or_default().push((number, key));
         if let Some(private) = self.find_mut(key) {
             private.routes += 1;
         }
     }
 
-    /// Ends a scope of the calling thread. Returns false if no thread is routed any more.
-    pub(crate) fn end_route(&mut self, number: u64) -> bool {
-        let thread = thread::current().id();
+    /// Ends a scope of a thread. Returns false if no thread is routed any more.
+    pub(crate) fn end_route(&mut self, thread: ThreadId, number: u64) -> bool {
         if let Some(own) = self.routes.get_mut(&thread)
             && let Some(at) = own.iter().rposition(|&(scope, _)| scope == number)
         {
@@ -405,29 +404,4 @@ pub struct PoolOptions {
     pub use_on_oom: bool,
     /// Blocks are handed out whole: each allocation has a segment of its own.
     pub no_split: bool,
-}
-
-impl Core {
-    /// Adds a region of mapped memory for requests like this one, in which nothing is mapped so far.
-    pub(crate) fn add_reservation(&mut self, request: &Request, addr: u64, bytes: u64) {
-        let Some(paged) = &mut self.paged else { return };
-        paged.add_reservation(addr, bytes, request.pool.kind(), Purpose::Heap);
-        let granule = paged.granule;
-        self.pools.note_region(request.pool);
-        let heap = self.heap_with_pool(request.pool);
-        heap.add_reservation(addr, bytes, request.stream, request.pool, granule);
-    }
-
-    /// The heap, for a region to be added to a pool. [`PoolTable::note_region`] counts the region.
-    pub(super) fn heap_with_pool(&mut self, pool: PoolId) -> &mut Heap {
-        let options = self.pools.owner_of(pool).map(Private::heap_options);
-        options.into_iter().for_each(|options| self.heap.add_private_pool(pool, options));
-        &mut self.heap
-    }
-
-    /// The numbers of some pools that have regions: the default pools first, then by pool.
-    pub(crate) fn pools_among(&self, which: Which) -> impl Iterator<Item = PoolId> + '_ {
-        let default = [PoolId::SMALL, PoolId::LARGE].into_iter().filter(move |_| which.has_default());
-        default.chain(self.pools.with_regions(which))
-    }
 }

@@ -1,7 +1,8 @@
 //! Regions that are plain driver allocations.
 
 use crate::core::Core;
-use crate::core::heap::{Block, Region, State};
+use crate::core::heap::{Block, Heap, Region, State};
+use crate::core::paged::granules::Purpose;
 use crate::core::pools::{Private, Which};
 use crate::history::{Action, Subject};
 use crate::tags::Tag;
@@ -114,5 +115,28 @@ impl Core {
     pub(crate) fn whole_segments_in(&self, pool: PoolId) -> impl Iterator<Item = BlockId> + '_ {
         let blocks = self.heap.free_blocks(pool).map(|key| key.block());
         blocks.filter(move |&id| self.is_whole_segment(self.heap.block(id)))
+    }
+
+    /// Adds a region of mapped memory for requests like this one, in which nothing is mapped so far.
+    pub(crate) fn add_reservation(&mut self, request: &Request, addr: u64, bytes: u64) {
+        let Some(paged) = &mut self.paged else { return };
+        paged.add_reservation(addr, bytes, request.pool.kind(), Purpose::Heap);
+        let granule = paged.granule;
+        self.pools.note_region(request.pool);
+        let heap = self.heap_with_pool(request.pool);
+        heap.add_reservation(addr, bytes, request.stream, request.pool, granule);
+    }
+
+    /// The heap, for a region to be added to a pool. [`PoolTable::note_region`] counts the region.
+    pub(super) fn heap_with_pool(&mut self, pool: PoolId) -> &mut Heap {
+        let options = self.pools.owner_of(pool).map(Private::heap_options);
+        options.into_iter().for_each(|options| self.heap.add_private_pool(pool, options));
+        &mut self.heap
+    }
+
+    /// The numbers of some pools that have regions: the default pools first, then by pool.
+    pub(crate) fn pools_among(&self, which: Which) -> impl Iterator<Item = PoolId> + '_ {
+        let default = [PoolId::SMALL, PoolId::LARGE].into_iter().filter(move |_| which.has_default());
+        default.chain(self.pools.with_regions(which))
     }
 }

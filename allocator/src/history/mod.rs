@@ -12,7 +12,6 @@
 use clock::Stamp;
 use serde::Serialize;
 
-use crate::allocator::Allocator;
 use crate::tags::Tag;
 use crate::types::StreamId;
 
@@ -243,24 +242,6 @@ impl History {
     pub(crate) fn clear(&mut self) {
         self.ring.clear();
         (self.next, self.noted) = (0, 0);
-    }
-}
-
-impl Allocator {
-    /// Starts recording history, or changes how it is recorded. Snapshots contain it.
-    ///
-    /// Entries recorded before are kept, as far as there is room, unless `clear` is set.
-    pub fn record_history(&self, options: HistoryOptions) {
-        let mut guard = self.state().lock();
-        if options.clear {
-            guard.history.clear();
-        }
-        guard.history.record(options.entries, &options.skip);
-    }
-
-    /// Stops recording history and forgets all entries.
-    pub fn stop_history(&self) {
-        self.record_history(HistoryOptions::default());
     }
 }
 

@@ -24,10 +24,11 @@ pub(crate) fn awaited_launches(allocator: &Allocator, of: Option<PoolKey>) -> La
 /// pool, and that its launches come after earlier work of the stream, because the graph may get
 /// memory that this work used.
 pub(crate) fn route_and_note(allocator: &Allocator, stream: &Stream) -> Option<[PoolId; 2]> {
-    allocator.state().shared().pools.routed()?;
+    let thread = std::thread::current().id();
+    allocator.state().shared().pools.routed(thread)?;
     // Before the allocator's lock is taken, because no timeline is locked under it.
     let captured = stream.launches_of_capture();
-    let (numbers, is_new) = allocator.state().shared().pools.route_and_note(captured.as_ref())?;
+    let (numbers, is_new) = allocator.state().shared().pools.route_and_note(thread, captured.as_ref())?;
     if let Some(launches) = captured {
         launches.come_after(stream.tick());
         if is_new {

@@ -4,6 +4,7 @@
 use std::marker::PhantomData;
 use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
 
 use aquifer_device::{AnnouncedCapture, DevicePtr, Operation, Stream, fork};
 
@@ -148,7 +149,7 @@ impl PrivatePool {
         let number = NEXT_ROUTE.fetch_add(1, Ordering::Relaxed);
         let state = self.allocator.state();
         let mut shared = state.shared();
-        shared.pools.begin_route(number, self.key);
+        shared.pools.begin_route(thread::current().id(), number, self.key);
         state.special().fetch_or(special::ROUTED, Ordering::Relaxed);
         PoolRoute { allocator: self.allocator.kept_open(), number, not_send: PhantomData }
     }
@@ -228,7 +229,7 @@ impl Drop for PoolRoute {
         }
         let state = self.allocator.state();
         let mut shared = state.shared();
-        if !shared.pools.end_route(self.number) {
+        if !shared.pools.end_route(thread::current().id(), self.number) {
             state.special().fetch_and(!special::ROUTED, Ordering::Relaxed);
         }
     }

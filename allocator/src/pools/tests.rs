@@ -76,7 +76,7 @@ fn a_pool_that_a_thread_is_routed_to_stays_listed() {
     let listed = || allocator.state().shared().pools.iter().count();
     assert_eq!(listed(), 1, "a request with its numbers may be under way");
     drop(outer);
-    assert_eq!((listed(), allocator.state().shared().pools.routed()), (1, None));
+    assert_eq!((listed(), allocator.state().shared().pools.routed(std::thread::current().id())), (1, None));
     drop(allocator.alloc_bytes(MIB, &stream).unwrap());
     drop(inner);
     assert_eq!(listed(), 0);

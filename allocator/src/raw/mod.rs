@@ -16,15 +16,11 @@ use std::panic::Location;
 
 use aquifer_device::{DevicePtr, Operation, Stream, fork};
 
-use crate::alloc::grant_cached;
-use crate::alloc::grant_uncached;
+use crate::alloc::{grant_cached, grant_uncached};
 use crate::allocator::Allocator;
 use crate::error::AllocError;
 use crate::state::AllocatorState;
-use crate::types::BlockId;
-use crate::types::Granted;
-use crate::types::StreamId;
-use crate::types::UNKNOWN;
+use crate::types::{BlockId, Granted, StreamId, UNKNOWN};
 
 pub use owner::{RawOwner, owner_of};
 

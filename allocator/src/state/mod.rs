@@ -295,7 +295,9 @@ fn close_later(locked: Locked) {
         device.free_after(DevicePtr(region.addr), uses.as_ref());
     }
     if let Some(paged) = core.take_paged() {
-        paged.release_later(&device, uses.as_ref());
+        let (reservations, loose) = paged.into_memory();
+        reservations.into_iter().for_each(|reservation| device.unreserve_after(reservation, uses.as_ref()));
+        loose.into_iter().for_each(|physical| device.release_later(physical));
     }
     drop(uses);
     // The device goes last: its driver must not end with the timelines that this thread drops.

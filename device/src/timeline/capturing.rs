@@ -7,10 +7,9 @@ use crate::capture::{Scope, StreamHandle};
 use crate::capturing_streams::BlockingHeldOff;
 use crate::driver::{CaptureStatus, Driver, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
-use crate::fork;
 use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;
-use crate::unfinished;
+use crate::{fork, unfinished};
 use super::{GONE, StreamKind, Timeline, TimelineState};
 
 /// Why a stream cannot be captured now.

@@ -15,8 +15,7 @@ use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, RawPhysical};
 
 use crate::core::paged::frames::{Frame, LooseFrames};
 use crate::core::paged::layout::Layout;
-use crate::core::remap::commit::Done;
-use crate::core::remap::commit::Filled;
+use crate::core::remap::commit::{Done, Filled};
 use crate::core::remap::plan::Work;
 use crate::recovery::hooks::Hooks;
 

@@ -8,20 +8,13 @@
 //! memory taken from the device. So the memory held from the device follows what is in use, and
 //! fragmentation costs addresses rather than memory.
 //!
+//! What is decided, and accounted for afterwards, is in `core/` (`paged/`, `remap/`, `sleep/`). Here is
+//! what calls the driver:
+//!
 //! | file | idea |
 //! | --- | --- |
-//! | `frames.rs` | physical memory as the driver knows it: frames of one granule or several |
-//! | `granules.rs` | which frame is mapped where; spare ones |
-//! | `places.rs` | the places of one reservation |
-//! | `window.rs` | the window that needs the fewest granules |
-//! | `donors.rs` | frames that may move, and ticks that would let more of them move |
-//! | `draft.rs` | which frames a remap would move, and what it would buy |
-//! | `plan.rs` | a remap that was decided: all that takes part is held |
-//! | `capacity.rs` | how much the device can give, as far as that is known |
-//! | `layout.rs` | which frames fill which range, and which have to be made or broken for that |
 //! | `carry_out.rs` | the driver calls of a remap, and of memory that grows, and their outcome |
-//! | `settle.rs` | giving back to the heaps what a remap held, whether the driver did its work or failed |
-//! | `grow.rs` | serves a request: drafts, waits, plans, carries out, settles, and tries again |
+//! | `grow.rs` | serves a request: drafts, waits, plans, carries out, commits, and tries again |
 //! | `lingering.rs` | memory that moves before the device is done with it |
 //! | `wait.rs` | learning what the device is done with, or waiting for it |
 //! | `addresses.rs` | reserving addresses, and giving them back |
@@ -31,16 +24,13 @@
 //! | `progress_events.rs` | events recorded in time, so that the host knows what is done |
 //! | `peers.rs` | access of other devices |
 //! | `dedicated.rs` | memory outside of heaps, and its way back |
-//! | `deferred_release.rs` | such memory that was given up, by the ticks that it waits for |
 //! | `dedicated_memory.rs` | what the handles of such memory share |
 //! | `growable.rs` | memory that grows in place |
 //! | `exportable.rs` | memory whose handle other processes can have |
 //! | `pin.rs` | memory that stays where it is, because others know its address |
 //! | `sleep.rs` | giving memory back, all or a part, and taking it again behind the same addresses |
-//! | `sleep_options.rs`, `asleep.rs` | what sleeps and what wakes up |
-//! | `absent.rs` | memory that is gone until it wakes up |
+//! | `sleep_options.rs` | what sleeps and what wakes up |
 //! | `contents.rs`, `saved.rs` | its contents |
-//! | `cordon.rs` | what keeps it apart from memory in use |
 //! | `probe.rs` | whether the device can map memory at all, and at several addresses at once |
 //!
 //! Invariants, in addition to those of holes in the heap:

@@ -3,16 +3,7 @@
 use aquifer_device::{Attribute, Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions, RawPhysical, Reservation};
 
 use crate::backing::paged::carry_out::unless_capturing;
-
-/// How memory is mapped on a device.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Ability {
-    /// How granules are created.
-    pub(crate) options: PhysicalOptions,
-    /// True if a granule can be mapped at a second address while it is mapped at the first. False
-    /// if that is not known.
-    pub(crate) may_alias: bool,
-}
+use crate::core::paged::granules::Ability;
 
 /// Returns how granules of `granule` bytes are mapped on the device, or why they cannot be. Maps one
 /// and gives it back. A device that is full counts as able.

@@ -27,11 +27,7 @@ use crate::backing::paged::carry_out::unmap_range;
 use crate::backing::paged::sleep::{list_unmapped, wake_ranges};
 use crate::config::SplitFrames;
 use crate::core::paged::frames::Frame;
-use crate::core::remap::split::Replaced;
-use crate::core::remap::split::Settled;
-use crate::core::remap::split::Split;
-use crate::core::remap::split::SplitDone;
-use crate::core::remap::split::choose;
+use crate::core::remap::split::{Replaced, Split, SplitDone, SplitOutcome, choose};
 use crate::error::AllocError;
 use crate::recovery::hooks::Hooks;
 use crate::types::Request;
@@ -90,7 +86,7 @@ pub(crate) fn split_frames(allocator: &Allocator, request: &Request) -> Result<O
     let mut done = SplitWork { device, hooks: allocator.hooks(), granule, options, access }.carry_out(&chosen);
     let error = done.error.take();
     let mut guard = state.lock();
-    let Settled { frames, copied, freed, unmapped } = guard.commit_split(&chosen, held, done);
+    let SplitOutcome { frames, copied, freed, unmapped } = guard.commit_split(&chosen, held, done);
     let asleep: Vec<Range<u64>> = unmapped.iter().map(|absent| absent.range.clone()).collect();
     if !unmapped.is_empty() {
         list_unmapped(&mut guard, unmapped);

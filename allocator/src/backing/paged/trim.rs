@@ -61,7 +61,7 @@ fn trim_free(allocator: &Allocator, target: u64, spares_too: bool, which: Which)
         trim.loose.extend(frames.iter().copied());
     }
     let (released, failed) = release_frames(allocator, &mut trim.loose, failed);
-    settle_trim(allocator, trim, unmapped);
+    commit_trim(allocator, trim, unmapped);
     // The device gets released memory back only once it is mapped nowhere.
     let lingering = unmap_lingering_at_gate(allocator);
     let addresses = give_addresses_back(allocator, if spares_too { Which::All } else { which });
@@ -73,15 +73,15 @@ fn trim_free(allocator: &Allocator, target: u64, spares_too: bool, which: Which)
 
 /// Accounts for a trim of which the driver unmapped the first `unmapped` ranges; the loose frames
 /// are still here.
-fn settle_trim(allocator: &Allocator, trim: Trim, unmapped: usize) {
+fn commit_trim(allocator: &Allocator, trim: Trim, unmapped: usize) {
     let Trim { donors, ranges, loose, bytes } = trim;
-    let mut settled = donors.into_iter().zip(ranges).enumerate().peekable();
+    let mut left = donors.into_iter().zip(ranges).enumerate().peekable();
     loop {
         let mut guard = allocator.state().lock();
-        for (at, (donor, (_, frames))) in settled.by_ref().take(BATCH) {
+        for (at, (donor, (_, frames))) in left.by_ref().take(BATCH) {
             guard.commit_trimmed(donor, &frames, at < unmapped);
         }
-        if settled.peek().is_some() {
+        if left.peek().is_some() {
             continue;
         }
         guard.commit_trim(bytes, &loose);

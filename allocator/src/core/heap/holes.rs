@@ -89,7 +89,7 @@ impl Heap {
     fn note_recent_uses_of(&mut self, stream: StreamId, done: After) {
         let mut recent = std::mem::take(&mut self.of_stream(stream).recent);
         recent.drop_done(done);
-        recent.settle(|RecentUse { addr, bytes, region, after }| {
+        recent.note_all(|RecentUse { addr, bytes, region, after }| {
             let region = self.region_mut(region);
             region.granules.note(addr - region.addr, bytes, after);
         });

@@ -56,7 +56,7 @@ impl RecentUses {
     }
 
     /// Passes all uses to `note` and empties the log, whose storage stays.
-    pub(super) fn settle(&mut self, note: impl FnMut(RecentUse)) {
+    pub(super) fn note_all(&mut self, note: impl FnMut(RecentUse)) {
         self.0.drain(..).for_each(note);
     }
 }
@@ -106,7 +106,7 @@ mod tests {
             let mut recent = log(many);
             assert_eq!(recent.drop_done(ticks(done)), is_enough);
             let mut left = Vec::new();
-            recent.settle(|one| left.push(one.after));
+            recent.note_all(|one| left.push(one.after));
             assert_eq!(left, (done + 1..=many).map(ticks).collect::<Vec<_>>());
             assert!(recent.is_empty());
         }

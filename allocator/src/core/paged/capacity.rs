@@ -1,8 +1,6 @@
 //! How much memory the device can give this allocator in all, as far as that is known. Others may
 //! take memory at any time, so what the device answers is good for a number of questions only.
 
-use crate::core::Core;
-
 /// For so many plans one answer of the device is good.
 const GOOD_FOR: u32 = 16;
 
@@ -24,28 +22,6 @@ impl Capacity {
         let Some(fewer) = self.good_for.checked_sub(1) else { return u64::MAX };
         self.good_for = fewer;
         self.bytes.saturating_sub(held)
-    }
-}
-
-impl Core {
-    /// Bytes that the device can still give, as far as that is known.
-    pub(crate) fn left(&mut self) -> u64 {
-        let held = self.reserved + self.growing.now();
-        self.paged.as_mut().map_or(u64::MAX, |paged| paged.capacity.left(held))
-    }
-
-    /// True if a plan would want to know how much the device can give, and does not.
-    pub(crate) fn lacks_capacity(&self) -> bool {
-        self.paged.as_ref().is_some_and(|paged| paged.capacity.good_for == 0)
-    }
-
-    /// Notes that the device has `free` bytes left: none after it refused to give more.
-    pub(crate) fn note_capacity(&mut self, free: u64) {
-        // What is being taken just now may count twice, or not at all. That matters little.
-        let held = self.reserved + self.growing.now();
-        if let Some(paged) = &mut self.paged {
-            paged.capacity.set(held.saturating_add(free));
-        }
     }
 }
 

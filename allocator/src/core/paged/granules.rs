@@ -4,12 +4,10 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
-use std::sync::Arc;
 
 use aquifer_device::internal::HostBuffer;
-use aquifer_device::{Device, DevicePtr, PhysicalOptions, Reservation, Tick};
+use aquifer_device::{DevicePtr, PhysicalOptions, RawPhysical, Reservation};
 
-use crate::backing::paged::probe::Ability;
 use crate::core::paged::capacity::Capacity;
 use crate::core::paged::deferred_release::DeferredReleases;
 use crate::core::paged::frames::{Frame, Lingering, LooseFrames, granules_of};
@@ -371,14 +369,16 @@ impl Paged {
         })
     }
 
-    /// Passes all memory and addresses to the device object, which gives them back once the work
-    /// that may use them is done ([`Device::free_after`]).
-    pub(crate) fn release_later(mut self, device: &Device, uses: Option<&Arc<Vec<Tick>>>) {
+    /// All addresses with what is mapped there, and all memory that is mapped nowhere, for the device
+    /// object to give back.
+    pub(crate) fn into_memory(mut self) -> (Vec<Reservation>, Vec<RawPhysical>) {
+        let mut loose = Vec::new();
         for absent in std::mem::take(&mut self.absent) {
-            let (mapped, loose) = absent.frames.split_at(absent.mapped);
+            let (mapped, others) = absent.frames.split_at(absent.mapped);
             self.put_all(absent.range.start, mapped);
-            loose.iter().for_each(|frame| device.release_later(frame.physical));
+            loose.extend(others.iter().map(|frame| frame.physical));
         }
+        let mut reservations = Vec::with_capacity(self.reservations.len());
         for (addr, reserved) in self.reservations {
             let mapped = reserved.places.all().map(|(place, frame)| {
                 let ptr = DevicePtr(addr + place as u64 * reserved.granule);
@@ -388,10 +388,11 @@ impl Paged {
             let lingering = self.lingering.iter().map(|lingering| lingering.range.clone()).filter(within);
             let lingering = lingering.map(|range| (DevicePtr(range.start), range.end - range.start, None));
             let mapped = mapped.chain(lingering).collect();
-            device.unreserve_after(Reservation { ptr: DevicePtr(addr), bytes: reserved.bytes, mapped }, uses);
+            reservations.push(Reservation { ptr: DevicePtr(addr), bytes: reserved.bytes, mapped });
         }
         let unmoved = self.lingering.iter().flat_map(|lingering| lingering.unmoved.iter().copied());
-        self.spares.iter().chain(unmoved).for_each(|frame| device.release_later(frame.physical));
+        loose.extend(self.spares.iter().chain(unmoved).map(|frame| frame.physical));
+        (reservations, loose)
     }
 }
 
@@ -457,6 +458,16 @@ pub(crate) struct Owned {
     /// The stream that it was made for.
     pub(crate) stream: StreamId,
     pub(crate) tag: Tag,
+}
+
+/// How memory is mapped on a device.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ability {
+    /// How granules are created.
+    pub(crate) options: PhysicalOptions,
+    /// True if a granule can be mapped at a second address while it is mapped at the first. False
+    /// if that is not known.
+    pub(crate) may_alias: bool,
 }
 
 #[cfg(test)]

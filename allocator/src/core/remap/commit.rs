@@ -1,5 +1,5 @@
-//! Commits or rolls back a remap: accounts for the driver calls, and returns all held memory to the
-//! heaps.
+//! The commit of a remap: accounts for the driver calls, all of them or those before one that failed,
+//! and returns all held memory to the heap.
 
 use std::ops::Range;
 
@@ -8,8 +8,7 @@ use aquifer_device::DeviceError;
 use crate::core::Core;
 use crate::core::heap::State;
 use crate::core::paged::deferred_release::DeferredRelease;
-use crate::core::paged::frames::Frame;
-use crate::core::paged::frames::LooseFrames;
+use crate::core::paged::frames::{Frame, LooseFrames};
 use crate::core::paged::granules::Stuck;
 use crate::core::remap::donors::Donor;
 use crate::core::remap::plan::{Remap, Target};

@@ -103,6 +103,26 @@ impl Core {
         let ahead = self.reach(&draft.window, pool, bytes).saturating_sub(draft.buy);
         if draft.buy + ahead <= buyable { ahead } else { 0 }
     }
+
+    /// Bytes that the device can still give, as far as that is known.
+    pub(crate) fn left(&mut self) -> u64 {
+        let held = self.reserved + self.growing.now();
+        self.paged.as_mut().map_or(u64::MAX, |paged| paged.capacity.left(held))
+    }
+
+    /// True if a plan would want to know how much the device can give, and does not.
+    pub(crate) fn lacks_capacity(&self) -> bool {
+        self.paged.as_ref().is_some_and(|paged| paged.capacity.good_for == 0)
+    }
+
+    /// Notes that the device has `free` bytes left: none after it refused to give more.
+    pub(crate) fn note_capacity(&mut self, free: u64) {
+        // What is being taken just now may count twice, or not at all. That matters little.
+        let held = self.reserved + self.growing.now();
+        if let Some(paged) = &mut self.paged {
+            paged.capacity.set(held.saturating_add(free));
+        }
+    }
 }
 
 /// Number of granules that there is room for behind a window.

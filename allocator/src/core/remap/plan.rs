@@ -1,7 +1,4 @@
-//! The plan of a remap. A remap moves frames (physical memory) from free blocks to a window of
-//! addresses (`window.rs`) that a request needs. Under the allocator's lock, it is first drafted,
-//! without changing anything (`draft.rs`); then planned, which holds all memory that takes part; and,
-//! after the driver's work (`carry_out.rs`), settled (`settle.rs`).
+//! The plan of a remap: what the driver is to do, and what is held meanwhile.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,11 +8,9 @@ use aquifer_device::PhysicalOptions;
 use crate::core::Core;
 use crate::core::growing::Refusal;
 use crate::core::heap::{Holding, State};
-use crate::core::paged::frames::Frame;
-use crate::core::paged::frames::LooseFrames;
+use crate::core::paged::frames::{Frame, LooseFrames};
 use crate::core::paged::layout::Largest;
-use crate::core::remap::donors::Donor;
-use crate::core::remap::donors::Donors;
+use crate::core::remap::donors::{Donor, Donors};
 use crate::core::remap::draft::Draft;
 use crate::core::remap::window::Window;
 use crate::types::{After, BlockId, PoolId, Request, StreamId, Use};

@@ -125,7 +125,7 @@ pub(crate) struct Replaced {
 
 /// The result of a split.
 #[derive(Default)]
-pub(crate) struct Settled {
+pub(crate) struct SplitOutcome {
     pub(crate) frames: u64,
     /// Bytes that were copied, and bytes that can move now.
     pub(crate) copied: u64,
@@ -141,9 +141,9 @@ impl Core {
         chosen: &[Split],
         mut held: BTreeMap<u64, Donor>,
         done: SplitDone,
-    ) -> Settled {
+    ) -> SplitOutcome {
         let mut replaced = done.replaced.into_iter();
-        let mut settled = Settled::default();
+        let mut outcome = SplitOutcome::default();
         for split in chosen {
             let stretches = replaced.next();
             for donor in split.free.iter().filter_map(|donor| held.remove(&donor.addr)) {
@@ -161,9 +161,9 @@ impl Core {
             let old = paged.forget_mapped(split.range.start, bytes);
             paged.spares.extend(old);
             paged.mapped_bytes[kind as usize] -= bytes;
-            settled.frames += 1;
-            settled.copied += split.live_bytes();
-            settled.freed += split.free_bytes();
+            outcome.frames += 1;
+            outcome.copied += split.live_bytes();
+            outcome.freed += split.free_bytes();
             for Replaced { range, frames, mapped, is_accessible } in stretches {
                 if is_accessible {
                     paged.put_all(range.start, &frames);
@@ -172,18 +172,18 @@ impl Core {
                 }
                 paged.in_hands += granules_of(&frames);
                 let (is_dedicated, place, largest, saved) = (false, ContentsPlace::InFrames, 1, Vec::new());
-                settled.unmapped.push(Absent { range, kind, is_dedicated, frames, mapped, place, largest, saved });
+                outcome.unmapped.push(Absent { range, kind, is_dedicated, frames, mapped, place, largest, saved });
             }
         }
         if let Some(paged) = &mut self.paged {
             paged.spares.extend(done.spares);
         }
-        if settled.copied > 0 {
+        if outcome.copied > 0 {
             self.counters.num_device_alloc.add(1);
         }
-        self.counters.frames_split.add(settled.frames);
+        self.counters.frames_split.add(outcome.frames);
         self.growing.end(chosen.iter().map(Split::live_bytes).sum());
         self.account_for_granules();
-        settled
+        outcome
     }
 }

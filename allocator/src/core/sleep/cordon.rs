@@ -2,7 +2,7 @@
 //!
 //! * Free memory beside it, in the same granules, is *held*, so that no request takes it.
 //! * Its live blocks are marked as used by several streams. So their frees leave the fast path, and
-//!   come to `begin_wait` (`../../state/free.rs`), which keeps the blocks until their memory wakes up.
+//!   come to `begin_wait` (`../free.rs`), which keeps the blocks until their memory wakes up.
 //!
 //! Allocations and frees of other memory are as fast as without. The cordon is lifted and put up
 //! again under the lock, so no other thread sees memory without it. While the whole allocator
