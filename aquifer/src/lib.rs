@@ -184,6 +184,7 @@ mod layout;
 pub mod metrics;
 mod open;
 mod params;
+mod pinned;
 mod prefetch;
 mod spill;
 pub mod tensor;

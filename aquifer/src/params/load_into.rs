@@ -13,8 +13,8 @@ use super::load::{Load, Wanted};
 use super::param_set::ParamSet;
 use crate::error::Error;
 use crate::tensor::{Place, Tensor, Tie};
-use crate::transfer::counters::Direction;
-use crate::transfer::pending::Pending;
+use crate::transfer::Pending;
+use aquifer_transfer::Direction;
 
 impl Checkpoint {
     /// Loads tensors into a set of the same names, and waits on the host until they are there:
@@ -140,7 +140,7 @@ impl ParamSet {
                 }
             }
         }
-        Pending::all(copies).map_or(Ok(()), |all| all.wait().map(drop))?;
+        Pending::all(copies).wait()?;
         let tensors = self.iter().map(|(_, tensor)| replaced.get(&tensor.tie()).unwrap_or(tensor).clone());
         *self = self.with_tensors(tensors.collect());
         Ok(())

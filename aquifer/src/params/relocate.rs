@@ -13,7 +13,7 @@ use super::outgoing::{Outgoing, SMALL_TENSOR_BYTES};
 use super::param_set::ParamSet;
 use crate::error::Error;
 use crate::tensor::{Place, Tensor, Tie, To};
-use crate::transfer::pending::{OnStreams, Pending};
+use crate::transfer::{OnStreams, Pending};
 
 /// The progress of moving or loading tensors, reported for each complete tensor.
 #[derive(Clone, Copy, Debug)]
@@ -90,10 +90,8 @@ impl ParamSet {
         let _to = place.called_here();
         let Moving { outgoing, which, .. } = self.begin(&place, &Relocate::new())?;
         let set = self.clone();
-        let Some(all) = Pending::all(outgoing.into_pendings()) else {
-            return Ok(Pending::ready(&std::sync::Arc::default(), set));
-        };
-        Ok(all.map(move |moved| set.with_tensors(which.into_iter().map(|at| moved[at].clone()).collect())))
+        Ok(Pending::all(outgoing.into_pendings())
+            .map(move |moved| set.with_tensors(which.into_iter().map(|at| moved[at].clone()).collect())))
     }
 
     /// Moves the set to another place, and waits on the host until it is there. All or nothing:

@@ -12,10 +12,10 @@ use super::place::Place;
 use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::layout::{Layout, LayoutError};
-use crate::transfer::copy::Owned;
-use crate::transfer::counters::Direction;
-use crate::transfer::host_memory;
-use crate::transfer::runtime::Transfer;
+use crate::transfer::Transfer;
+use aquifer_transfer::Direction;
+use aquifer_transfer::Owned;
+use aquifer_transfer::internal::zeroed;
 
 impl Tensor {
     /// A tensor of the elements of a slice, which are copied, in row-major order.
@@ -212,7 +212,7 @@ impl Tensor {
         let _place = self.called_here();
         self.check_dtype(T::DTYPE)?;
         let host = self.to(Place::Host)?.wait_counted()?;
-        let mut elements = host_memory::zeroed::<T>(host.len())?;
+        let mut elements = zeroed::<T>(host.len())?;
         pack_on_host(host.memory.read()?, &host.layout, size_of::<T>(), bytemuck::cast_slice_mut(&mut elements));
         Ok(elements)
     }

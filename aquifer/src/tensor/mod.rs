@@ -40,8 +40,8 @@ pub use crate::params::{
 pub(crate) use transport::smaller;
 
 use crate::error::Error;
-use crate::transfer::pending::OnStreams;
-use crate::transfer::runtime::Transfer;
+use crate::transfer::OnStreams;
+use crate::transfer::Transfer;
 
 /// Elements of one dtype in a shape, in host memory, page-locked host memory or the memory of a
 /// device.

@@ -25,11 +25,9 @@ use super::place::device_name;
 use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::layout::Layout;
-use crate::transfer::copy::copy_from_peer;
-use crate::transfer::counters::Direction;
-use crate::transfer::enqueue::covered_tick;
-use crate::transfer::pending::Pending;
-use crate::transfer::runtime::Transfer;
+use crate::transfer::Pending;
+use crate::transfer::Transfer;
+use aquifer_transfer::Direction;
 
 /// Operands of an operation, by name.
 pub(super) struct Operands<'a> {
@@ -179,7 +177,7 @@ impl Tensor {
         let transfer = own.transfer.on(stream)?;
         transfer.refuse_capture(stream)?;
         if self.is_empty() || self.tie() == from.tie() {
-            return Ok(Pending::ready(transfer.shared(), ()));
+            return Ok(Pending::ready(()));
         }
         // In which order elements are copied does not matter, so it is that of the target's memory.
         let order = self.layout.by_falling_stride();
@@ -239,7 +237,7 @@ impl Tensor {
             Memory::Device(other) => {
                 let there = other.transfer.next_stream(Direction::OnDevice).clone();
                 let (_, dense) = from.send_from(other, &other.transfer, self.dtype, &there)?;
-                Ok(Some(copy_from_peer(transfer, &other.transfer.on(&there)?, &dense, &mut to, None)?.map(|_route| ())))
+                Ok(Some(transfer.copy_bytes(&other.transfer.on(&there)?, &dense, &mut to)?))
             }
             _ => Ok(Some(from.upload_sent(transfer, &sent, self.dtype, &mut to)?)),
         }
@@ -267,7 +265,7 @@ impl Tensor {
             };
             spread_on_device(&dense, own, transfer, self.dtype, &self.layout, stream)?;
         }
-        Ok(Pending::enqueued(transfer.shared(), covered_tick(stream), ()))
+        transfer.after(stream, ())
     }
 }
 
@@ -292,7 +290,7 @@ impl<'a> Operands<'a> {
             return Err(self.refuse(reason).into());
         }
         self.same_dtype()?;
-        transfer.check_stream(self.stream)?;
+        transfer.check_device("stream", self.stream.device_id())?;
         Ok(transfer)
     }
 
@@ -352,7 +350,7 @@ impl<'a> Operands<'a> {
         if !self.tensors.first().is_some_and(|(_, tensor)| tensor.layout.is_distinct()) {
             return Err(self.refuse("several elements of what is written lie at one place, or may").into());
         }
-        own.transfer.check_stream(self.stream)?;
+        own.transfer.check_device("stream", self.stream.device_id())?;
         Ok(own)
     }
 }

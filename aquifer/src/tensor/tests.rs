@@ -12,9 +12,9 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::allocator::Allocator;
-use crate::transfer::copy::Route;
-use crate::transfer::counters::Direction;
-use crate::transfer::runtime::Transfer;
+use crate::transfer::Route;
+use crate::transfer::Transfer;
+use aquifer_transfer::Direction;
 
 struct Stand {
     device: Device,

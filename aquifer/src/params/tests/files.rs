@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use aquifer_device::RequestError;
+use aquifer_transfer::TransferError;
 use proptest::prelude::*;
 
 use super::*;
@@ -238,10 +239,13 @@ fn broken_files_are_typed_errors() {
         assert!(matches!(error, Error::Checkpoint(_)), "{error}");
         assert!(error.to_string().contains(expected), "{expected:?}: {error}");
     }
-    assert!(matches!(Checkpoint::open(directory.0.join("none")), Err(Error::File { .. })));
+    assert!(matches!(Checkpoint::open(directory.0.join("none")), Err(Error::Transfer(TransferError::File { .. }))));
     let empty = Directory::new();
     assert!(Checkpoint::open(&empty.0).unwrap_err().to_string().contains("no .safetensors file"));
-    assert!(matches!(model().save_blocking(Path::new("/proc/none/x")), Err(Error::File { .. })));
+    assert!(matches!(
+        model().save_blocking(Path::new("/proc/none/x")),
+        Err(Error::Transfer(TransferError::File { .. }))
+    ));
 }
 
 /// A file that is cut short after it was opened is reported as changed, and no tensor stays.
@@ -394,5 +398,16 @@ fn loading_files_counts_as_reading() {
         let after = transfer.staging_stats();
         assert!(after.time_reading == stats.time_reading && !after.time_copying.is_zero(), "{dtype:?}: {after:?}");
         quiet(&transfer);
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn pipes_and_directories_are_no_checkpoints() {
+    let directory = Directory::new();
+    let pipe = directory.0.join("pipe.safetensors");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    for refused in [Checkpoint::open(&pipe), Checkpoint::open(&directory.0)] {
+        assert!(refused.unwrap_err().to_string().contains("not a file of a fixed length"));
     }
 }

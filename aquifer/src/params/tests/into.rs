@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::*;
-use crate::transfer::counters::Direction;
+use aquifer_transfer::Direction;
 
 fn saved(set: &ParamSet, directory: &Directory) -> PathBuf {
     let path = directory.0.join("model.safetensors");

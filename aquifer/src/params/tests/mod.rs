@@ -16,8 +16,8 @@ use super::*;
 use crate::allocator::Allocator;
 use crate::error::Error;
 use crate::tensor::{Place, Tensor, To};
-use crate::transfer::counters::Direction;
-use crate::transfer::runtime::Transfer;
+use crate::transfer::Transfer;
+use aquifer_transfer::Direction;
 
 fn transfer_of(config: SimConfig) -> Transfer {
     let device = Device::new(SimDriver::new(config));

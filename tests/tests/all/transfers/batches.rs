@@ -1,7 +1,7 @@
 //! Batches of small copies and their results.
 
 use aquifer::Error;
-use aquifer::transfer::{Direction, TransferBatch};
+use aquifer::transfer::{Direction, TransferBatch, TransferError};
 use aquifer_tests::prelude::*;
 use aquifer_tests::random::pattern;
 use proptest::prelude::*;
@@ -32,10 +32,10 @@ fn results_are_read_for_downloads_of_their_own_batch_alone() {
     assert_eq!((small.read(&one).unwrap(), small.read(&nothing).unwrap()), (vec![7; 100], Vec::new()));
     for (number, download) in (0..).zip(&all) {
         assert_eq!(large.read(download).unwrap(), [number; 100]);
-        assert!(matches!(small.read(download), Err(Error::OtherBatch)));
+        assert!(matches!(small.read(download), Err(Error::Transfer(TransferError::OtherBatch))));
     }
-    assert!(matches!(large.read(&one), Err(Error::OtherBatch)));
-    assert!(matches!(large.read(&nothing), Err(Error::OtherBatch)));
+    assert!(matches!(large.read(&one), Err(Error::Transfer(TransferError::OtherBatch))));
+    assert!(matches!(large.read(&nothing), Err(Error::Transfer(TransferError::OtherBatch))));
     drop((buffers, small, large));
     bench.finish();
 }
@@ -162,12 +162,12 @@ fn a_batch_refuses_ends_that_do_not_fit_and_stays_as_it_was() {
     let mut batch = bench.transfer.batch();
     for (from, to) in [(0..10, 9..19), (9..19, 0..10), (5..15, 5..15)] {
         let refused = batch.copy(&part(from.clone()), &mut part(to.clone()));
-        assert!(matches!(refused, Err(Error::Overlap { bytes: 10 })), "{refused:?}");
+        assert!(matches!(refused, Err(Error::Transfer(TransferError::Overlap { bytes: 10 }))), "{refused:?}");
         let refused = bench.transfer.copy(&part(from), &mut part(to)).map(drop);
-        assert!(matches!(refused, Err(Error::Overlap { bytes: 10 })), "{refused:?}");
+        assert!(matches!(refused, Err(Error::Transfer(TransferError::Overlap { bytes: 10 }))), "{refused:?}");
     }
     let refused = batch.copy(&part(0..10), &mut part(10..21));
-    assert!(matches!(refused, Err(Error::LengthMismatch { from: 10, to: 11 })), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Transfer(TransferError::LengthMismatch { from: 10, to: 11 }))), "{refused:?}");
     assert!(matches!(batch.copy(&part(0..10), &mut elsewhere), Err(Error::Request(RequestError::WrongDevice { .. }))));
     assert!(matches!(batch.copy(&elsewhere, &mut part(0..10)), Err(Error::Request(RequestError::WrongDevice { .. }))));
     batch.copy(&part(7..7), &mut part(7..7)).unwrap();
