@@ -145,7 +145,7 @@ impl Interpreter {
             Op::DropPeer(index) => drop_one(&mut self.on_peer, index),
             Op::Trim => {
                 let trimmed = self.bench.transfer.pinned().trim_to(0);
-                self.done(trimmed);
+                self.done(trimmed.map_err(Error::from));
             }
             Op::Synchronize => self.synchronize(),
             Op::Fault { operation, nth, code } => {
@@ -157,7 +157,7 @@ impl Interpreter {
     /// Waits for everything at once.
     fn synchronize(&mut self) {
         let waited = [&self.bench, &self.peer].map(|bench| bench.transfer.synchronize());
-        if waited.into_iter().filter_map(|waited| self.done(waited)).count() < 2 {
+        if waited.into_iter().filter_map(|waited| self.done(waited.map_err(Error::from))).count() < 2 {
             return;
         }
         for begun in &self.begun {
