@@ -46,6 +46,14 @@ enum Step {
     Job(Arc<Job>),
 }
 
+/// For another task: each has a signal of its own.
+impl Clone for Completion {
+    fn clone(&self) -> Completion {
+        let Completion { steps, shared, started, signal: _ } = self;
+        Completion { steps: steps.clone(), signal: None, shared: shared.clone(), started: *started }
+    }
+}
+
 impl Completion {
     /// A transfer that is complete already.
     pub fn complete() -> Completion {

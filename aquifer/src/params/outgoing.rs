@@ -85,9 +85,11 @@ impl Outgoing {
     pub(super) fn send_batch(&mut self) -> Result<(), Error> {
         let Some(Batch { transfer, stream, copies, .. }) = self.batch.take() else { return Ok(()) };
         drop(copies.run()?);
+        // One event covers all copies.
+        let sent = transfer.enqueued_on(&stream)?;
         for step in &mut self.steps {
             if let Outbound::Batched(tensor) = step {
-                *step = Outbound::Sent(transfer.after(&stream, tensor.clone())?);
+                *step = Outbound::Sent(sent.with(tensor.clone()));
             }
         }
         Ok(())

@@ -193,6 +193,11 @@ impl<T> Pending<T> {
         Pending { completion: all, value: Value::Later(Box::new(make)) }
     }
 
+    /// Another value that is complete when this one is.
+    pub(crate) fn with<R>(&self, value: R) -> Pending<R> {
+        Pending::new(self.completion.clone(), value)
+    }
+
     /// Cancels the transfer: threads of the runtime begin no more of it, and enqueued work goes on.
     /// Drops the value.
     pub fn cancel(self) {
