@@ -14,8 +14,7 @@ use aquifer_transfer::TransferError;
 use crate::buffer::WithError;
 use crate::layout::LayoutError;
 use crate::open::OpenError;
-use crate::params::{CheckpointError, Listed, SetMismatch};
-use crate::tensor::OperandsError;
+use crate::params::{CheckpointFault, Listed, mismatch};
 
 /// Any error of Aquifer. `?` converts the errors of its parts, too. What several parts can fail
 /// with has one variant, whichever part was asked.
@@ -56,9 +55,17 @@ pub enum Error {
     /// The caller asked for an impossible layout or view.
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    /// The caller passed operands that do not fit each other. The error names all of them.
-    #[error(transparent)]
-    Operands(#[from] Box<OperandsError>),
+    /// The caller passed operands that an operation cannot take together: tensors on different
+    /// devices, or of dtypes or shapes that do not fit. Nothing was enqueued.
+    #[error("{operation}: {reason}; {}", operands.join(", "))]
+    Operands {
+        /// The operation.
+        operation: &'static str,
+        /// The problem, and advice.
+        reason: String,
+        /// All operands: name, dtype, shape and place of each.
+        operands: Vec<String>,
+    },
     /// The caller asked for elements of another dtype than the tensor has. Convert it first.
     #[error("the tensor is of {is}, not of {needed}")]
     WrongDType {
@@ -124,13 +131,27 @@ pub enum Error {
         /// Parameters in other places: name, bytes and place of each.
         strays: Vec<String>,
     },
-    /// A file of tensors is invalid.
-    #[error(transparent)]
-    Checkpoint(#[from] Box<CheckpointError>),
-    /// The caller loads files into a set that does not have the same tensors. All that differ are
-    /// named.
-    #[error(transparent)]
-    Mismatch(#[from] Box<SetMismatch>),
+    /// A file of tensors cannot be loaded. Nothing was loaded.
+    #[error("{path}: {fault}")]
+    Checkpoint {
+        /// The file.
+        path: String,
+        /// The problem.
+        fault: Box<CheckpointFault>,
+    },
+    /// The caller loads files into a set that does not have the same tensors. Either is at fault;
+    /// nothing was changed.
+    #[error("{}", mismatch(missing, unexpected, different))]
+    Mismatch {
+        /// Names in the set that are not in the files, in the set's order.
+        missing: Vec<String>,
+        /// Names in the files that are not in the set, in the files' order. Those that a filter
+        /// leaves out are not expected.
+        unexpected: Vec<String>,
+        /// Tensors that are in both, and are not of one shape, or one kind of dtype: name, and
+        /// dtype and shape of each.
+        different: Vec<String>,
+    },
 }
 
 aquifer_device::debug_as_display!(Error);

@@ -123,10 +123,10 @@ pub enum TransferError {
         /// Length of the part.
         bytes: u64,
     },
-    /// The caller asked the results of one batch for a download of another. Read it from the
-    /// results of the batch that it was added to.
-    #[error("the download belongs to another batch of copies than these results")]
-    OtherBatch,
+    /// The caller read a download of a batch that was not run, or whose run failed. Run the batch
+    /// first.
+    #[error("the batch of copies was not run, or its run failed")]
+    NotRun,
     /// A source that the caller gave failed.
     #[error("the source failed: {cause}")]
     Source {

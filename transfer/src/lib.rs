@@ -54,9 +54,7 @@ pub use completion::Completion;
 pub use copy::{Arrival, Batch, BatchResults, DevicePart, Elements, InRegion, Owned, Region, Route};
 pub use counters::{Counters, Direction, Traffic};
 pub use error::TransferError;
-pub use pinned::{
-    HostMemoryStats, PinnedBlock, PinnedConfig, PinnedPart, PinnedPartMut, PinnedPool, SlabSource, TimeStat,
-};
+pub use pinned::{HostMemoryStats, PinnedBlock, PinnedConfig, PinnedPart, PinnedPartMut, PinnedPool, TimeStat};
 pub use runtime::{Runtime, Transfer, TransferConfig};
 pub use staging::{DirectIo, FileReport, HostSource, StagingConfig, StagingStats};
 pub use timer::{Timer, Timing};

@@ -17,7 +17,7 @@ use aquifer_kernels::DType;
 use safetensors::tensor::Metadata;
 use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
-use super::errors::{CheckpointError, CheckpointFault, HEADER_MAX};
+use super::errors::{CheckpointFault, HEADER_MAX};
 use crate::error::Error;
 use crate::layout::Layout;
 use aquifer_transfer::TransferError;
@@ -338,7 +338,7 @@ impl<'de> Deserialize<'de> for DistinctNames {
 }
 
 pub(super) fn fault(path: &Path, fault: CheckpointFault) -> Error {
-    Error::Checkpoint(Box::new(CheckpointError { path: path.display().to_string(), fault }))
+    Error::Checkpoint { path: path.display().to_string(), fault: Box::new(fault) }
 }
 
 /// An error of reading a range that existed when the file was opened.

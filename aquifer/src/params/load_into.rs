@@ -8,7 +8,6 @@
 use std::collections::{HashMap, HashSet};
 
 use super::checkpoint::Checkpoint;
-use super::errors::SetMismatch;
 use super::load::{Load, Wanted};
 use super::param_set::ParamSet;
 use crate::error::Error;
@@ -78,17 +77,17 @@ impl Checkpoint {
 
     /// The tensors to load into a set, with the set's dtypes.
     fn wanted_by(&self, set: &ParamSet, how: &Load<'_>) -> Result<Vec<Wanted<'_>>, Error> {
-        let (mut wanted, mut mismatch) = (Vec::new(), SetMismatch::default());
+        let (mut wanted, mut unexpected, mut different) = (Vec::new(), Vec::new(), Vec::new());
         for entry in self.chosen(how) {
             let Some(tensor) = set.get(&entry.name) else {
-                mismatch.unexpected.push(entry.name.clone());
+                unexpected.push(entry.name.clone());
                 continue;
             };
             let found = self.want(entry, how)?;
             if found.layout.shape() == tensor.shape() && found.stored.is_float() == tensor.dtype().is_float() {
                 wanted.push(Wanted { dtype: tensor.dtype(), ..found });
             } else {
-                mismatch.different.push(format!(
+                different.push(format!(
                     "{} ({} {:?} in the files, {} {:?} on {} in the set)",
                     entry.name,
                     entry.file_dtype,
@@ -103,8 +102,11 @@ impl Checkpoint {
         let in_files = set.iter().filter(|(name, _)| names.contains(name));
         let ties: HashSet<Tie> = in_files.map(|(_, tensor)| tensor.tie()).collect();
         let missing = set.iter().filter(|(_, tensor)| !ties.contains(&tensor.tie()));
-        mismatch.missing.extend(missing.map(|(name, _)| name.to_owned()));
-        if mismatch.is_empty() { Ok(wanted) } else { Err(Error::Mismatch(Box::new(mismatch))) }
+        let missing: Vec<String> = missing.map(|(name, _)| name.to_owned()).collect();
+        if missing.is_empty() && unexpected.is_empty() && different.is_empty() {
+            return Ok(wanted);
+        }
+        Err(Error::Mismatch { missing, unexpected, different })
     }
 }
 

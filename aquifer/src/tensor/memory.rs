@@ -5,8 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use aquifer_device::{Device, RequestError};
-use aquifer_kernels::{DType, Element, Operand, Target};
-use bytemuck::Pod;
+use aquifer_kernels::{DType, Operand, Target};
 
 use super::place::Place;
 use crate::buffer::Buffer;
@@ -15,9 +14,6 @@ use crate::pinned::{PinnedBuffer, PinnedPool};
 use crate::transfer::Transfer;
 use aquifer_transfer::Owned;
 use aquifer_transfer::internal::{bytes_of, len_of, zeroed};
-
-/// Elements of tensors: the dtypes of the kernels, as plain bytes.
-pub trait Scalar: Element + Pod {}
 
 /// Memory that tensors share.
 #[derive(Clone)]

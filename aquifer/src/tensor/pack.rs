@@ -2,9 +2,9 @@
 //! devices also unpacking.
 
 use aquifer_device::{RequestError, Stream};
-use aquifer_kernels::{DType, Strided};
+use aquifer_kernels::{DType, Element, Strided};
 
-use super::memory::{DeviceMemory, Scalar, operand_of, part_of, target_of};
+use super::memory::{DeviceMemory, operand_of, part_of, target_of};
 use crate::buffer::Buffer;
 use crate::error::Error;
 use aquifer_transfer::internal::{Dimension, place_of};
@@ -82,7 +82,7 @@ pub(super) fn spread_on_device(
 
 /// Enqueues setting the elements that a layout names to `value`. Takes memory for the elements of
 /// one launch.
-pub(super) fn fill_on_device<T: Scalar>(
+pub(super) fn fill_on_device<T: Element>(
     memory: &DeviceMemory,
     transfer: &Transfer,
     layout: &Layout,

@@ -11,7 +11,7 @@ use aquifer_transfer::{HostSource, Owned, Route, Runtime, TransferConfig};
 use bytemuck::Pod;
 
 use super::batch::TransferBatch;
-use super::endpoints::{DeviceSource, HostCopySource, Source, Target, bytes_of, bytes_of_mut, elements};
+use super::endpoints::{DeviceSource, Source, Target, bytes_of, bytes_of_mut, elements};
 use super::pending::Pending;
 use crate::allocator::Allocator;
 use crate::buffer::Buffer;
@@ -444,16 +444,17 @@ impl Transfer {
     /// ```
     ///
     /// # Errors
-    /// Ends of different lengths, a region that reaches beyond either end or writes a place twice,
-    /// and errors of the driver, such as the loss of a device that was to write `from`.
+    /// A file as the source; ends of different lengths, a region that reaches beyond either end or
+    /// writes a place twice, and errors of the driver, such as the loss of a device that was to write
+    /// `from`.
     pub fn copy_on_host<'a, T: Pod + Send + Sync>(
         &self,
-        from: impl HostCopySource<T>,
+        from: impl Source<T>,
         to: impl Into<PinnedSliceMut<'a, T>>,
     ) -> Result<Pending<()>, Error> {
-        let (to, (len, region)) = (to.into(), from.extent());
-        let elements = elements::<T>(len, to.len(), region);
-        self.copies.copy_on_host(bytes_of(from.elements()?), to.part(), &elements)?;
+        let (to, (from, region)) = (to.into(), from.on_host()?);
+        let elements = elements::<T>(from.len(), to.len(), region);
+        self.copies.copy_on_host(bytes_of(from), to.part(), &elements)?;
         Ok(Pending::ready(()))
     }
 

@@ -2,6 +2,7 @@
 
 use std::marker::PhantomData;
 
+use aquifer_transfer::BatchResults;
 use aquifer_transfer::internal::copied;
 use bytemuck::Pod;
 
@@ -33,36 +34,32 @@ use crate::error::Error;
 ///     batch.upload(&[number as u32; 16], buffer)?;
 /// }
 /// let last = batch.download(&buffers[99])?;
-/// let results = batch.run()?.wait()?;
-/// assert_eq!(results.read(&last)?, [99; 16]);
+/// let _ = batch.run()?;
+/// assert_eq!(last.to_vec()?, [99; 16]); // waits
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
 #[must_use = "nothing is copied before `run`"]
 pub struct TransferBatch(aquifer_transfer::Batch);
 
-/// The part of a batch's results that belongs to a download.
-#[derive(Clone, Copy, Debug)]
+/// A download of a batch.
+#[derive(Clone, Debug)]
 pub struct Downloaded<T> {
-    batch: u64,
+    results: BatchResults,
     offset: usize,
     len: usize,
     element: PhantomData<fn() -> T>,
 }
 
-/// The downloads of a batch.
-#[derive(Debug)]
-pub struct BatchResults(aquifer_transfer::BatchResults);
-
-impl BatchResults {
-    /// The elements of one download of the same batch.
+impl<T: Pod> Downloaded<T> {
+    /// The elements, after waiting on the host for the batch's copies in this direction.
     ///
     /// # Errors
-    /// [`OtherBatch`](super::TransferError::OtherBatch),
+    /// [`NotRun`](super::TransferError::NotRun) before the batch is run,
     /// [`OutOfHostMemory`](super::TransferError::OutOfHostMemory), and errors of the driver.
-    pub fn read<T: Pod>(&self, download: &Downloaded<T>) -> Result<Vec<T>, Error> {
-        let bytes = self.0.read(download.batch, download.offset, download.len * size_of::<T>())?;
-        Ok(copied(bytes, download.len)?)
+    pub fn to_vec(&self) -> Result<Vec<T>, Error> {
+        let bytes = self.results.read(self.offset, self.len * size_of::<T>())?;
+        Ok(copied(bytes, self.len)?)
     }
 }
 
@@ -91,13 +88,13 @@ impl TransferBatch {
         Ok(self.0.copy(from.device_part(), to.device_part())?)
     }
 
-    /// Adds a copy from the device, to be read from the batch's results.
+    /// Adds a copy from the device, to be read once the batch was run.
     ///
     /// # Errors
     /// A buffer of another device, or too long for the host. The batch is then unchanged.
     pub fn download<T: Pod>(&mut self, from: &Buffer<T>) -> Result<Downloaded<T>, Error> {
         let offset = self.0.download(from.device_part())?;
-        Ok(Downloaded { batch: self.0.number(), offset, len: from.len(), element: PhantomData })
+        Ok(Downloaded { results: self.0.results().clone(), offset, len: from.len(), element: PhantomData })
     }
 
     /// The number of copies for the driver: fewer than were added where pieces are adjacent.
@@ -114,9 +111,8 @@ impl TransferBatch {
     /// When page-locked memory runs out, a stream that captures, and errors of the driver. Some
     /// copies may have been enqueued then.
     #[track_caller]
-    pub fn run(self) -> Result<Pending<BatchResults>, Error> {
-        let (copied, results) = self.0.run()?;
-        Ok(Pending::new(copied, BatchResults(results)))
+    pub fn run(self) -> Result<Pending<()>, Error> {
+        Ok(Pending::new(self.0.run()?, ()))
     }
 }
 

@@ -5,6 +5,7 @@ use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use aquifer_device::RequestError;
 use aquifer_transfer::internal::{len_of, open_regular};
 use aquifer_transfer::{Elements, FileReport, InRegion, Owned, Region, TransferError};
 use bytemuck::Pod;
@@ -40,6 +41,10 @@ pub trait Source<T: Pod + Send + Sync>: Sized + Sealed {
     #[doc(hidden)]
     fn elements(&self) -> Result<usize, Error>;
 
+    /// The memory that it names, and the region of it, for copies by the calling thread.
+    #[doc(hidden)]
+    fn on_host(&self) -> Result<(&[T], Option<&Region<'_>>), Error>;
+
     #[doc(hidden)]
     fn upload_to(
         self,
@@ -47,18 +52,6 @@ pub trait Source<T: Pod + Send + Sync>: Sized + Sealed {
         to: &mut Buffer<T>,
         region: Option<&Region<'_>>,
     ) -> Result<Pending<Self::Report>, Error>;
-}
-
-/// A source of [`Transfer::copy_on_host`]: page-locked memory, or owned memory.
-#[allow(private_bounds, reason = "the bound seals the trait")]
-pub trait HostCopySource<T: Pod + Send + Sync>: Sealed {
-    /// The number of elements, and which of them are copied.
-    #[doc(hidden)]
-    fn extent(&self) -> (usize, Option<&Region<'_>>);
-
-    /// The elements. Waits for copies into page-locked memory.
-    #[doc(hidden)]
-    fn elements(&self) -> Result<&[T], Error>;
 }
 
 /// A target of downloads.
@@ -159,7 +152,7 @@ impl FilePart {
 
 /// Sources of elements in host memory.
 macro_rules! sources {
-    ($($type:ty $([$len:ident])?: $from:ident => $upload:ident($end:expr) $(, $read:expr)?;)*) => { $(
+    ($($type:ty $([$len:ident])?: $from:ident => $upload:ident($end:expr), $read:expr;)*) => { $(
         impl<T $(, const $len: usize)?> Sealed for $type {}
 
         impl<T: Pod + Send + Sync $(, const $len: usize)?> Source<T> for $type {
@@ -167,6 +160,11 @@ macro_rules! sources {
 
             fn elements(&self) -> Result<usize, Error> {
                 Ok(self.len())
+            }
+
+            fn on_host(&self) -> Result<(&[T], Option<&Region<'_>>), Error> {
+                let $from = self;
+                Ok(($read, None))
             }
 
             fn upload_to(
@@ -180,30 +178,19 @@ macro_rules! sources {
                 Ok(Pending::new(transfer.$upload($end, to.device_part(), &elements)?, ()))
             }
         }
-
-        $(impl<T: Pod + Send + Sync> HostCopySource<T> for $type {
-            fn extent(&self) -> (usize, Option<&Region<'_>>) {
-                (self.len(), None)
-            }
-
-            fn elements(&self) -> Result<&[T], Error> {
-                let $from = self;
-                $read
-            }
-        })?
     )* };
 }
 
 sources! {
-    PinnedSlice<'_, T>: from => upload_pinned(from.part()), from.read();
-    &PinnedBuffer<T>: from => upload_pinned(from.as_slice().part()), from.read();
-    &[T]: from => upload_borrowed(bytes_of(from));
-    &Vec<T>: from => upload_borrowed(bytes_of(from));
-    &[T; N] [N]: from => upload_borrowed(bytes_of(from));
-    Vec<T>: from => upload_owned(Owned::new::<T, _>(from)), Ok(from);
-    Box<[T]>: from => upload_owned(Owned::new::<T, _>(from)), Ok(from);
-    Arc<[T]>: from => upload_owned(Owned::new::<T, _>(from)), Ok(from);
-    Owner<T>: from => upload_owned(from.0), Ok(bytemuck::cast_slice(from.0.bytes()));
+    PinnedSlice<'_, T>: from => upload_pinned(from.part()), from.read()?;
+    &PinnedBuffer<T>: from => upload_pinned(from.as_slice().part()), from.read()?;
+    &[T]: from => upload_borrowed(bytes_of(from)), from;
+    &Vec<T>: from => upload_borrowed(bytes_of(from)), from;
+    &[T; N] [N]: from => upload_borrowed(bytes_of(from)), from.as_slice();
+    Vec<T>: from => upload_owned(Owned::new::<T, _>(from)), from;
+    Box<[T]>: from => upload_owned(Owned::new::<T, _>(from)), from;
+    Arc<[T]>: from => upload_owned(Owned::new::<T, _>(from)), from;
+    Owner<T>: from => upload_owned(from.0), bytemuck::cast_slice(from.0.bytes());
 }
 
 impl Sealed for FilePart {}
@@ -214,6 +201,10 @@ impl<T: Pod + Send + Sync> Source<T> for FilePart {
     fn elements(&self) -> Result<usize, Error> {
         let bytes = self.len()?;
         Ok(len_of(bytes / (size_of::<T>() as u64).max(1), size_of::<T>() as u64)?)
+    }
+
+    fn on_host(&self) -> Result<(&[T], Option<&Region<'_>>), Error> {
+        Err(RequestError::Unsupported { what: "memory as the source of a copy on the host" }.into())
     }
 
     fn upload_to(
@@ -243,6 +234,10 @@ impl<T: Pod + Send + Sync, S: Source<T>> Source<T> for InRegion<'_, S> {
         Ok(len_of(elements as u64, size_of::<T>() as u64)?)
     }
 
+    fn on_host(&self) -> Result<(&[T], Option<&Region<'_>>), Error> {
+        Ok((self.end.on_host()?.0, Some(&self.region)))
+    }
+
     fn upload_to(
         self,
         transfer: &Transfer,
@@ -250,16 +245,6 @@ impl<T: Pod + Send + Sync, S: Source<T>> Source<T> for InRegion<'_, S> {
         _: Option<&Region<'_>>,
     ) -> Result<Pending<S::Report>, Error> {
         self.end.upload_to(transfer, to, Some(&self.region))
-    }
-}
-
-impl<T: Pod + Send + Sync, S: HostCopySource<T>> HostCopySource<T> for InRegion<'_, S> {
-    fn extent(&self) -> (usize, Option<&Region<'_>>) {
-        (self.end.extent().0, Some(&self.region))
-    }
-
-    fn elements(&self) -> Result<&[T], Error> {
-        self.end.elements()
     }
 }
 

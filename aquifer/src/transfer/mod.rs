@@ -15,13 +15,13 @@ mod endpoints;
 mod pending;
 
 pub use aquifer_transfer::{
-    Counters, DirectIo, Direction, FileReport, HostMemoryStats, InRegion, PinnedConfig, Region, Route, SlabSource,
-    StagingConfig, StagingStats, TimeStat, Timer, Timing, Traffic, TransferConfig, TransferError,
+    Counters, DirectIo, Direction, FileReport, HostMemoryStats, PinnedConfig, Region, Route, StagingConfig,
+    StagingStats, Timer, Timing, TransferConfig, TransferError,
 };
 
 pub use api::Transfer;
-pub use batch::{BatchResults, Downloaded, TransferBatch};
-pub use endpoints::{DeviceSource, FilePart, HostCopySource, Owner, Source, Target};
+pub use batch::{Downloaded, TransferBatch};
+pub use endpoints::{DeviceSource, FilePart, Owner, Source, Target};
 pub use pending::{OnStreams, Pending};
 
 pub use crate::pinned::{PinnedBuffer, PinnedPool, PinnedSlice, PinnedSliceMut, Returned};

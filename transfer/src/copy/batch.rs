@@ -1,8 +1,7 @@
 //! Many small copies as one: those from host memory are packed into page-locked memory, and the
 //! driver gets them in one call, if it has such a call.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use aquifer_allocator::Storage;
 use aquifer_device::{AccessKind, CopyEnd, CopyPart, DevicePtr, HostPtr, RequestError, Tick};
@@ -35,10 +34,10 @@ const PACKED_ALIGNMENT: usize = 64;
 #[must_use = "nothing is copied before `run`"]
 pub struct Batch {
     transfer: Transfer,
-    number: u64,
     packed: Vec<PackedUploads>,
     groups: Vec<Group>,
     downloaded: usize,
+    results: BatchResults,
 }
 
 /// Copies of one direction, added one after the other.
@@ -76,26 +75,17 @@ enum Endpoint {
     },
 }
 
-/// The downloads of a batch.
-#[derive(Debug)]
-pub struct BatchResults {
-    batch: u64,
-    block: PinnedBlock,
-}
-
-/// Numbers of batches, never reused in a process.
-static NEXT_BATCH: AtomicU64 = AtomicU64::new(0);
+/// The downloads of a batch. Clones are handles of the same.
+#[derive(Clone, Debug, Default)]
+pub struct BatchResults(Arc<OnceLock<PinnedBlock>>);
 
 impl BatchResults {
-    /// The bytes that [`Batch::download`] of the batch with this number returned `offset` for.
+    /// The bytes of a download, by the offset that [`Batch::download`] returned. Waits for the copy.
     ///
     /// # Errors
-    /// [`TransferError::OtherBatch`], and errors of the driver.
-    pub fn read(&self, batch: u64, offset: usize, bytes: usize) -> Result<&[u8], TransferError> {
-        if batch != self.batch {
-            return Err(TransferError::OtherBatch);
-        }
-        self.block.part(offset..offset.saturating_add(bytes))?.read()
+    /// [`TransferError::NotRun`], and errors of the driver.
+    pub fn read(&self, offset: usize, bytes: usize) -> Result<&[u8], TransferError> {
+        self.0.get().ok_or(TransferError::NotRun)?.part(offset..offset.saturating_add(bytes))?.read()
     }
 }
 
@@ -104,18 +94,18 @@ impl Transfer {
     pub fn batch(&self) -> Batch {
         Batch {
             transfer: self.clone(),
-            number: NEXT_BATCH.fetch_add(1, Ordering::Relaxed),
             packed: Vec::new(),
             groups: Vec::new(),
             downloaded: 0,
+            results: BatchResults::default(),
         }
     }
 }
 
 impl Batch {
-    /// Its number, which no other batch of the process has.
-    pub fn number(&self) -> u64 {
-        self.number
+    /// What its downloads are read from, once it was run.
+    pub fn results(&self) -> &BatchResults {
+        &self.results
     }
 
     /// Adds a copy to the device. The bytes are copied now.
@@ -183,7 +173,7 @@ impl Batch {
     /// When page-locked memory runs out, a stream that captures, and errors of the driver. Some
     /// copies may have been enqueued then.
     #[track_caller]
-    pub fn run(self) -> Result<(Completion, BatchResults), TransferError> {
+    pub fn run(self) -> Result<Completion, TransferError> {
         let _place = self.transfer.called_here();
         let transfer = &self.transfer;
         let packed: Vec<_> = self.packed.iter().map(|packed| packed.block.all().host()).collect();
@@ -198,8 +188,9 @@ impl Batch {
             };
             ticks.push(enqueue_pieces(transfer, group.direction, &group.pieces, host)?);
         }
-        let results = BatchResults { batch: self.number, block: results };
-        Ok((Completion::enqueued(transfer.shared(), ticks), results))
+        // Nothing else sets it.
+        let _ = self.results.0.set(results);
+        Ok(Completion::enqueued(transfer.shared(), ticks))
     }
 
     /// Adds a piece: to the last one if both are adjacent at both ends and the two together do not

@@ -6,9 +6,9 @@ use std::num::NonZeroUsize;
 ///
 /// ```
 /// use std::num::NonZeroUsize;
-/// use aquifer::transfer::{PinnedConfig, SlabSource};
+/// use aquifer::transfer::PinnedConfig;
 /// let threads = NonZeroUsize::new(8).unwrap();
-/// let config = PinnedConfig::default().limit_bytes(16 << 30).slabs(SlabSource::Registered { threads });
+/// let config = PinnedConfig::default().limit_bytes(16 << 30).register_threads(threads);
 /// assert_eq!(config.limit_bytes, Some(16 << 30));
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -18,8 +18,13 @@ pub struct PinnedConfig {
     /// system's. A runtime's own copies of ordinary memory take from its pool, too: they fail while
     /// the caller's buffers hold all of it. The staging ring takes at most half of it.
     pub limit_bytes: Option<u64>,
-    /// The source of slabs.
-    pub slabs: SlabSource,
+    /// `None`: the driver allocates slabs (`cuMemHostAlloc`), on one thread. Otherwise they are
+    /// ordinary memory, in huge pages where the system has them, that so many threads touch in
+    /// parallel, 16 MiB or more each, and that is then page-locked (`cuMemHostRegister`): so the
+    /// system clears pages on several cores, and locks few large ones. Giving a slab back waits for
+    /// the device. As PyTorch's `pinned_use_cuda_host_register` and `pinned_num_register_threads`,
+    /// of which it says that 8 threads served best.
+    pub register_threads: Option<NonZeroUsize>,
 }
 
 impl PinnedConfig {
@@ -29,27 +34,9 @@ impl PinnedConfig {
         Self { limit_bytes: Some(bytes), ..self }
     }
 
-    /// Sets [`PinnedConfig::slabs`].
+    /// Sets [`PinnedConfig::register_threads`].
     #[must_use]
-    pub fn slabs(self, slabs: SlabSource) -> Self {
-        Self { slabs, ..self }
+    pub fn register_threads(self, threads: NonZeroUsize) -> Self {
+        Self { register_threads: Some(threads), ..self }
     }
-}
-
-/// The source of a pool's slabs.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum SlabSource {
-    /// The driver allocates them (`cuMemHostAlloc`), on one thread.
-    #[default]
-    DriverAlloc,
-    /// They are ordinary memory, in huge pages where the system has them, that threads touch in
-    /// parallel and that is then page-locked (`cuMemHostRegister`): so the system clears pages on
-    /// several cores, and locks few large ones. Giving a slab back waits for the device. As
-    /// PyTorch's `pinned_use_cuda_host_register` and `pinned_num_register_threads`, of which it
-    /// says that 8 threads served best.
-    Registered {
-        /// The number of threads that touch a slab. Each gets 16 MiB or more.
-        threads: NonZeroUsize,
-    },
 }

@@ -15,13 +15,14 @@
 //! * a failed call puts back all memory that it took.
 
 use std::collections::BTreeSet;
+use std::num::NonZeroUsize;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use aquifer_device::{Device, DeviceError, Operation, RequestError, Tick, fork};
 
 use super::class;
-use super::config::{PinnedConfig, SlabSource};
+use super::config::PinnedConfig;
 use super::deferred::Front;
 use super::slabs::BlockId;
 use super::source::SlabMemory;
@@ -57,7 +58,7 @@ impl ReclaimableCaches {
 /// The shared state of all handles of a pool.
 pub(super) struct SharedPool {
     pub(super) device: Device,
-    source: SlabSource,
+    register_threads: Option<NonZeroUsize>,
     pub(super) caches: ReclaimableCaches,
     pub(super) state: Mutex<PoolState>,
     /// Notified when a slab came or went.
@@ -66,11 +67,11 @@ pub(super) struct SharedPool {
 
 impl SharedPool {
     pub(super) fn new(device: &Device, config: PinnedConfig) -> SharedPool {
-        let PinnedConfig { limit_bytes, slabs } = config;
+        let PinnedConfig { limit_bytes, register_threads } = config;
         let state = Mutex::new(PoolState::new(limit_bytes));
         SharedPool {
             device: device.for_memory(),
-            source: slabs,
+            register_threads,
             caches: ReclaimableCaches::default(),
             state,
             moved: Condvar::default(),
@@ -165,7 +166,7 @@ impl SharedPool {
             return None;
         }
         let begun = Instant::now();
-        let memory = SlabMemory::obtain(&self.source, &self.device, bytes);
+        let memory = SlabMemory::obtain(self.register_threads, &self.device, bytes);
         let mut state = self.state.lock();
         let added = memory.map(|memory| add(&mut state, memory, begun.elapsed()));
         state.moving -= bytes;

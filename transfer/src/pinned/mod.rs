@@ -25,7 +25,7 @@ mod tests;
 mod uses;
 
 pub use block::PinnedBlock;
-pub use config::{PinnedConfig, SlabSource};
+pub use config::PinnedConfig;
 pub(crate) use ladder::ReclaimableCache;
 pub(crate) use memory::{HostPart, Reserved};
 pub use part::{PinnedPart, PinnedPartMut};

@@ -36,7 +36,7 @@ const ALREADY_REGISTERED: Code = Code(712);
 /// [`PinnedPool::empty_cache`], when the limit or the system is short of it, and when the pool and
 /// its last buffer are gone. The last of these to be dropped releases memory that the driver is
 /// done with, and does not wait. The device takes memory that copies still use, or that cannot go
-/// because of a capture in progress or [`crate::SlabSource::Registered`]. It goes back when a pool
+/// because of a capture in progress or [`PinnedConfig::register_threads`]. It goes back when a pool
 /// of the device next gets more memory ([`Device::settle_host`]), at the next [`Device::settle`],
 /// or when the device is closed.
 ///
@@ -121,7 +121,7 @@ impl PinnedPool {
     /// 0.5 ms a MiB, and its calls make the driver wait. Buffers of 32 KiB and more, of any sizes
     /// that together have room there, are then handed out without it; smaller ones come from slabs
     /// of their own. The memory is the pool's as any other, and [`PinnedPool::trim_to`] gives it
-    /// back. With [`crate::SlabSource::Registered`] several threads touch it.
+    /// back. With [`PinnedConfig::register_threads`] several threads touch it.
     ///
     /// ```
     /// use aquifer_transfer::{PinnedConfig, PinnedPool};

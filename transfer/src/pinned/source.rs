@@ -8,7 +8,6 @@ use aquifer_device::{Device, DeviceError, HostPtr, Tick};
 use memmap2::MmapMut;
 
 use super::class::PAGE;
-use super::config::SlabSource;
 use crate::error::TransferError;
 
 /// The least that is worth a thread, in bytes.
@@ -31,20 +30,28 @@ impl SlabMemory {
     /// First releases finished memory of earlier pools that the device holds, so programs that make
     /// one pool after another do not grow. If the system has no memory, releases the rest of it,
     /// too.
-    pub(super) fn obtain(source: &SlabSource, device: &Device, bytes: usize) -> Result<SlabMemory, TransferError> {
+    pub(super) fn obtain(
+        register_threads: Option<NonZeroUsize>,
+        device: &Device,
+        bytes: usize,
+    ) -> Result<SlabMemory, TransferError> {
         device.settle_host();
-        match Self::from_system(source, device, bytes) {
+        match Self::from_system(register_threads, device, bytes) {
             Err(error) if error.is_out_of_memory() && device.wait_and_settle_host() > 0 => {
-                Self::from_system(source, device, bytes)
+                Self::from_system(register_threads, device, bytes)
             }
             outcome => outcome,
         }
     }
 
-    fn from_system(source: &SlabSource, device: &Device, bytes: usize) -> Result<SlabMemory, TransferError> {
-        match source {
-            SlabSource::DriverAlloc => Ok(SlabMemory { ptr: device.driver().host_alloc(bytes)?, bytes, map: None }),
-            SlabSource::Registered { threads } => Self::register(device, bytes, *threads),
+    fn from_system(
+        register_threads: Option<NonZeroUsize>,
+        device: &Device,
+        bytes: usize,
+    ) -> Result<SlabMemory, TransferError> {
+        match register_threads {
+            None => Ok(SlabMemory { ptr: device.driver().host_alloc(bytes)?, bytes, map: None }),
+            Some(threads) => Self::register(device, bytes, threads),
         }
     }
 

@@ -236,7 +236,7 @@ fn broken_files_are_typed_errors() {
     ];
     for (bytes, expected) in cases {
         let error = Checkpoint::open(directory.file("m.safetensors", &bytes)).unwrap_err();
-        assert!(matches!(error, Error::Checkpoint(_)), "{error}");
+        assert!(matches!(error, Error::Checkpoint { .. }), "{error}");
         assert!(error.to_string().contains(expected), "{expected:?}: {error}");
     }
     assert!(matches!(Checkpoint::open(directory.0.join("none")), Err(Error::Transfer(TransferError::File { .. }))));
@@ -296,7 +296,7 @@ fn a_file_that_shrinks_while_it_is_loaded_is_an_error() {
 
 fn has_changed(loaded: Result<ParamSet, Error>) {
     match loaded {
-        Err(Error::Checkpoint(error)) => assert_eq!(error.fault, CheckpointFault::Changed),
+        Err(Error::Checkpoint { fault, .. }) => assert_eq!(*fault, CheckpointFault::Changed),
         other => panic!("{other:?}"),
     }
 }
@@ -329,7 +329,7 @@ proptest! {
         });
         match loaded {
             Ok((entries, set)) => prop_assert_eq!(entries, set.len()),
-            Err(error) => prop_assert!(matches!(error, Error::Checkpoint(_)), "{}", error),
+            Err(error) => prop_assert!(matches!(error, Error::Checkpoint { .. }), "{}", error),
         }
     }
 }

@@ -19,7 +19,7 @@ fn upload_numbered(bench: &Bench, batch: &mut TransferBatch) -> Vec<Buffer<u8>> 
 }
 
 #[test]
-fn results_are_read_for_downloads_of_their_own_batch_alone() {
+fn downloads_are_read_once_their_batch_was_run() {
     let bench = Bench::new();
     let mut uploads = bench.transfer.batch();
     let buffers = upload_numbered(&bench, &mut uploads);
@@ -28,15 +28,16 @@ fn results_are_read_for_downloads_of_their_own_batch_alone() {
     let one = small.download(&buffers[7]).unwrap();
     let nothing = small.download(&bench.alloc(0)).unwrap();
     let all: Vec<_> = buffers.iter().map(|buffer| large.download(buffer).unwrap()).collect();
-    let (small, large) = (small.run().unwrap().wait().unwrap(), large.run().unwrap().wait().unwrap());
-    assert_eq!((small.read(&one).unwrap(), small.read(&nothing).unwrap()), (vec![7; 100], Vec::new()));
+    drop(large.run().unwrap());
     for (number, download) in (0..).zip(&all) {
-        assert_eq!(large.read(download).unwrap(), [number; 100]);
-        assert!(matches!(small.read(download), Err(Error::Transfer(TransferError::OtherBatch))));
+        assert_eq!(download.to_vec().unwrap(), [number; 100], "reading waits");
     }
-    assert!(matches!(large.read(&one), Err(Error::Transfer(TransferError::OtherBatch))));
-    assert!(matches!(large.read(&nothing), Err(Error::Transfer(TransferError::OtherBatch))));
-    drop((buffers, small, large));
+    for unread in [&one, &nothing] {
+        assert!(matches!(unread.to_vec(), Err(Error::Transfer(TransferError::NotRun))));
+    }
+    small.run().unwrap().wait().unwrap();
+    assert_eq!((one.to_vec().unwrap(), nothing.to_vec().unwrap()), (vec![7; 100], Vec::new()));
+    drop((buffers, one, nothing, all));
     bench.finish();
 }
 
@@ -52,11 +53,11 @@ fn a_batch_on_the_default_stream_does_the_same() {
         batch.copy(&from, to).unwrap();
     }
     let all: Vec<_> = buffers.iter().map(|buffer| batch.download(buffer).unwrap()).collect();
-    let results = batch.run().unwrap().wait().unwrap();
+    batch.run().unwrap().wait().unwrap();
     for (number, download) in (0..).zip(&all) {
-        assert_eq!(results.read(download).unwrap(), [number.min(19 - number); 100]);
+        assert_eq!(download.to_vec().unwrap(), [number.min(19 - number); 100]);
     }
-    drop((buffers, results));
+    drop((buffers, all));
     bench.finish();
 }
 
@@ -96,7 +97,8 @@ fn elements_without_bytes_are_as_many_as_they_were() {
     let buffer: Buffer<()> = transfer.allocator().alloc(5, &bench.stream).unwrap();
     let mut batch = transfer.batch();
     let download = batch.download(&buffer).unwrap();
-    assert_eq!(batch.run().unwrap().wait().unwrap().read(&download).unwrap().len(), 5);
+    batch.run().unwrap().wait().unwrap();
+    assert_eq!(download.to_vec().unwrap().len(), 5);
     assert_eq!(transfer.to_vec(&buffer).unwrap().wait().unwrap().len(), 5);
     assert_eq!(transfer.pinned().register(vec![(); 5]).unwrap().into_vec().unwrap().len(), 5);
     assert_eq!(transfer.pinned().alloc::<()>(5).unwrap().into_vec().unwrap().len(), 5);
@@ -115,13 +117,13 @@ fn a_batch_does_without_the_call_for_many_copies_where_that_fails() {
     assert_eq!(bench.transfer.batch_calls_pay_below(Direction::Upload).unwrap(), None);
     let mut downloads = bench.transfer.batch();
     let all: Vec<_> = buffers.iter().map(|buffer| downloads.download(buffer).unwrap()).collect();
-    let results = downloads.run().unwrap().wait().unwrap();
+    downloads.run().unwrap().wait().unwrap();
     for (number, download) in (0..).zip(&all) {
-        assert_eq!(results.read(download).unwrap(), [number; 100]);
+        assert_eq!(download.to_vec().unwrap(), [number; 100]);
     }
     // That of other directions was measured by itself.
     assert!(bench.transfer.batch_calls_pay_below(Direction::Download).unwrap().is_some());
-    drop((buffers, results));
+    drop((buffers, all));
     bench.finish();
 }
 
@@ -225,11 +227,11 @@ proptest! {
             }
         }
         downloads.push((batch.download(&buffer).unwrap(), expected));
-        let results = batch.run().unwrap().wait().unwrap();
+        batch.run().unwrap().wait().unwrap();
         for (download, expected) in downloads {
-            prop_assert!(results.read(&download).unwrap() == expected, "{:?}", steps);
+            prop_assert!(download.to_vec().unwrap() == expected, "{:?}", steps);
         }
-        drop((buffer, results));
+        drop(buffer);
         bench.finish();
     }
 }

@@ -7,7 +7,6 @@ use aquifer_device::Code;
 use aquifer_sim::Fault;
 
 use super::*;
-use crate::SlabSource;
 
 impl Bench {
     /// Slabs and registered memory that the system has not got back.
@@ -22,8 +21,8 @@ impl Bench {
         self.sim.stall(self.stream.raw(), Duration::from_secs(1)).unwrap();
     }
 
-    fn new_pool(&self, slabs: SlabSource) -> PinnedPool {
-        PinnedPool::new(&self.device, PinnedConfig::default().slabs(slabs)).unwrap()
+    fn new_pool(&self, config: PinnedConfig) -> PinnedPool {
+        PinnedPool::new(&self.device, config).unwrap()
     }
 }
 
@@ -34,7 +33,7 @@ fn the_pool_outlives_its_handles_and_releases_finished_memory() {
     bench.upload(&done).unwrap();
     bench.stream.synchronize().unwrap();
     drop(done);
-    bench.pool = bench.new_pool(SlabSource::DriverAlloc);
+    bench.pool = bench.new_pool(PinnedConfig::default());
     assert_eq!(bench.page_locked(), 2, "a buffer is left");
     let calls = bench.calls_in(|| drop(held));
     assert_eq!((bench.page_locked(), calls.of(Operation::Synchronize)), (0, 0));
@@ -47,7 +46,7 @@ fn memory_in_flight_stays_with_the_device_until_a_pool_needs_memory() {
     let buffer = bench.pool.alloc_zeroed(1 << 20, 1).unwrap();
     bench.keep_busy();
     bench.upload(&buffer).unwrap();
-    bench.pool = bench.new_pool(SlabSource::DriverAlloc);
+    bench.pool = bench.new_pool(PinnedConfig::default());
     let calls = bench.calls_in(|| drop(buffer));
     assert_eq!((bench.page_locked(), calls.of(Operation::SynchronizeEvent)), (1, 0), "nothing is waited for");
     let calls = bench.calls_in(|| drop(bench.pool.alloc(16 << 20, 1).unwrap()));
@@ -69,7 +68,7 @@ fn pools_that_are_made_and_dropped_do_not_add_up() {
         if round % 2 == 0 {
             bench.stream.synchronize().unwrap();
         }
-        bench.pool = bench.new_pool(SlabSource::DriverAlloc);
+        bench.pool = bench.new_pool(PinnedConfig::default());
         assert!(bench.page_locked() <= 2, "round {round}: {} slabs", bench.page_locked());
     }
     bench.check_over();
@@ -79,7 +78,7 @@ fn pools_that_are_made_and_dropped_do_not_add_up() {
 fn dropped_registered_memory_is_bounded_and_its_drop_does_not_wait() {
     let mut bench = Bench::new(PinnedConfig::default());
     for round in 0..60 {
-        bench.pool = bench.new_pool(SlabSource::Registered { threads: NonZeroUsize::MIN });
+        bench.pool = bench.new_pool(PinnedConfig::default().register_threads(NonZeroUsize::MIN));
         drop(bench.pool.alloc(1 << 20, 1).unwrap());
         let buffer = bench.pool.register(vec![0_u8; 3 << 20]).unwrap();
         bench.upload(&buffer).unwrap();
@@ -100,7 +99,7 @@ fn no_memory_is_released_while_a_stream_captures() {
     drop(bench.pool.alloc(1 << 20, 1).unwrap());
     let other = bench.device.stream().unwrap();
     let capture = other.begin_capture().unwrap();
-    let none = bench.new_pool(SlabSource::DriverAlloc);
+    let none = bench.new_pool(PinnedConfig::default());
     let pool = std::mem::replace(&mut bench.pool, none);
     assert_eq!(bench.calls_in(|| drop(pool)).total(), 0);
     let buffer = bench.pool.alloc(1 << 20, 1).unwrap();
@@ -117,7 +116,7 @@ fn a_system_without_memory_gets_memory_in_flight_back() {
     let buffer = bench.pool.alloc_zeroed(1 << 20, 1).unwrap();
     bench.keep_busy();
     bench.upload(&buffer).unwrap();
-    bench.pool = bench.new_pool(SlabSource::DriverAlloc);
+    bench.pool = bench.new_pool(PinnedConfig::default());
     drop(buffer);
     bench.sim.inject(Fault::Nth { operation: Some(Operation::HostAlloc), nth: 1, code: Code::OUT_OF_MEMORY });
     drop(bench.pool.alloc(1 << 20, 1).unwrap());

@@ -6,7 +6,6 @@ use aquifer_device::{Code, Operation, RequestError};
 use aquifer_sim::Fault;
 
 use super::*;
-use crate::SlabSource;
 
 fn failing(operation: Operation, code: Code) -> Fault {
     Fault::Rate { operation: Some(operation), rate: 1.0, code }
@@ -105,7 +104,7 @@ fn pageable_memory_needs_an_explicit_call() {
 #[test]
 fn slabs_can_be_registered_memory() {
     let threads = NonZeroUsize::new(4).unwrap();
-    let bench = Bench::new(PinnedConfig::default().slabs(SlabSource::Registered { threads }));
+    let bench = Bench::new(PinnedConfig::default().register_threads(threads));
     let mut large = bench.pool.alloc(40 << 20, 1).unwrap();
     assert!(large.read().unwrap().iter().all(|&byte| byte == 0) && large.is_pinned());
     assert!(address(&large).is_multiple_of(2 << 20), "it starts at a huge page");
@@ -125,7 +124,7 @@ fn slabs_can_be_registered_memory() {
 #[test]
 fn a_slab_that_cannot_be_registered_is_released() {
     let threads = NonZeroUsize::MIN;
-    let bench = Bench::new(PinnedConfig::default().slabs(SlabSource::Registered { threads }));
+    let bench = Bench::new(PinnedConfig::default().register_threads(threads));
     bench.sim.inject(failing(Operation::HostRegister, Code::OUT_OF_MEMORY));
     let error = bench.pool.alloc(100, 1).unwrap_err();
     assert!(matches!(&error, TransferError::OutOfPinned { source: Some(_), reserved: 0, .. }), "{error}");
