@@ -10,14 +10,15 @@ use aquifer_allocator::{AllocError, Allocation, Config, PrivatePool};
 use aquifer_device::fork::{self, Mutex};
 use aquifer_device::{Device, DevicePtr, RequestError, Stream, Tick};
 use aquifer_kernels::Kernels;
+use aquifer_transfer::{Runtime, TransferConfig};
 use bytemuck::Pod;
 
 use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::params::{Checkpoint, Load, ParamSet};
+use crate::pinned::{PinnedBuffer, PinnedPool};
 use crate::prefetch::{Batch, Prefetcher};
-use crate::transfer::pinned::PinnedBuffer;
-use crate::transfer::runtime::{Runtime, Transfer, TransferConfig};
+use crate::transfer::Transfer;
 
 /// The batches that [`Allocator::prefetch`] keeps ahead of their use.
 const AHEAD: usize = 2;
@@ -48,7 +49,7 @@ pub struct Allocator {
 /// keep the allocator.
 pub(crate) struct Services {
     device: Device,
-    runtime: OnceLock<Arc<Runtime>>,
+    runtime: OnceLock<Runtime>,
     kernels: OnceLock<Kernels>,
 }
 
@@ -72,13 +73,13 @@ fn services_of(memory: &aquifer_allocator::Allocator) -> Arc<Services> {
 }
 
 impl Services {
-    fn runtime(&self) -> Result<&Arc<Runtime>, Error> {
+    fn runtime(&self) -> Result<&Runtime, Error> {
         if let Some(runtime) = self.runtime.get() {
             return Ok(runtime);
         }
         // If two threads come here, the first one's is taken.
         let made = Runtime::new(&self.device, TransferConfig::default())?;
-        Ok(self.runtime.get_or_init(|| Arc::new(made)))
+        Ok(self.runtime.get_or_init(|| made))
     }
 
     pub(crate) fn kernels(&self) -> Result<&Kernels, Error> {
@@ -288,7 +289,7 @@ impl Allocator {
     /// # Errors
     /// When page-locked memory runs out, and errors of the driver.
     pub fn pinned<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, Error> {
-        self.services.runtime()?.pinned.alloc(len)
+        PinnedPool::of(self.services.runtime()?.pinned()).alloc(len)
     }
 
     /// Page-locked memory with a copy of `values`.
@@ -296,7 +297,7 @@ impl Allocator {
     /// # Errors
     /// As [`Allocator::pinned`].
     pub fn pinned_from_slice<T: Pod>(&self, values: &[T]) -> Result<PinnedBuffer<T>, Error> {
-        self.services.runtime()?.pinned.alloc_from(values)
+        PinnedPool::of(self.services.runtime()?.pinned()).alloc_from(values)
     }
 
     /// Brings the batches that `source` gives to the device, two ahead of their use on `stream`: an
@@ -337,7 +338,7 @@ impl Allocator {
     /// # Errors
     /// Errors of the driver, at the first call.
     pub fn transfer(&self) -> Result<Transfer, Error> {
-        Transfer::of_runtime(self.services.runtime()?.clone(), self)
+        Transfer::of_runtime(self.services.runtime()?, self)
     }
 
     pub(crate) fn with_services(services: &Arc<Services>, memory: &aquifer_allocator::Allocator) -> Allocator {

@@ -1,7 +1,6 @@
 //! The error of programs. A message contains its `cause`; [`std::error::Error::source`] returns
 //! causes that the message does not contain.
 
-use std::any::Any;
 use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::sync::Arc;
 
@@ -10,12 +9,12 @@ use aquifer_allocator::snapshot::SaveError;
 use aquifer_allocator::{AllocError, OomReport};
 use aquifer_device::{DeviceError, RequestError};
 use aquifer_kernels::{ConvertError, DType, KernelError};
+use aquifer_transfer::TransferError;
 
 use crate::buffer::WithError;
 use crate::layout::LayoutError;
 use crate::open::OpenError;
-use crate::params::{CheckpointError, Listed, SetMismatch};
-use crate::tensor::OperandsError;
+use crate::params::{CheckpointFault, Listed, mismatch};
 
 /// Any error of Aquifer. `?` converts the errors of its parts, too. What several parts can fail
 /// with has one variant, whichever part was asked.
@@ -41,44 +40,9 @@ pub enum Error {
     /// A kernel was not launched.
     #[error(transparent)]
     Kernel(KernelError),
-    /// Page-locked host memory ran out, by the pool's limit or the system's. Free some, raise the
-    /// limit, or allow pageable memory. Small copies and staging take from the same pool, so leave
-    /// them room under a limit.
-    #[error(
-        "out of page-locked host memory: {requested} bytes asked for, {reserved} held{}, {free} of them unused; {}",
-        limit.map_or(String::new(), |limit| format!(" of a limit of {limit}")), pinned_advice(*limit, source.is_some())
-    )]
-    OutOfPinned {
-        /// Bytes asked for, after rounding.
-        requested: u64,
-        /// Bytes that the pool holds.
-        reserved: u64,
-        /// Unused bytes of these, in pieces that do not serve the request.
-        free: u64,
-        /// The most bytes that the pool may hold.
-        limit: Option<u64>,
-        /// The refusal of the driver or the system.
-        source: Option<Box<Error>>,
-    },
-    /// The system has no memory, page-locked or not.
-    #[error("{bytes} bytes of host memory could not be allocated: {cause}")]
-    OutOfHostMemory {
-        /// Bytes asked for.
-        bytes: u64,
-        /// The error of the system.
-        cause: Arc<std::io::Error>,
-    },
-    /// The caller asked to page-lock memory of which a page is locked already. Use the buffer that
-    /// holds it, or memory that starts and ends at a page.
-    #[error("{bytes} bytes at {address:#x} are page-locked already, or share a page with memory that is: {cause}")]
-    AlreadyPinned {
-        /// The start of the memory.
-        address: u64,
-        /// Its length.
-        bytes: u64,
-        /// The error of the driver.
-        cause: DeviceError,
-    },
+    /// A transfer, or a request for page-locked memory or for a file, failed.
+    #[error(transparent)]
+    Transfer(TransferError),
     /// The caller asked for bytes as values of another type, but their length or alignment does not
     /// fit.
     #[error("{bytes} bytes at this address are not a whole number of aligned {to} values")]
@@ -88,75 +52,20 @@ pub enum Error {
         /// Name of the type.
         to: &'static str,
     },
-    /// The caller passed two ends of different lengths.
-    #[error("a copy from {from} elements to {to}: both ends must have the same length")]
-    LengthMismatch {
-        /// Elements to copy.
-        from: u64,
-        /// Elements that there is room for.
-        to: u64,
-    },
-    /// The caller passed two ends of a copy that have memory in common.
-    #[error("a copy of {bytes} bytes to memory that overlaps what it reads")]
-    Overlap {
-        /// Bytes to copy.
-        bytes: u64,
-    },
-    /// The caller passed a region that cannot be copied.
-    #[error("the region cannot be copied: {reason}")]
-    Region {
-        /// The problem.
-        reason: &'static str,
-    },
-    /// The transfer was cancelled before it was complete. What it wrote so far is there, the rest
-    /// is as it was.
-    #[error("the transfer was cancelled")]
-    Cancelled,
-    /// The caller polled a transfer again after it had given its result.
-    #[error("the result of the transfer was taken already")]
-    AlreadyTaken,
-    /// Code that the caller passed panicked on a thread of the runtime.
-    #[error("{what} panicked: {message}")]
-    Panicked {
-        /// The code that panicked.
-        what: &'static str,
-        /// The message of the panic.
-        message: String,
-    },
-    /// The system refused to start a thread.
-    #[error("a thread for {what} could not be started: {cause}")]
-    Thread {
-        /// The purpose of the thread.
-        what: &'static str,
-        /// The error of the system.
-        cause: Arc<std::io::Error>,
-    },
-    /// A file could not be read.
-    #[error("{path}: {cause}")]
-    File {
-        /// The file.
-        path: String,
-        /// The error of the system.
-        cause: Arc<std::io::Error>,
-    },
-    /// The caller asked for a part of a file that reaches beyond its end.
-    #[error("{path} has {len} bytes: {bytes} from {offset} on reach beyond its end")]
-    FileTooShort {
-        /// The file.
-        path: String,
-        /// Its length in bytes.
-        len: u64,
-        /// The start of the part.
-        offset: u64,
-        /// Length of the part.
-        bytes: u64,
-    },
     /// The caller asked for an impossible layout or view.
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    /// The caller passed operands that do not fit each other. The error names all of them.
-    #[error(transparent)]
-    Operands(#[from] Box<OperandsError>),
+    /// The caller passed operands that an operation cannot take together: tensors on different
+    /// devices, or of dtypes or shapes that do not fit. Nothing was enqueued.
+    #[error("{operation}: {reason}; {}", operands.join(", "))]
+    Operands {
+        /// The operation.
+        operation: &'static str,
+        /// The problem, and advice.
+        reason: String,
+        /// All operands: name, dtype, shape and place of each.
+        operands: Vec<String>,
+    },
     /// The caller asked for elements of another dtype than the tensor has. Convert it first.
     #[error("the tensor is of {is}, not of {needed}")]
     WrongDType {
@@ -208,10 +117,6 @@ pub enum Error {
         /// The problem.
         problem: &'static str,
     },
-    /// The caller asked the results of one batch for a download of another. Read it from the
-    /// results of the batch that it was added to.
-    #[error("the download belongs to another batch of copies than these results")]
-    OtherBatch,
     /// The source of batches that the caller gave failed.
     #[error("the source of batches failed: {cause}")]
     Source {
@@ -226,13 +131,27 @@ pub enum Error {
         /// Parameters in other places: name, bytes and place of each.
         strays: Vec<String>,
     },
-    /// A file of tensors is invalid.
-    #[error(transparent)]
-    Checkpoint(#[from] Box<CheckpointError>),
-    /// The caller loads files into a set that does not have the same tensors. All that differ are
-    /// named.
-    #[error(transparent)]
-    Mismatch(#[from] Box<SetMismatch>),
+    /// A file of tensors cannot be loaded. Nothing was loaded.
+    #[error("{path}: {fault}")]
+    Checkpoint {
+        /// The file.
+        path: String,
+        /// The problem.
+        fault: Box<CheckpointFault>,
+    },
+    /// The caller loads files into a set that does not have the same tensors. Either is at fault;
+    /// nothing was changed.
+    #[error("{}", mismatch(missing, unexpected, different))]
+    Mismatch {
+        /// Names in the set that are not in the files, in the set's order.
+        missing: Vec<String>,
+        /// Names in the files that are not in the set, in the files' order. Those that a filter
+        /// leaves out are not expected.
+        unexpected: Vec<String>,
+        /// Tensors that are in both, and are not of one shape, or one kind of dtype: name, and
+        /// dtype and shape of each.
+        different: Vec<String>,
+    },
 }
 
 aquifer_device::debug_as_display!(Error);
@@ -241,28 +160,12 @@ aquifer_device::debug_as_display!(Error);
 impl UnwindSafe for Error {}
 impl RefUnwindSafe for Error {}
 
-/// Advice about page-locked memory that ran out, which copies of the runtime need, too.
-fn pinned_advice(limit: Option<u64>, system_refused: bool) -> &'static str {
-    match limit {
-        Some(_) if !system_refused => {
-            "drop page-locked buffers or raise the limit (`PinnedPool::set_limit`); copies of ordinary memory need some, too"
-        }
-        _ => "drop page-locked buffers, or let memory be pageable (`PinnedPool::alloc_or_pageable`)",
-    }
-}
-
 impl Error {
-    /// The error of foreign code that panicked.
-    #[cold]
-    pub(crate) fn panicked(what: &'static str, panic: &(dyn Any + Send)) -> Error {
-        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-        let message = text.or_else(|| panic.downcast_ref::<String>().cloned());
-        Error::Panicked { what, message: message.unwrap_or_else(|| "no message".to_owned()) }
-    }
-
     /// Whether memory ran out, on the host or on the device: freeing some may help.
     pub fn is_out_of_memory(&self) -> bool {
-        matches!(self, Error::OutOfPinned { .. } | Error::OutOfHostMemory { .. }) || self.is_out_of_device_memory()
+        let on_host =
+            matches!(self.transfer(), Some(TransferError::OutOfPinned { .. } | TransferError::OutOfHostMemory { .. }));
+        on_host || self.is_out_of_device_memory()
     }
 
     /// Whether the device, not the host, ran out of memory.
@@ -302,6 +205,7 @@ impl Error {
         match self {
             Error::Device(error) => Some(error),
             Error::Kernel(error) => error.device(),
+            Error::Transfer(error) => error.device(),
             _ => self.alloc().and_then(AllocError::device),
         }
     }
@@ -311,6 +215,14 @@ impl Error {
         match self {
             Error::Alloc(error) => Some(error),
             Error::Kernel(error) => error.alloc(),
+            _ => None,
+        }
+    }
+
+    /// The error of a transfer or of page-locked memory, if it is one.
+    pub fn transfer(&self) -> Option<&TransferError> {
+        match self {
+            Error::Transfer(error) => Some(error),
             _ => None,
         }
     }
@@ -342,6 +254,34 @@ impl From<KernelError> for Error {
             KernelError::Device(error) => Error::Device(error),
             KernelError::Alloc(error) => error.into(),
             error => Error::Kernel(error),
+        }
+    }
+}
+
+impl From<TransferError> for Error {
+    fn from(error: TransferError) -> Error {
+        match error {
+            TransferError::Request(error) => Error::Request(error),
+            TransferError::Device(error) => Error::Device(error),
+            TransferError::Alloc(error) => error.into(),
+            // A source of this crate fails with an error of this crate.
+            TransferError::Source { cause } => match cause.downcast_ref::<Error>() {
+                Some(error) => error.clone(),
+                None => Error::Source { cause },
+            },
+            error => Error::Transfer(error),
+        }
+    }
+}
+
+/// For sources of this crate that threads of transfers read.
+impl From<Error> for TransferError {
+    fn from(error: Error) -> TransferError {
+        match error {
+            Error::Transfer(error) => error,
+            Error::Request(error) => TransferError::Request(error),
+            Error::Device(error) => TransferError::Device(error),
+            error => TransferError::Source { cause: Arc::new(error) },
         }
     }
 }
@@ -405,10 +345,10 @@ mod tests {
         let io = || Arc::new(std::io::Error::other("the disk is gone"));
         let errors = [
             Error::Kernel(KernelError::Order { kernel: "cast", cause: AllocError::Device(refused.clone()) }),
-            Error::AlreadyPinned { address: 4096, bytes: 1, cause: refused.clone() },
-            Error::OutOfHostMemory { bytes: 1, cause: io() },
-            Error::Thread { what: "a test", cause: io() },
-            Error::File { path: "model".to_owned(), cause: io() },
+            TransferError::AlreadyPinned { address: 4096, bytes: 1, cause: refused.clone() }.into(),
+            TransferError::OutOfHostMemory { bytes: 1, cause: io() }.into(),
+            TransferError::Thread { what: "a test", cause: io() }.into(),
+            TransferError::File { path: "model".to_owned(), cause: io() }.into(),
             Error::Source { cause: Arc::from(Box::from("the disk is gone")) },
             Error::Alloc(AllocError::Device(refused)),
         ];

@@ -184,6 +184,7 @@ mod layout;
 pub mod metrics;
 mod open;
 mod params;
+mod pinned;
 mod prefetch;
 mod spill;
 pub mod tensor;
@@ -209,13 +210,12 @@ pub mod prelude {
     pub use crate::{Allocator, Buffer, Device, PinnedBuffer, Stream, Tensor};
 }
 
-/// Devices and what runs on them: events, graphs, launches of kernels, the simulator, cudarc.
+/// Devices and what runs on them: events, graphs, the simulator, cudarc.
 pub mod device {
     #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
     pub use aquifer_cuda as cuda;
     pub use aquifer_device::{
-        AccessKind, AccessRange, Capture, DeviceError, DeviceInfo, DevicePtr, ErrorKind, Event, Graph, HostKernel,
-        KernelArg, KernelMemory, Launch, MemoryUsers, ProcessMemory, RawStream, RequestError, StreamFlags, Tick,
+        Capture, DeviceError, DeviceInfo, DevicePtr, ErrorKind, Event, Graph, RequestError, StreamFlags, Tick,
     };
 
     pub use crate::open::{DeviceSpec, OpenError, gpus};
@@ -227,14 +227,11 @@ pub mod device {
     }
 }
 
-/// Memory of a device: configuration, statistics, private pools for graphs, and what adapters build
-/// on.
+/// Memory of a device: configuration, statistics, private pools for graphs.
 pub mod memory {
-    pub use aquifer_allocator::config::ConfigError;
     pub use aquifer_allocator::{
-        AccessGuard, Advice, AllocError, Allocation, Attribution, Config, Contents, Growable, HistoryOptions,
-        KeptAwakeBy, MemoryStats, OomReport, Part, PoolOptions, PoolStats, PrivatePool, Registration, SleepOptions,
-        Snapshot, Stat, Storage, TagScope,
+        Advice, AllocError, Allocation, Attribution, Config, Contents, Growable, HistoryOptions, MemoryStats,
+        OomReport, Part, PoolOptions, PoolStats, PrivatePool, Registration, SleepOptions, Snapshot, Stat, TagScope,
     };
 }
 

@@ -23,10 +23,11 @@ use crate::allocator::Allocator;
 pub use batch::Batch;
 
 use crate::error::Error;
-use crate::transfer::enqueue::covered_tick;
-use crate::transfer::foreign_code::guarded;
-use crate::transfer::pending::Pending;
-use crate::transfer::runtime::Transfer;
+use crate::transfer::Pending;
+use crate::transfer::Transfer;
+use aquifer_transfer::TransferError;
+use aquifer_transfer::internal::covered_tick;
+use aquifer_transfer::internal::guarded;
 
 /// Brings batches to a device ahead of their use. It is an iterator of batches on the device.
 ///
@@ -156,7 +157,7 @@ impl<B: Batch> Prefetcher<B> {
         stream: &Stream,
         ahead: usize,
     ) -> Result<Prefetcher<B>, Error> {
-        transfer.check_stream(stream)?;
+        transfer.check_device("stream", stream.device_id())?;
         let ahead = ahead.clamp(1, AHEAD_MAX);
         let own = transfer.device().stream()?;
         let (send_batch, batches) = bounded(ahead);
@@ -180,7 +181,7 @@ impl<B: Batch> Prefetcher<B> {
             // It may have held the last buffers of a dropped allocator.
             aquifer_allocator::close_abandoned();
         });
-        let thread = thread.map_err(|cause| Error::Thread { what: "prefetching", cause: cause.into() })?;
+        let thread = thread.map_err(|cause| TransferError::Thread { what: "prefetching", cause: cause.into() })?;
         Ok(Prefetcher {
             batches: Some(batches),
             arrived: None,
@@ -322,7 +323,9 @@ impl<B: Batch> Worker<B> {
             let sent = item.and_then(|batch| self.send(batch));
             let Some(sent) = sent.transpose() else { break };
             let over = match &sent {
-                Err(error) => error.is_device_lost() || matches!(error, Error::Panicked { .. }),
+                Err(error) => {
+                    error.is_device_lost() || matches!(error, Error::Transfer(TransferError::Panicked { .. }))
+                }
                 Ok(_) => false,
             };
             if let Err(unwanted) = self.batches.send(sent) {

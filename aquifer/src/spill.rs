@@ -28,8 +28,8 @@ use bytemuck::Pod;
 
 use crate::buffer::Buffer;
 use crate::error::Error;
-use crate::transfer::pinned::PinnedBuffer;
-use crate::transfer::runtime::Transfer;
+use crate::pinned::PinnedBuffer;
+use crate::transfer::Transfer;
 
 /// Spills buffers of one device: moves them to page-locked host memory when the allocator runs out
 /// of device memory, and brings them back when they are used ([`Spillable::access`]). Cloning gives
@@ -305,7 +305,7 @@ impl SpillEntry {
     /// Brings the contents to the device, if they are not there, and counts a user.
     fn access(&self, stream: &Stream) -> Result<Buffer<u8>, Error> {
         let transfer = &self.spiller.transfer;
-        transfer.check_stream(stream)?;
+        transfer.check_device("stream", stream.device_id())?;
         let mut memory: Option<Buffer<u8>> = None;
         loop {
             let mut home = self.home.lock();

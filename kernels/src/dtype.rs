@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use bytemuck::Pod;
 use half::{bf16, f16};
 
 use crate::convert::Number;
@@ -145,7 +146,7 @@ impl fmt::Display for DType {
 ///
 /// Sealed: the kernels support no other types.
 #[allow(private_bounds, reason = "the bounds are what this crate needs and what seals the trait")]
-pub trait Element: Number + Bytes + Sealed + Copy + fmt::Debug + PartialEq + Send + Sync + 'static {
+pub trait Element: Number + Bytes + Sealed + Pod + fmt::Debug + PartialEq + Send + Sync {
     /// The type of a sum of elements; see [`DType::of_sum`].
     type Sum: Element;
 

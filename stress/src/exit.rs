@@ -7,6 +7,7 @@ use aquifer::Error;
 use aquifer::device::{DeviceError, OpenError};
 use aquifer::kernels::KernelError;
 use aquifer::memory::AllocError;
+use aquifer::transfer::TransferError;
 use aquifer_allocator::snapshot::SaveError;
 
 use crate::input::InputError;
@@ -128,6 +129,12 @@ pub enum Failure {
     OutputClosed,
 }
 
+impl From<TransferError> for Failure {
+    fn from(error: TransferError) -> Failure {
+        Failure::Transfer(error.into())
+    }
+}
+
 impl Failure {
     /// The outcome for it.
     pub fn outcome(&self) -> Outcome {
@@ -137,7 +144,9 @@ impl Failure {
             Failure::OutOfMemory(_) => Outcome::OutOfMemory,
             Failure::Alloc { error, .. } if is_refusal(error) => Outcome::OutOfMemory,
             Failure::Transfer(Error::Alloc(error)) if is_refusal(error) => Outcome::OutOfMemory,
-            Failure::Transfer(Error::OutOfPinned { .. } | Error::OutOfHostMemory { .. }) => Outcome::OutOfMemory,
+            Failure::Transfer(Error::Transfer(
+                TransferError::OutOfPinned { .. } | TransferError::OutOfHostMemory { .. },
+            )) => Outcome::OutOfMemory,
             Failure::OutputClosed => Outcome::Done,
             _ => Outcome::Failed,
         }

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use aquifer::device::{AccessKind, AccessRange};
 use aquifer::memory::OomReport;
 use aquifer::{Allocator, Buffer, Device, Stream};
+use aquifer_device::{AccessKind, AccessRange};
 
 use crate::cli::ConfigArg;
 use crate::content::Filled;

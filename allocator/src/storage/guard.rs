@@ -31,21 +31,21 @@ use crate::storage::held::LockedUses;
 /// graph does by an access guard around the launch.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Config, Buffer, AccessGuard};
+/// use aquifer_allocator::{ALIGNMENT, AccessGuard, Allocator, Config};
 /// use aquifer_device::{AccessKind, Device};
 /// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let (one, two) = (device.stream()?, device.stream()?);
-/// let buffer: Buffer<u8> = allocator.alloc(1 << 20, &one)?;
+/// let memory = allocator.alloc_storage(1 << 20, ALIGNMENT, &one)?;
 /// {
-///     let _access = AccessGuard::acquire(&one, &[(buffer.storage(), AccessKind::Write)])?;
-///     one.fill(buffer.ptr(), 7, buffer.bytes())?;
+///     let _access = AccessGuard::acquire(&one, &[(&memory, AccessKind::Write)])?;
+///     one.fill(memory.ptr(), 7, memory.bytes())?;
 /// }
 /// let mut bytes = vec![0; 1 << 20];
 /// {
-///     let _access = AccessGuard::acquire(&two, &[(buffer.storage(), AccessKind::Read)])?;
-///     two.download_blocking(&mut bytes, buffer.ptr())?;
+///     let _access = AccessGuard::acquire(&two, &[(&memory, AccessKind::Read)])?;
+///     two.download_blocking(&mut bytes, memory.ptr())?;
 /// }
 /// assert!(bytes.iter().all(|&byte| byte == 7));
 /// device.assert_no_violations();
@@ -82,19 +82,19 @@ impl<'a> AccessGuard<'a> {
     /// for different streams.
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config, Buffer, AccessGuard};
+    /// use aquifer_allocator::{ALIGNMENT, AccessGuard, Allocator, Config};
     /// use aquifer_device::{AccessKind::{Read, Write}, Device};
     /// use aquifer_sim::{SimConfig, SimDriver};
     /// let devices = [0, 1].map(|ordinal| Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal))));
     /// let streams = [devices[0].stream()?, devices[1].stream()?];
-    /// let from: Buffer<u8> = Allocator::new(&devices[0], Config::default())?.alloc(1 << 20, &streams[0])?;
-    /// let to: Buffer<u8> = Allocator::new(&devices[1], Config::default())?.alloc(1 << 20, &streams[1])?;
+    /// let from = Allocator::new(&devices[0], Config::default())?.alloc_storage(1 << 20, ALIGNMENT, &streams[0])?;
+    /// let to = Allocator::new(&devices[1], Config::default())?.alloc_storage(1 << 20, ALIGNMENT, &streams[1])?;
     /// {
-    ///     let _access = AccessGuard::acquire(&streams[0], &[(from.storage(), Write)])?;
+    ///     let _access = AccessGuard::acquire(&streams[0], &[(&from, Write)])?;
     ///     streams[0].fill(from.ptr(), 7, from.bytes())?;
     /// }
     /// {
-    ///     let ends = [(&streams[0], &**from.storage(), Read), (&streams[1], &**to.storage(), Write)];
+    ///     let ends = [(&streams[0], &*from, Read), (&streams[1], &*to, Write)];
     ///     let _access = AccessGuard::of_streams(&ends)?;
     ///     streams[1].wait_for(&streams[0].tick())?;
     ///     streams[1].copy_from_peer(to.ptr(), &devices[0], from.ptr(), to.bytes())?;

@@ -29,15 +29,15 @@ use crate::storage::guard::AccessGuard;
 /// reservation which is never dropped waits for ever.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Reservation, Config, Buffer, AccessGuard};
+/// use aquifer_allocator::{ALIGNMENT, AccessGuard, Allocator, Config, Reservation};
 /// use aquifer_device::{AccessKind, Device};
 /// use aquifer_sim::{SimConfig, SimDriver};
 /// let device = Device::new(SimDriver::new(SimConfig::default()));
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let (one, two) = (device.stream()?, device.stream()?);
-/// let buffer: Buffer<u8> = allocator.alloc(1 << 20, &one)?;
-/// let reservation = Reservation::acquire(buffer.storage(), AccessKind::Write)?;
-/// let (ptr, bytes) = (buffer.ptr(), buffer.bytes());
+/// let memory = allocator.alloc_storage(1 << 20, ALIGNMENT, &one)?;
+/// let reservation = Reservation::acquire(&memory, AccessKind::Write)?;
+/// let (ptr, bytes) = (memory.ptr(), memory.bytes());
 /// let filler = std::thread::spawn(move || {
 ///     for part in 0..4 {
 ///         let _access = reservation.access(&one).unwrap();
@@ -47,7 +47,7 @@ use crate::storage::guard::AccessGuard;
 /// let mut bytes = vec![0; 1 << 20];
 /// {
 ///     // Waits until the thread has enqueued all parts.
-///     let _access = AccessGuard::acquire(&two, &[(buffer.storage(), AccessKind::Read)])?;
+///     let _access = AccessGuard::acquire(&two, &[(&memory, AccessKind::Read)])?;
 ///     two.download_blocking(&mut bytes, ptr)?;
 /// }
 /// filler.join().unwrap();

@@ -8,13 +8,12 @@ use std::sync::Arc;
 use aquifer_allocator::{AccessGuard, Storage};
 use aquifer_device::{AccessKind, DevicePtr, RequestError, Stream};
 use aquifer_kernels::{Element, Kernels, Operand};
+use aquifer_transfer::DevicePart;
 use bytemuck::Pod;
 
 use crate::allocator::{Allocator, Services};
 use crate::error::Error;
-use crate::transfer::copy::{DeviceSource, Source, Target};
-use crate::transfer::pending::Pending;
-use crate::transfer::runtime::Transfer;
+use crate::transfer::{DeviceSource, Pending, Source, Target, Transfer};
 
 mod access;
 mod view;
@@ -182,6 +181,11 @@ impl<T> Buffer<T> {
     /// When the stream belongs to another device.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
         Ok(self.storage.record_stream(stream)?)
+    }
+
+    /// Its memory, as an end of a copy.
+    pub(crate) fn device_part(&self) -> DevicePart<'_> {
+        DevicePart { storage: &self.storage, ptr: self.ptr(), bytes: self.bytes() }
     }
 
     /// Elements that lie within it.

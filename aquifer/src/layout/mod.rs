@@ -6,7 +6,6 @@
 //! of a layout check nothing but their arguments.
 
 mod error;
-mod rows;
 #[cfg(test)]
 mod tests;
 mod views;
@@ -14,9 +13,9 @@ mod views;
 use std::fmt;
 
 use aquifer_kernels::Strided;
+use aquifer_transfer::internal::{Dimension, Rows, merge};
 
 pub use error::{LayoutError, MAX_DIMENSIONS};
-pub(crate) use rows::{Dimension, RowBlock, Rows, group_rows, merge, place_of};
 
 /// The places of a tensor's elements in its storage: up to [`MAX_DIMENSIONS`] dimensions, outermost
 /// first, each with an extent and a stride in elements, and the place of the first element. A

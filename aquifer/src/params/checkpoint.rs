@@ -17,10 +17,11 @@ use aquifer_kernels::DType;
 use safetensors::tensor::Metadata;
 use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
-use super::errors::{CheckpointError, CheckpointFault, HEADER_MAX};
+use super::errors::{CheckpointFault, HEADER_MAX};
 use crate::error::Error;
 use crate::layout::Layout;
-use crate::transfer::regular_file;
+use aquifer_transfer::TransferError;
+use aquifer_transfer::internal::open_regular;
 
 const INDEX: &str = "model.safetensors.index.json";
 
@@ -91,7 +92,7 @@ impl Checkpoint {
     /// such files.
     ///
     /// # Errors
-    /// [`Error::File`] where a file cannot be read, [`Error::Checkpoint`] where it
+    /// [`TransferError::File`] where a file cannot be read, [`Error::Checkpoint`] where it
     /// is invalid.
     pub fn open(path: impl AsRef<Path>) -> Result<Checkpoint, Error> {
         open(path.as_ref())
@@ -183,7 +184,7 @@ fn open_directory(path: &Path) -> Result<Checkpoint, Error> {
 }
 
 fn open_index(path: &Path) -> Result<Checkpoint, Error> {
-    let (mut file, _) = regular_file::open(path).map_err(|error| file_error(path, error))?;
+    let (mut file, _) = open_regular(path).map_err(|error| file_error(path, error))?;
     let mut bytes = Vec::new();
     file.read_to_end(&mut bytes).map_err(|error| file_error(path, error))?;
     let wrong = |problem: String| fault(path, CheckpointFault::Index { problem });
@@ -239,7 +240,7 @@ fn open_shards(paths: Vec<PathBuf>) -> Result<Checkpoint, Error> {
 type Opened = (Shard, Vec<TensorEntry>, HashMap<String, String>);
 
 fn open_shard(path: PathBuf, number: usize) -> Result<Opened, Error> {
-    let (mut file, bytes) = regular_file::open(&path).map_err(|error| file_error(&path, error))?;
+    let (mut file, bytes) = open_regular(&path).map_err(|error| file_error(&path, error))?;
     let (metadata, places, start) = read_header(&mut file, &path, bytes)?;
     let needed = start.saturating_add(metadata.data_len() as u64);
     if needed != bytes {
@@ -337,7 +338,7 @@ impl<'de> Deserialize<'de> for DistinctNames {
 }
 
 pub(super) fn fault(path: &Path, fault: CheckpointFault) -> Error {
-    Error::Checkpoint(Box::new(CheckpointError { path: path.display().to_string(), fault }))
+    Error::Checkpoint { path: path.display().to_string(), fault: Box::new(fault) }
 }
 
 /// An error of reading a range that existed when the file was opened.
@@ -349,5 +350,5 @@ pub(super) fn read_error(path: &Path, error: std::io::Error) -> Error {
 }
 
 pub(super) fn file_error(path: &Path, error: std::io::Error) -> Error {
-    Error::File { path: path.display().to_string(), cause: Arc::new(error) }
+    TransferError::File { path: path.display().to_string(), cause: Arc::new(error) }.into()
 }

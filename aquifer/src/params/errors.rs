@@ -7,19 +7,6 @@ use crate::layout::MAX_DIMENSIONS;
 /// The longest header of a file in bytes: that of the reference implementation.
 pub(super) const HEADER_MAX: u64 = 100_000_000;
 
-/// A file that cannot be loaded, and its fault. Nothing was loaded.
-#[derive(Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{path}: {fault}")]
-#[non_exhaustive]
-pub struct CheckpointError {
-    /// The file.
-    pub path: String,
-    /// The problem.
-    pub fault: CheckpointFault,
-}
-
-aquifer_device::debug_as_display!(CheckpointError);
-
 /// The fault of a file of tensors. The file is at fault unless a variant says otherwise.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -116,44 +103,16 @@ pub enum CheckpointFault {
     Changed,
 }
 
-/// All differences that prevent loading files into a set. Either is at fault; nothing was changed.
-#[derive(Clone, Default, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub struct SetMismatch {
-    /// Names in the set that are not in the files, in the set's order.
-    pub missing: Vec<String>,
-    /// Names in the files that are not in the set, in the files' order. Those that a filter leaves
-    /// out are not expected.
-    pub unexpected: Vec<String>,
-    /// Tensors that are in both, and are not of one shape, or one kind of dtype: name, and dtype and
-    /// shape of each.
-    pub different: Vec<String>,
-}
-
-aquifer_device::debug_as_display!(SetMismatch);
-
-impl SetMismatch {
-    pub(super) fn is_empty(&self) -> bool {
-        self.missing.is_empty() && self.unexpected.is_empty() && self.different.is_empty()
-    }
-}
-
-impl fmt::Display for SetMismatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("files and set have different tensors")?;
-        let mut before = ": ";
-        for (names, what) in [(&self.missing, "missing from the files: "), (&self.unexpected, "missing from the set: ")]
-        {
-            if !names.is_empty() {
-                write!(f, "{before}{what}{}", Listed(names))?;
-                before = "; ";
-            }
-        }
-        if !self.different.is_empty() {
-            write!(f, "{before}not of one shape and kind: {}", Listed(&self.different))?;
-        }
-        Ok(())
-    }
+/// The text of all differences that prevent loading files into a set.
+pub(crate) fn mismatch(missing: &[String], unexpected: &[String], different: &[String]) -> String {
+    let parts = [
+        (missing, "missing from the files: "),
+        (unexpected, "missing from the set: "),
+        (different, "not of one shape and kind: "),
+    ];
+    let named = parts.iter().filter(|(names, _)| !names.is_empty());
+    let named: Vec<String> = named.map(|(names, what)| format!("{what}{}", Listed(names))).collect();
+    format!("files and set have different tensors: {}", named.join("; "))
 }
 
 /// A list in a message, cut after the first items.

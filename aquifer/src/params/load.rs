@@ -20,13 +20,14 @@ use super::relocate::{Progress, ProgressCallback};
 use crate::error::Error;
 use crate::layout::Layout;
 use crate::tensor::{Converted, Memory, Place, Tensor, smaller};
-use crate::transfer::copy::{Owned, stage_upload};
-use crate::transfer::counters::Direction;
-use crate::transfer::host_memory;
-use crate::transfer::pending::Pending;
-use crate::transfer::regular_file;
-use crate::transfer::runtime::Transfer;
-use crate::transfer::staging::{HostSource, PAGE};
+use crate::transfer::Pending;
+use crate::transfer::Transfer;
+use aquifer_transfer::Direction;
+use aquifer_transfer::Owned;
+use aquifer_transfer::internal::PAGE;
+use aquifer_transfer::internal::len_of;
+use aquifer_transfer::internal::read_at;
+use aquifer_transfer::{HostSource, TransferError};
 
 /// The most tensors in flight, in addition to the last one, and without small ones that are not
 /// sent yet.
@@ -158,7 +159,7 @@ impl Checkpoint {
         for wanted in wanted {
             match place {
                 Place::Device(transfer) => self.begin(wanted, transfer, outgoing)?,
-                _ => outgoing.push(Pending::ready(&Arc::default(), self.load_to_host(wanted, place)?)),
+                _ => outgoing.push(Pending::ready(self.load_to_host(wanted, place)?)),
             }
             while outgoing.in_flight() > IN_FLIGHT && finish_oldest(outgoing)? {}
         }
@@ -208,8 +209,8 @@ impl Checkpoint {
         let source = self.source(wanted.entry, stored, crossing)?;
         let transfer = transfer.clone();
         let stream = transfer.next_stream(Direction::Upload).clone();
-        let mut buffer = transfer.allocator().alloc::<u8>(host_memory::len_of(source.bytes(), 1)?, &stream)?;
-        let uploaded = stage_upload(&transfer.on(&stream)?, source, &mut buffer)?;
+        let mut buffer = transfer.allocator().alloc::<u8>(len_of(source.bytes(), 1)?, &stream)?;
+        let uploaded = transfer.on(&stream)?.upload_from(source, &mut buffer)?;
         outgoing.push(uploaded.and_then(move |()| {
             let tensor = Tensor::on_device(buffer, &transfer, crossing, layout)?;
             // A cast is enqueued, and the tensor carries its ticks.
@@ -224,7 +225,7 @@ impl Checkpoint {
             (None, Some(shared)) => Memory::Host(shared),
             (pool, _) => {
                 let source = self.source(entry, wanted.stored, dtype)?;
-                Memory::on_host(pool, dtype, wanted.layout.len(), |to| source.read(0, to))?
+                Memory::on_host(pool, dtype, wanted.layout.len(), |to| Ok(source.read(0, to)?))?
             }
         };
         Tensor::new(memory, dtype, wanted.layout)
@@ -306,8 +307,8 @@ impl HostSource for ShardPart {
         true
     }
 
-    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), Error> {
-        let (_, error) = regular_file::read_at(&self.file, into, self.offset + offset);
-        error.map_or(Ok(()), |error| Err(read_error(&self.path, error)))
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
+        let (_, error) = read_at(&self.file, into, self.offset + offset);
+        error.map_or(Ok(()), |error| Err(read_error(&self.path, error).into()))
     }
 }

@@ -8,13 +8,12 @@
 use std::collections::{HashMap, HashSet};
 
 use super::checkpoint::Checkpoint;
-use super::errors::SetMismatch;
 use super::load::{Load, Wanted};
 use super::param_set::ParamSet;
 use crate::error::Error;
 use crate::tensor::{Place, Tensor, Tie};
-use crate::transfer::counters::Direction;
-use crate::transfer::pending::Pending;
+use crate::transfer::Pending;
+use aquifer_transfer::Direction;
 
 impl Checkpoint {
     /// Loads tensors into a set of the same names, and waits on the host until they are there:
@@ -78,17 +77,17 @@ impl Checkpoint {
 
     /// The tensors to load into a set, with the set's dtypes.
     fn wanted_by(&self, set: &ParamSet, how: &Load<'_>) -> Result<Vec<Wanted<'_>>, Error> {
-        let (mut wanted, mut mismatch) = (Vec::new(), SetMismatch::default());
+        let (mut wanted, mut unexpected, mut different) = (Vec::new(), Vec::new(), Vec::new());
         for entry in self.chosen(how) {
             let Some(tensor) = set.get(&entry.name) else {
-                mismatch.unexpected.push(entry.name.clone());
+                unexpected.push(entry.name.clone());
                 continue;
             };
             let found = self.want(entry, how)?;
             if found.layout.shape() == tensor.shape() && found.stored.is_float() == tensor.dtype().is_float() {
                 wanted.push(Wanted { dtype: tensor.dtype(), ..found });
             } else {
-                mismatch.different.push(format!(
+                different.push(format!(
                     "{} ({} {:?} in the files, {} {:?} on {} in the set)",
                     entry.name,
                     entry.file_dtype,
@@ -103,8 +102,11 @@ impl Checkpoint {
         let in_files = set.iter().filter(|(name, _)| names.contains(name));
         let ties: HashSet<Tie> = in_files.map(|(_, tensor)| tensor.tie()).collect();
         let missing = set.iter().filter(|(_, tensor)| !ties.contains(&tensor.tie()));
-        mismatch.missing.extend(missing.map(|(name, _)| name.to_owned()));
-        if mismatch.is_empty() { Ok(wanted) } else { Err(Error::Mismatch(Box::new(mismatch))) }
+        let missing: Vec<String> = missing.map(|(name, _)| name.to_owned()).collect();
+        if missing.is_empty() && unexpected.is_empty() && different.is_empty() {
+            return Ok(wanted);
+        }
+        Err(Error::Mismatch { missing, unexpected, different })
     }
 }
 
@@ -140,7 +142,7 @@ impl ParamSet {
                 }
             }
         }
-        Pending::all(copies).map_or(Ok(()), |all| all.wait().map(drop))?;
+        Pending::all(copies).wait()?;
         let tensors = self.iter().map(|(_, tensor)| replaced.get(&tensor.tie()).unwrap_or(tensor).clone());
         *self = self.with_tensors(tensors.collect());
         Ok(())

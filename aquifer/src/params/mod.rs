@@ -14,11 +14,12 @@ mod relocate;
 mod save;
 
 pub use checkpoint::{Checkpoint, TensorEntry};
+pub use errors::CheckpointFault;
 pub(crate) use errors::Listed;
-pub use errors::{CheckpointError, CheckpointFault, SetMismatch};
+pub(crate) use errors::mismatch;
 pub use load::Load;
 pub use param_set::ParamSet;
-pub use relocate::{Progress, Relocate};
+pub use relocate::Progress;
 
 #[cfg(test)]
 pub(crate) mod tests;

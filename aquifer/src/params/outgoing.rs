@@ -8,11 +8,10 @@ use aquifer_kernels::DType;
 use crate::error::Error;
 use crate::layout::Layout;
 use crate::tensor::Tensor;
-use crate::transfer::copy::TransferBatch;
-use crate::transfer::counters::Direction;
-use crate::transfer::enqueue::covered_tick;
-use crate::transfer::pending::Pending;
-use crate::transfer::runtime::Transfer;
+use crate::transfer::Pending;
+use crate::transfer::Transfer;
+use crate::transfer::TransferBatch;
+use aquifer_transfer::Direction;
 
 /// The most bytes of a tensor in a batch, before and after conversion.
 pub(super) const SMALL_TENSOR_BYTES: u64 = 64 << 10;
@@ -85,12 +84,12 @@ impl Outgoing {
     /// Sends the batch of small tensors.
     pub(super) fn send_batch(&mut self) -> Result<(), Error> {
         let Some(Batch { transfer, stream, copies, .. }) = self.batch.take() else { return Ok(()) };
-        // The tick of the stream covers the copies.
         drop(copies.run()?);
-        let tick = covered_tick(&stream);
+        // One event covers all copies.
+        let sent = transfer.enqueued_on(&stream)?;
         for step in &mut self.steps {
             if let Outbound::Batched(tensor) = step {
-                *step = Outbound::Sent(Pending::enqueued(transfer.shared(), tick.clone(), tensor.clone()));
+                *step = Outbound::Sent(sent.with(tensor.clone()));
             }
         }
         Ok(())

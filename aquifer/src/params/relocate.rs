@@ -4,7 +4,6 @@
 //! drops the new tensors. Small tensors go to a device in batches.
 
 use std::collections::HashMap;
-use std::fmt;
 
 use aquifer_device::Stream;
 use aquifer_kernels::DType;
@@ -13,7 +12,7 @@ use super::outgoing::{Outgoing, SMALL_TENSOR_BYTES};
 use super::param_set::ParamSet;
 use crate::error::Error;
 use crate::tensor::{Place, Tensor, Tie, To};
-use crate::transfer::pending::{OnStreams, Pending};
+use crate::transfer::{OnStreams, Pending};
 
 /// The progress of moving or loading tensors, reported for each complete tensor.
 #[derive(Clone, Copy, Debug)]
@@ -29,45 +28,6 @@ pub struct Progress<'a> {
 
 /// A callback for progress.
 pub(super) type ProgressCallback<'a> = Box<dyn FnMut(&Progress<'_>) + 'a>;
-
-/// Options of moving a set.
-#[derive(Default)]
-#[must_use = "nothing moves before it is given to `ParamSet::move_with_blocking`"]
-pub struct Relocate<'a> {
-    dtype: Option<DType>,
-    stream: Option<Stream>,
-    progress: Option<ProgressCallback<'a>>,
-}
-
-impl<'a> Relocate<'a> {
-    /// The same dtypes, on streams of the runtime.
-    pub fn new() -> Relocate<'a> {
-        Relocate::default()
-    }
-
-    /// Converts tensors of floats to another dtype of floats, or those of integers to one of
-    /// integers. Others stay as they are: a counter is no weight.
-    pub fn dtype(self, dtype: DType) -> Relocate<'a> {
-        Relocate { dtype: Some(dtype), ..self }
-    }
-
-    /// The stream that copies run on, and that device memory is allocated for. Tensors that are in
-    /// their place already are made ready for it.
-    pub fn stream(self, stream: &Stream) -> Relocate<'a> {
-        Relocate { stream: Some(stream.clone()), ..self }
-    }
-
-    /// Calls back for every complete tensor, in their order.
-    pub fn progress(self, report: impl FnMut(&Progress<'_>) + 'a) -> Relocate<'a> {
-        Relocate { progress: Some(Box::new(report)), ..self }
-    }
-}
-
-impl fmt::Debug for Relocate<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Relocate").field("dtype", &self.dtype).field("stream", &self.stream).finish_non_exhaustive()
-    }
-}
 
 impl OnStreams for ParamSet {
     fn ready_on(&self, stream: &Stream) -> Result<(), Error> {
@@ -88,12 +48,10 @@ impl ParamSet {
         // Dropped in reverse order, as they nest.
         let _from = self.called_here();
         let _to = place.called_here();
-        let Moving { outgoing, which, .. } = self.begin(&place, &Relocate::new())?;
+        let Moving { outgoing, which, .. } = self.begin(&place, &To::new())?;
         let set = self.clone();
-        let Some(all) = Pending::all(outgoing.into_pendings()) else {
-            return Ok(Pending::ready(&std::sync::Arc::default(), set));
-        };
-        Ok(all.map(move |moved| set.with_tensors(which.into_iter().map(|at| moved[at].clone()).collect())))
+        Ok(Pending::all(outgoing.into_pendings())
+            .map(move |moved| set.with_tensors(which.into_iter().map(|at| moved[at].clone()).collect())))
     }
 
     /// Moves the set to another place, and waits on the host until it is there. All or nothing:
@@ -103,10 +61,15 @@ impl ParamSet {
     /// As [`Tensor::to`].
     #[track_caller]
     pub fn move_blocking(&mut self, place: impl TryInto<Place, Error: Into<Error>>) -> Result<(), Error> {
-        self.move_with_blocking(place, Relocate::new())
+        self.move_with_blocking(place, To::new(), |_| {})
     }
 
-    /// Moves the set as `how` says; see [`ParamSet::move_blocking`].
+    /// Moves the set as `how` says, and calls `progress` for every complete tensor, in their order;
+    /// see [`ParamSet::move_blocking`].
+    ///
+    /// A dtype of floats converts tensors of floats, one of integers those of integers. Others stay
+    /// as they are: a counter is no weight. On a device without memory for all, the last tensors
+    /// stay on the host if `how` allows it.
     ///
     /// # Errors
     /// As [`Tensor::to_with`].
@@ -114,7 +77,8 @@ impl ParamSet {
     pub fn move_with_blocking(
         &mut self,
         place: impl TryInto<Place, Error: Into<Error>>,
-        mut how: Relocate<'_>,
+        how: To,
+        mut progress: impl FnMut(&Progress<'_>),
     ) -> Result<(), Error> {
         let place = Place::named(place)?;
         // Dropped in reverse order, as they nest.
@@ -135,16 +99,14 @@ impl ParamSet {
             }
             all.extend(moved.get(at).cloned());
             bytes_done = tensor.bytes().saturating_add(bytes_done);
-            if let Some(report) = &mut how.progress {
-                report(&Progress { name, bytes_done, bytes_total });
-            }
+            progress(&Progress { name, bytes_done, bytes_total });
         }
         *self = self.with_tensors(all);
         Ok(())
     }
 
     /// Begins to move every tensor. After a failure no transfer is in flight when this returns.
-    fn begin(&self, place: &Place, how: &Relocate<'_>) -> Result<Moving, Error> {
+    fn begin(&self, place: &Place, how: &To) -> Result<Moving, Error> {
         let mut moving = Moving::default();
         let added = self.iter().try_for_each(|(_, tensor)| moving.add(tensor, place, how));
         if let Err(error) = added.and_then(|()| moving.outgoing.send_batch()) {
@@ -167,7 +129,7 @@ struct Moving {
 }
 
 impl Moving {
-    fn add(&mut self, tensor: &Tensor, place: &Place, how: &Relocate<'_>) -> Result<(), Error> {
+    fn add(&mut self, tensor: &Tensor, place: &Place, how: &To) -> Result<(), Error> {
         let at = *self.tied.entry(tensor.tie()).or_insert(self.outgoing.len());
         self.which.push(at);
         if at < self.outgoing.len() {
@@ -177,12 +139,12 @@ impl Moving {
         let dtype = dtype.unwrap_or(tensor.dtype());
         if let Place::Device(transfer) = place
             && is_small(tensor, dtype)
+            && !how.or_host
         {
             let (elements, layout) = tensor.elements_as(dtype)?;
             return self.outgoing.push_small(transfer, how.stream.as_ref(), &elements, (dtype, layout));
         }
-        let to = how.stream.iter().fold(To::new().dtype(dtype), |to, stream| to.stream(stream));
-        self.outgoing.push(tensor.to_with(place, to)?);
+        self.outgoing.push(tensor.to_with(place, how.clone().dtype(dtype))?);
         Ok(())
     }
 }

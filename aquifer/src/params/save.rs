@@ -27,7 +27,7 @@ impl ParamSet {
     /// replaces.
     ///
     /// # Errors
-    /// [`Error::File`] where the file cannot be written or is a directory,
+    /// [`TransferError::File`](aquifer_transfer::TransferError::File) where the file cannot be written or is a directory,
     /// [`RequestError::LengthOverflow`] where broadcast tensors are more bytes than a file can
     /// have, and as [`Tensor::to`].
     #[track_caller]
@@ -85,6 +85,8 @@ mod tests {
     use std::os::unix::fs::{FileTypeExt, symlink};
 
     use super::super::tests::Directory;
+    use aquifer_transfer::TransferError;
+
     use super::*;
     use crate::params::Checkpoint;
 
@@ -132,7 +134,7 @@ mod tests {
         assert!(is_link(&at("dangling")));
         is_saved(&at("not-yet"), 9.0);
         symlink("round", at("round")).unwrap();
-        assert!(matches!(set(1.0).save_blocking(at("round")), Err(Error::File { .. })));
+        assert!(matches!(set(1.0).save_blocking(at("round")), Err(Error::Transfer(TransferError::File { .. }))));
         assert_eq!(std::fs::read_dir(&directory.0).unwrap().count(), 7, "nothing else is left there");
     }
 

@@ -4,11 +4,11 @@ use bytemuck::Pod;
 
 use crate::buffer::Buffer;
 use crate::error::Error;
+use crate::pinned::PinnedBuffer;
 use crate::tensor::{Tensor, To};
-use crate::transfer::counters::Direction;
-use crate::transfer::pending::{OnStreams, Pending};
-use crate::transfer::pinned::PinnedBuffer;
-use crate::transfer::runtime::Transfer;
+use crate::transfer::Transfer;
+use crate::transfer::{OnStreams, Pending};
+use aquifer_transfer::Direction;
 
 /// A value to send to a device: a [`Tensor`], a `Vec` of numbers, page-locked memory, or tuples,
 /// arrays and `Option`s of these. Structs implement it by sending their fields and joining the
@@ -52,8 +52,7 @@ impl Batch for Tensor {
 
     fn send(self, to: &Transfer) -> Result<Pending<Tensor>, Error> {
         // The stream is for the copy, not for later uses of the tensor.
-        let (runtime, stream) = to.without_stream();
-        self.to_with(&runtime, stream.into_iter().fold(To::new(), To::stream))
+        self.to_with(&to.without_stream(), to.stream().into_iter().fold(To::new(), To::stream))
     }
 }
 
@@ -95,7 +94,7 @@ impl<B: Batch, const N: usize> Batch for [B; N] {
 
     fn send(self, to: &Transfer) -> Result<Pending<Self::OnDevice>, Error> {
         let pendings = self.into_iter().map(|batch| batch.send(to)).collect::<Result<Vec<_>, _>>()?;
-        Ok(Pending::all(pendings).unwrap_or_else(|| Pending::ready(to.shared(), Vec::new())))
+        Ok(Pending::all(pendings))
     }
 }
 
@@ -105,7 +104,7 @@ impl<B: Batch> Batch for Option<B> {
     fn send(self, to: &Transfer) -> Result<Pending<Self::OnDevice>, Error> {
         match self {
             Some(batch) => Ok(batch.send(to)?.map(Some)),
-            None => Ok(Pending::ready(to.shared(), None)),
+            None => Ok(Pending::ready(None)),
         }
     }
 }

@@ -12,10 +12,10 @@ use proptest::prelude::*;
 use super::*;
 use crate::allocator::Allocator;
 use crate::buffer::Buffer;
+use crate::pinned::tests::assert_unused;
 use crate::tensor::Place;
-use crate::transfer::counters::Direction;
-use crate::transfer::pinned::tests::unused::assert_unused;
 use crate::{PinnedBuffer, Tensor};
+use aquifer_transfer::Direction;
 
 struct Stand {
     driver: Arc<SimDriver>,
@@ -338,7 +338,7 @@ fn copies_and_computation_overlap() {
         // The source has its batches ready, as a loader with threads of its own has.
         let ready: Vec<PinnedBuffer<u8>> = (0..steps).map(|_| pool.alloc(bytes).unwrap()).collect();
         let copy_ns = {
-            let timer = crate::transfer::timer::Timer::start(&stand.device, &stand.stream).unwrap();
+            let timer = crate::transfer::Timer::start(&stand.device, &stand.stream).unwrap();
             let mut to =
                 stand.transfer.allocator().alloc::<u8>(usize::try_from(bytes as u64).unwrap(), &stand.stream).unwrap();
             drop(stand.transfer.on(&stand.stream).unwrap().upload(&ready[0], &mut to).unwrap());

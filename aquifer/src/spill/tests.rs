@@ -8,7 +8,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::allocator::Allocator;
-use crate::transfer::pinned::tests::unused::assert_unused;
+use crate::pinned::tests::assert_unused;
 
 const MIB: u64 = 1 << 20;
 

@@ -3,8 +3,8 @@
 use aquifer_kernels::{DType, convert_host};
 
 use crate::error::Error;
-use crate::transfer::host_memory;
-use crate::transfer::staging::HostSource;
+use aquifer_transfer::internal::zeroed;
+use aquifer_transfer::{HostSource, TransferError};
 
 /// The elements of another source, converted.
 pub(crate) struct Converted<S> {
@@ -32,18 +32,18 @@ impl<S: HostSource> HostSource for Converted<S> {
         self.source.is_storage()
     }
 
-    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), Error> {
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
         let size = self.to.bytes();
         // Whole elements around the range.
         let (first, end) = (offset / size, (offset + into.len() as u64).div_ceil(size));
-        let mut elements = host_memory::zeroed(count((end - first) * self.from.bytes()))?;
+        let mut elements = zeroed(count((end - first) * self.from.bytes()))?;
         self.source.read(first * self.from.bytes(), &mut elements)?;
         let before = count(offset - first * size);
         if before == 0 && (into.len() as u64).is_multiple_of(size) {
-            return Ok(convert_host(&elements, self.from, into, self.to)?);
+            return convert_host(&elements, self.from, into, self.to).map_err(|error| Error::from(error).into());
         }
-        let mut whole = host_memory::zeroed(count((end - first) * size))?;
-        convert_host(&elements, self.from, &mut whole, self.to)?;
+        let mut whole = zeroed(count((end - first) * size))?;
+        convert_host(&elements, self.from, &mut whole, self.to).map_err(Error::from)?;
         into.copy_from_slice(&whole[before..before + into.len()]);
         Ok(())
     }
@@ -57,7 +57,7 @@ fn count(bytes: u64) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::transfer::copy::Owned;
+    use aquifer_transfer::Owned;
 
     #[test]
     fn converting_a_part_agrees_with_converting_all() {

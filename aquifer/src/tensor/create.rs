@@ -2,27 +2,27 @@
 
 use aquifer_allocator::AccessGuard;
 use aquifer_device::{AccessKind, RequestError, Stream};
-use aquifer_kernels::{DType, convert_host};
+use aquifer_kernels::{DType, Element, convert_host};
 use half::{bf16, f16};
 
 use super::Tensor;
-use super::memory::{DeviceMemory, Memory, Scalar, target_of};
+use super::memory::{DeviceMemory, Memory, target_of};
 use super::pack::pack_on_host;
 use super::place::Place;
 use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::layout::{Layout, LayoutError};
-use crate::transfer::copy::Owned;
-use crate::transfer::counters::Direction;
-use crate::transfer::host_memory;
-use crate::transfer::runtime::Transfer;
+use crate::transfer::Transfer;
+use aquifer_transfer::Direction;
+use aquifer_transfer::Owned;
+use aquifer_transfer::internal::zeroed;
 
 impl Tensor {
     /// A tensor of the elements of a slice, which are copied, in row-major order.
     ///
     /// # Errors
     /// A shape of another number of elements.
-    pub fn from_slice<T: Scalar>(elements: &[T], shape: &[usize]) -> Result<Tensor, Error> {
+    pub fn from_slice<T: Element>(elements: &[T], shape: &[usize]) -> Result<Tensor, Error> {
         Tensor::from_vec(elements.to_vec(), shape)
     }
 
@@ -30,7 +30,7 @@ impl Tensor {
     ///
     /// # Errors
     /// A shape of another number of elements.
-    pub fn from_vec<T: Scalar>(elements: Vec<T>, shape: &[usize]) -> Result<Tensor, Error> {
+    pub fn from_vec<T: Element>(elements: Vec<T>, shape: &[usize]) -> Result<Tensor, Error> {
         Tensor::from_owner(elements, shape)
     }
 
@@ -39,7 +39,7 @@ impl Tensor {
     ///
     /// # Errors
     /// A shape of another number of elements.
-    pub fn from_owner<T: Scalar, S>(owner: S, shape: &[usize]) -> Result<Tensor, Error>
+    pub fn from_owner<T: Element, S>(owner: S, shape: &[usize]) -> Result<Tensor, Error>
     where
         S: AsRef<[T]> + Send + Sync + 'static,
     {
@@ -53,7 +53,7 @@ impl Tensor {
     ///
     /// # Errors
     /// None that is known; as [`Tensor::from_vec`].
-    pub fn scalar<T: Scalar>(value: T) -> Result<Tensor, Error> {
+    pub fn scalar<T: Element>(value: T) -> Result<Tensor, Error> {
         Tensor::from_vec(vec![value], &[])
     }
 
@@ -63,7 +63,7 @@ impl Tensor {
     ///
     /// # Errors
     /// An access guard of this thread with the memory, and a shape of another number of elements.
-    pub fn from_buffer<T: Scalar>(buffer: &Buffer<T>, shape: &[usize]) -> Result<Tensor, Error> {
+    pub fn from_buffer<T: Element>(buffer: &Buffer<T>, shape: &[usize]) -> Result<Tensor, Error> {
         let layout = Layout::row_major(shape)?;
         check_len(&layout, buffer.len())?;
         let bytes = buffer.reinterpret::<u8>();
@@ -152,7 +152,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::empty`], and those of [`aquifer_kernels::Kernels::fill`].
     #[track_caller]
-    pub fn full<T: Scalar>(
+    pub fn full<T: Element>(
         shape: &[usize],
         value: T,
         place: impl TryInto<Place, Error: Into<Error>>,
@@ -197,7 +197,7 @@ impl Tensor {
     /// # Errors
     /// A value of another dtype than this one's, and as [`Tensor::full`].
     #[track_caller]
-    pub fn full_like<T: Scalar>(&self, value: T) -> Result<Tensor, Error> {
+    pub fn full_like<T: Element>(&self, value: T) -> Result<Tensor, Error> {
         self.check_dtype(T::DTYPE)?;
         Tensor::full(self.shape(), value, self.place())
     }
@@ -208,11 +208,11 @@ impl Tensor {
     /// # Errors
     /// A tensor of another dtype, and as [`Tensor::to`].
     #[track_caller]
-    pub fn to_vec<T: Scalar>(&self) -> Result<Vec<T>, Error> {
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>, Error> {
         let _place = self.called_here();
         self.check_dtype(T::DTYPE)?;
         let host = self.to(Place::Host)?.wait_counted()?;
-        let mut elements = host_memory::zeroed::<T>(host.len())?;
+        let mut elements = zeroed::<T>(host.len())?;
         pack_on_host(host.memory.read()?, &host.layout, size_of::<T>(), bytemuck::cast_slice_mut(&mut elements));
         Ok(elements)
     }
@@ -223,7 +223,7 @@ impl Tensor {
     /// # Errors
     /// A tensor of another number of elements or another dtype, and as [`Tensor::to`].
     #[track_caller]
-    pub fn item<T: Scalar>(&self) -> Result<T, Error> {
+    pub fn item<T: Element>(&self) -> Result<T, Error> {
         let _place = self.called_here();
         self.check_dtype(T::DTYPE)?;
         // Before they are brought to the host, which may be many.
@@ -248,7 +248,7 @@ impl Tensor {
     /// # Errors
     /// A tensor on a device ([`Tensor::to_host`] brings it), of another dtype, or that is not
     /// contiguous.
-    pub fn as_slice<T: Scalar>(&self) -> Result<&[T], Error> {
+    pub fn as_slice<T: Element>(&self) -> Result<&[T], Error> {
         self.check_dtype(T::DTYPE)?;
         if matches!(self.memory, Memory::Device(_)) {
             return Err(Error::NotOnHost { place: self.place().to_string() });
@@ -267,8 +267,6 @@ fn check_len(layout: &Layout, has: usize) -> Result<(), Error> {
 
 macro_rules! scalars {
     ($($variant:ident $type:ty),*) => {
-        $(impl Scalar for $type {})*
-
         #[track_caller]
         fn full_of_ones(place: Place, dtype: DType, shape: &[usize]) -> Result<Tensor, Error> {
             match dtype {
@@ -282,7 +280,7 @@ macro_rules! scalars {
 scalars!(U8 u8, I32 i32, U32 u32, I64 i64, U64 u64, F16 f16, BF16 bf16, F32 f32, F64 f64);
 
 /// A one, which every dtype has.
-fn one<T: Scalar>() -> Result<T, Error> {
+fn one<T: Element>() -> Result<T, Error> {
     let mut one = T::zeroed();
     convert_host(&[1], DType::U8, bytemuck::bytes_of_mut(&mut one), T::DTYPE)?;
     Ok(one)

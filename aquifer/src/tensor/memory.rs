@@ -5,19 +5,15 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use aquifer_device::{Device, RequestError};
-use aquifer_kernels::{DType, Element, Operand, Target};
-use bytemuck::Pod;
+use aquifer_kernels::{DType, Operand, Target};
 
 use super::place::Place;
 use crate::buffer::Buffer;
 use crate::error::Error;
-use crate::transfer::copy::Owned;
-use crate::transfer::host_memory;
-use crate::transfer::pinned::{PinnedBuffer, PinnedPool};
-use crate::transfer::runtime::Transfer;
-
-/// Elements of tensors: the dtypes of the kernels, as plain bytes.
-pub trait Scalar: Element + Pod {}
+use crate::pinned::{PinnedBuffer, PinnedPool};
+use crate::transfer::Transfer;
+use aquifer_transfer::Owned;
+use aquifer_transfer::internal::{bytes_of, len_of, zeroed};
 
 /// Memory that tensors share.
 #[derive(Clone)]
@@ -66,7 +62,7 @@ impl Memory {
         fill: impl FnOnce(&mut [u8]) -> Result<(), Error>,
     ) -> Result<Memory, Error> {
         let Some(pool) = pool else { return Ok(Memory::Host(filled(dtype, len, fill)?)) };
-        let mut buffer = pool.alloc::<u8>(host_memory::bytes_of(len, dtype.bytes())?)?;
+        let mut buffer = pool.alloc::<u8>(bytes_of(len, dtype.bytes())?)?;
         fill(buffer.write()?)?;
         Ok(Memory::Pinned(PinnedHost { buffer: buffer.into(), pool: pool.clone() }))
     }
@@ -144,7 +140,7 @@ pub(super) fn target_of(bytes: &mut Buffer<u8>, dtype: DType) -> Target<'_> {
 
 /// A part of a buffer, sharing its memory.
 pub(super) fn part_of(buffer: &Buffer<u8>, bytes: Range<u64>) -> Result<Buffer<u8>, Error> {
-    Ok(buffer.try_slice(host_memory::len_of(bytes.start, 1)?..host_memory::len_of(bytes.end, 1)?)?.share())
+    Ok(buffer.try_slice(len_of(bytes.start, 1)?..len_of(bytes.end, 1)?)?.share())
 }
 
 /// Evaluates an expression with the unsigned integer type of a dtype's size.
@@ -178,9 +174,9 @@ pub(super) fn filled(
     len: usize,
     fill: impl FnOnce(&mut [u8]) -> Result<(), Error>,
 ) -> Result<Owned, Error> {
-    host_memory::bytes_of(len, dtype.bytes())?;
+    bytes_of(len, dtype.bytes())?;
     by_size!(dtype, T => {
-        let mut elements = host_memory::zeroed::<T>(len)?;
+        let mut elements = zeroed::<T>(len)?;
         fill(bytemuck::cast_slice_mut(&mut elements))?;
         Ok(Owned::new::<T, _>(elements))
     })

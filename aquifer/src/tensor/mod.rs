@@ -9,7 +9,6 @@
 
 mod converted;
 mod create;
-mod error;
 mod memory;
 mod operations;
 mod pack;
@@ -22,26 +21,22 @@ use std::ops::Range;
 
 use aquifer_device::internal::CalledFrom;
 use aquifer_device::{RequestError, Stream};
-use aquifer_kernels::DType;
+use aquifer_kernels::{DType, Element};
 
 use crate::buffer::Buffer;
 
 pub(crate) use converted::Converted;
-pub use error::OperandsError;
-pub use memory::Scalar;
 pub(crate) use memory::{DeviceMemory, Memory};
 pub use place::Place;
 pub use to::To;
 
 pub use crate::layout::{Layout, LayoutError, MAX_DIMENSIONS};
-pub use crate::params::{
-    Checkpoint, CheckpointError, CheckpointFault, Load, ParamSet, Progress, Relocate, SetMismatch, TensorEntry,
-};
+pub use crate::params::{Checkpoint, CheckpointFault, Load, ParamSet, Progress, TensorEntry};
 pub(crate) use transport::smaller;
 
 use crate::error::Error;
-use crate::transfer::pending::OnStreams;
-use crate::transfer::runtime::Transfer;
+use crate::transfer::OnStreams;
+use crate::transfer::Transfer;
 
 /// Elements of one dtype in a shape, in host memory, page-locked host memory or the memory of a
 /// device.
@@ -199,7 +194,7 @@ impl Tensor {
     ///
     /// # Errors
     /// A tensor on the host, of another dtype, or that is not contiguous.
-    pub fn device_buffer<T: Scalar>(&self) -> Result<Buffer<T>, Error> {
+    pub fn device_buffer<T: Element>(&self) -> Result<Buffer<T>, Error> {
         self.check_dtype(T::DTYPE)?;
         let memory = self.device_memory()?;
         if !self.is_contiguous() {

@@ -15,21 +15,18 @@
 use std::sync::Arc;
 
 use aquifer_device::{DeviceMismatch, Stream};
-use aquifer_kernels::{DType, KernelError, Kernels, Operand, Target};
+use aquifer_kernels::{DType, Element, KernelError, Kernels, Operand, Target};
 
 use super::Tensor;
-use super::error::OperandsError;
-use super::memory::{DeviceMemory, Memory, Scalar, operand_of, target_of};
+use super::memory::{DeviceMemory, Memory, operand_of, target_of};
 use super::pack::{fill_on_device, pack_on_device, pack_to, spread_on_device};
 use super::place::device_name;
 use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::layout::Layout;
-use crate::transfer::copy::copy_from_peer;
-use crate::transfer::counters::Direction;
-use crate::transfer::enqueue::covered_tick;
-use crate::transfer::pending::Pending;
-use crate::transfer::runtime::Transfer;
+use crate::transfer::Pending;
+use crate::transfer::Transfer;
+use aquifer_transfer::Direction;
 
 /// Operands of an operation, by name.
 pub(super) struct Operands<'a> {
@@ -85,10 +82,10 @@ impl Tensor {
         let operands = Operands { operation: "matmul", tensors: &[("a", self), ("b", other)], stream };
         let transfer = operands.check()?;
         let (&[m, k], &[rows, n]) = (self.shape(), other.shape()) else {
-            return Err(operands.refuse("needs two matrices").into());
+            return Err(operands.refuse("needs two matrices"));
         };
         if k != rows {
-            return Err(operands.refuse(format!("a has {k} columns and b {rows} rows, which must be as many")).into());
+            return Err(operands.refuse(format!("a has {k} columns and b {rows} rows, which must be as many")));
         }
         operands.compute(transfer, self.dtype, &[m, n], |kernels, from, to| {
             kernels.matmul(stream, from[0], from[1], to, [m, k, n].map(|extent| extent as u64))
@@ -128,7 +125,7 @@ impl Tensor {
     /// A tensor that is not on a device, of another dtype, or that repeats elements; those of
     /// [`aquifer_kernels::Kernels::fill`], and when memory runs out.
     #[track_caller]
-    pub fn fill<T: Scalar>(&mut self, value: T, stream: &Stream) -> Result<(), Error> {
+    pub fn fill<T: Element>(&mut self, value: T, stream: &Stream) -> Result<(), Error> {
         let _place = self.called_here();
         let operands = Operands { operation: "fill", tensors: &[("a", self)], stream };
         let own = operands.written()?;
@@ -179,7 +176,7 @@ impl Tensor {
         let transfer = own.transfer.on(stream)?;
         transfer.refuse_capture(stream)?;
         if self.is_empty() || self.tie() == from.tie() {
-            return Ok(Pending::ready(transfer.shared(), ()));
+            return Ok(Pending::ready(()));
         }
         // In which order elements are copied does not matter, so it is that of the target's memory.
         let order = self.layout.by_falling_stride();
@@ -239,7 +236,7 @@ impl Tensor {
             Memory::Device(other) => {
                 let there = other.transfer.next_stream(Direction::OnDevice).clone();
                 let (_, dense) = from.send_from(other, &other.transfer, self.dtype, &there)?;
-                Ok(Some(copy_from_peer(transfer, &other.transfer.on(&there)?, &dense, &mut to, None)?.map(|_route| ())))
+                Ok(Some(transfer.copy_bytes(&other.transfer.on(&there)?, &dense, &mut to)?))
             }
             _ => Ok(Some(from.upload_sent(transfer, &sent, self.dtype, &mut to)?)),
         }
@@ -267,7 +264,7 @@ impl Tensor {
             };
             spread_on_device(&dense, own, transfer, self.dtype, &self.layout, stream)?;
         }
-        Ok(Pending::enqueued(transfer.shared(), covered_tick(stream), ()))
+        transfer.after(stream, ())
     }
 }
 
@@ -280,7 +277,7 @@ impl<'a> Operands<'a> {
         };
         let mut devices = self.tensors.iter().map(|(_, tensor)| device(tensor));
         let Some(transfer) = devices.next().flatten() else {
-            return Err(self.refuse("computes on devices; move operands there with `Tensor::to`").into());
+            return Err(self.refuse("computes on devices; move operands there with `Tensor::to`"));
         };
         let id = transfer.device().id();
         if let Some(other) = devices.find(|other| other.is_none_or(|other| other.device().id() != id)) {
@@ -289,10 +286,10 @@ impl<'a> Operands<'a> {
                 || "operands must be on one device; move them with `Tensor::to`".to_owned(),
                 |other| format!("one operand is on {}", DeviceMismatch::between(other.device().id(), id)),
             );
-            return Err(self.refuse(reason).into());
+            return Err(self.refuse(reason));
         }
         self.same_dtype()?;
-        transfer.check_stream(self.stream)?;
+        transfer.check_device("stream", self.stream.device_id())?;
         Ok(transfer)
     }
 
@@ -302,7 +299,7 @@ impl<'a> Operands<'a> {
         if dtypes.all(|dtype| Some(dtype) == first) {
             return Ok(());
         }
-        Err(self.refuse("operands must be of one dtype; convert them with `Tensor::cast`").into())
+        Err(self.refuse("operands must be of one dtype; convert them with `Tensor::cast`"))
     }
 
     pub(super) fn same_shape(&self) -> Result<(), Error> {
@@ -311,17 +308,15 @@ impl<'a> Operands<'a> {
         if shapes.all(|shape| Some(shape) == first) {
             return Ok(());
         }
-        Err(self
-            .refuse("operands must have one shape; repeat elements with `Tensor::broadcast` where that is meant")
-            .into())
+        Err(self.refuse("operands must have one shape; repeat elements with `Tensor::broadcast` where that is meant"))
     }
 
-    pub(super) fn refuse(&self, reason: impl Into<String>) -> Box<OperandsError> {
+    pub(super) fn refuse(&self, reason: impl Into<String>) -> Error {
         let info = |&(name, tensor): &(&'static str, &Tensor)| {
             format!("{name}: {} {:?} on {}", tensor.dtype(), tensor.shape(), tensor.place())
         };
         let operands = self.tensors.iter().map(info).collect();
-        Box::new(OperandsError { operation: self.operation, reason: reason.into(), operands })
+        Error::Operands { operation: self.operation, reason: reason.into(), operands }
     }
 
     /// Enqueues a kernel that computes new memory from all operands, which become dense first.
@@ -345,14 +340,12 @@ impl<'a> Operands<'a> {
     /// place of it once.
     fn written(&self) -> Result<&'a DeviceMemory, Error> {
         let Some(Memory::Device(own)) = self.tensors.first().map(|(_, tensor)| &tensor.memory) else {
-            return Err(self
-                .refuse("writes to devices alone, as host memory never changes; make another tensor")
-                .into());
+            return Err(self.refuse("writes to devices alone, as host memory never changes; make another tensor"));
         };
         if !self.tensors.first().is_some_and(|(_, tensor)| tensor.layout.is_distinct()) {
-            return Err(self.refuse("several elements of what is written lie at one place, or may").into());
+            return Err(self.refuse("several elements of what is written lie at one place, or may"));
         }
-        own.transfer.check_stream(self.stream)?;
+        own.transfer.check_device("stream", self.stream.device_id())?;
         Ok(own)
     }
 }

@@ -2,14 +2,16 @@
 //! devices also unpacking.
 
 use aquifer_device::{RequestError, Stream};
-use aquifer_kernels::{DType, Strided};
+use aquifer_kernels::{DType, Element, Strided};
 
-use super::memory::{DeviceMemory, Scalar, operand_of, part_of, target_of};
+use super::memory::{DeviceMemory, operand_of, part_of, target_of};
 use crate::buffer::Buffer;
 use crate::error::Error;
-use crate::layout::{Dimension, Layout, place_of};
-use crate::transfer::host_memory;
-use crate::transfer::runtime::Transfer;
+use aquifer_transfer::internal::{Dimension, place_of};
+
+use crate::layout::Layout;
+use crate::transfer::Transfer;
+use aquifer_transfer::internal::len_of;
 
 /// Dimensions that one launch of the gather or scatter kernel takes.
 const LAUNCH_DIMENSIONS: usize = 4;
@@ -21,12 +23,7 @@ pub(super) fn pack_on_host(from: &[u8], layout: &Layout, size: usize, to: &mut [
         return;
     }
     let (rows, from) = (layout.rows_to_dense(), &from[layout.offset() * size..]);
-    match size {
-        1 => rows.copy(from, to),
-        2 => rows.copy(from.as_chunks::<2>().0, to.as_chunks_mut::<2>().0),
-        4 => rows.copy(from.as_chunks::<4>().0, to.as_chunks_mut::<4>().0),
-        _ => rows.copy(from.as_chunks::<8>().0, to.as_chunks_mut::<8>().0),
-    }
+    rows.copy_bytes(size, from, to);
 }
 
 /// Enqueues packing elements into new memory on their device, allocated for `stream`.
@@ -60,7 +57,7 @@ pub(super) fn pack_to(
     }
     let (kernels, size) = (transfer.allocator().kernels()?, dtype.bytes());
     let (strided, starts) = launches(layout)?;
-    let reach = host_memory::len_of(strided.reach(), size)?;
+    let reach = len_of(strided.reach(), size)?;
     for (number, start) in (0..).zip(starts) {
         let from = memory.elements(dtype, start, reach)?;
         let mut part = part_of(to, number * strided.len() * size..(number + 1) * strided.len() * size)?;
@@ -85,7 +82,7 @@ pub(super) fn spread_on_device(
 
 /// Enqueues setting the elements that a layout names to `value`. Takes memory for the elements of
 /// one launch.
-pub(super) fn fill_on_device<T: Scalar>(
+pub(super) fn fill_on_device<T: Element>(
     memory: &DeviceMemory,
     transfer: &Transfer,
     layout: &Layout,
@@ -93,8 +90,7 @@ pub(super) fn fill_on_device<T: Scalar>(
     stream: &Stream,
 ) -> Result<(), Error> {
     let count = launches(layout)?.0.len();
-    let mut values: Buffer<T> =
-        transfer.allocator().alloc(host_memory::len_of(count, size_of::<T>() as u64)?, stream)?;
+    let mut values: Buffer<T> = transfer.allocator().alloc(len_of(count, size_of::<T>() as u64)?, stream)?;
     transfer.allocator().kernels()?.fill(stream, &mut values, value)?;
     let values = values.reinterpret::<u8>();
     let values = values.ok_or(RequestError::Unsupported { what: "device memory of whole bytes" })?;
@@ -116,7 +112,7 @@ fn scatter_all(
     }
     let kernels = transfer.allocator().kernels()?;
     let (strided, starts) = launches(layout)?;
-    let reach = host_memory::len_of(strided.reach(), dtype.bytes())?;
+    let reach = len_of(strided.reach(), dtype.bytes())?;
     for (number, start) in (0..).zip(starts) {
         let (from, mut to) = (part(number)?, memory.elements(dtype, start, reach)?);
         kernels.scatter(stream, operand_of(&from, dtype), target_of(&mut to, dtype), &strided)?;
@@ -139,6 +135,6 @@ fn launches(layout: &Layout) -> Result<(Strided, Vec<usize>), Error> {
     let what = "a layout that the gather and scatter kernels take";
     let strided = Strided::new(&extents, &strides).ok_or(RequestError::Unsupported { what })?;
     let count = outer.iter().map(|dimension| dimension.extent).product();
-    let start = |number| host_memory::len_of(merged.offset() as u64 + place_of(outer, number)[0], 1);
+    let start = |number| len_of(merged.offset() as u64 + place_of(outer, number)[0], 1);
     Ok((strided, (0..count).map(start).collect::<Result<_, _>>()?))
 }

@@ -8,8 +8,8 @@ use aquifer_device::{Device, Stream};
 
 use crate::allocator::Allocator;
 use crate::error::Error;
-use crate::transfer::pinned::PinnedPool;
-use crate::transfer::runtime::Transfer;
+use crate::pinned::PinnedPool;
+use crate::transfer::Transfer;
 
 /// The memory that a tensor is in, or goes to.
 ///

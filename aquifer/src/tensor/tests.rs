@@ -12,9 +12,9 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::allocator::Allocator;
-use crate::transfer::copy::Route;
-use crate::transfer::counters::Direction;
-use crate::transfer::runtime::Transfer;
+use crate::transfer::Route;
+use crate::transfer::Transfer;
+use aquifer_transfer::Direction;
 
 struct Stand {
     device: Device,
@@ -63,7 +63,7 @@ fn counting(shape: &[usize]) -> Tensor {
 
 /// The elements of a tensor of any dtype, as bytes in row-major order.
 fn bytes(tensor: &Tensor) -> Vec<u8> {
-    fn of<T: Scalar>(tensor: &Tensor) -> Vec<u8> {
+    fn of<T: Element>(tensor: &Tensor) -> Vec<u8> {
         bytemuck::cast_slice(&tensor.to_vec::<T>().unwrap()).to_vec()
     }
     match tensor.dtype() {
@@ -214,7 +214,7 @@ fn mixed_devices_dtypes_and_shapes_are_errors_that_name_every_operand() {
     ];
     for (result, parts) in cases {
         let error = result.unwrap_err();
-        assert!(matches!(error, Error::Operands(_)), "{error:?}");
+        assert!(matches!(error, Error::Operands { .. }), "{error:?}");
         for part in parts {
             assert!(error.to_string().contains(part), "{part:?}: {error}");
         }

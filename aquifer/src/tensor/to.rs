@@ -3,7 +3,7 @@
 use aquifer_device::Stream;
 use aquifer_kernels::DType;
 
-/// Options of moving a tensor: the new dtype, the stream of the copy, and the fallback when memory
+/// Options of moving a tensor, or a set of them: the new dtype, the stream of the copy, and the fallback when memory
 /// runs out.
 ///
 /// ```
@@ -15,9 +15,9 @@ use aquifer_kernels::DType;
 #[derive(Clone, Debug, Default)]
 #[must_use = "nothing moves before it is given to `Tensor::to_with`"]
 pub struct To {
-    pub(super) dtype: Option<DType>,
-    pub(super) stream: Option<Stream>,
-    pub(super) or_host: bool,
+    pub(crate) dtype: Option<DType>,
+    pub(crate) stream: Option<Stream>,
+    pub(crate) or_host: bool,
 }
 
 impl To {

@@ -23,13 +23,12 @@ use super::to::To;
 use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::layout::Layout;
-use crate::transfer::copy::{Owned, Region, copy_from_peer, stage_upload, upload_owned};
-use crate::transfer::counters::Direction;
-use crate::transfer::enqueue::covered_tick;
-use crate::transfer::host_memory;
-use crate::transfer::pending::{OnStreams, Pending, Shared};
-use crate::transfer::pinned::PinnedPool;
-use crate::transfer::runtime::Transfer;
+use crate::pinned::PinnedPool;
+use crate::transfer::Transfer;
+use crate::transfer::{OnStreams, Pending};
+use aquifer_transfer::Direction;
+use aquifer_transfer::internal::{bytes_of, len_of, zeroed};
+use aquifer_transfer::{Owned, Region};
 
 /// The most bytes of converted or packed elements that go to page-locked memory directly. More go
 /// through ordinary memory and the staging ring, so that no large piece is page-locked for one use.
@@ -170,7 +169,7 @@ impl Tensor {
         stream: Option<&Stream>,
     ) -> Result<Pending<Tensor>, Error> {
         if dtype == self.dtype && self.memory.place().serves_as(place) {
-            return Ok(Pending::ready(&self.shared_with(place), self.clone()));
+            return Ok(Pending::ready(self.clone()));
         }
         match (&self.memory, place) {
             (Memory::Device(own), Place::Device(wanted)) if own.device().id() == wanted.device().id() => {
@@ -187,13 +186,13 @@ impl Tensor {
     fn convert_to(&self, pool: Option<&PinnedPool>, dtype: DType) -> Result<Pending<Tensor>, Error> {
         let sent = self.sent()?;
         let memory = Memory::on_host(pool, dtype, sent.count, |to| self.write_sent(&sent, dtype, to))?;
-        Ok(Pending::ready(&Arc::default(), Tensor::new(memory, dtype, sent.layout)?))
+        Ok(Pending::ready(Tensor::new(memory, dtype, sent.layout)?))
     }
 
     /// The elements of a tensor on the host as they are sent, and where they lie then.
     pub(crate) fn elements_as(&self, dtype: DType) -> Result<(Vec<u8>, Layout), Error> {
         let sent = self.sent()?;
-        let mut elements = host_memory::zeroed(host_memory::bytes_of(sent.count, dtype.bytes())?)?;
+        let mut elements = zeroed(bytes_of(sent.count, dtype.bytes())?)?;
         self.write_sent(&sent, dtype, &mut elements)?;
         Ok((elements, sent.layout))
     }
@@ -234,15 +233,6 @@ impl Tensor {
         usize::try_from(self.dtype.bytes()).unwrap_or(usize::MAX)
     }
 
-    /// The shared state for a transfer between two places: that of a runtime, if one takes part.
-    fn shared_with(&self, place: &Place) -> Arc<Shared> {
-        match (&self.memory, place) {
-            (_, Place::Device(transfer)) => transfer.shared().clone(),
-            (Memory::Device(own), _) => own.transfer.shared().clone(),
-            _ => Arc::default(),
-        }
-    }
-
     pub(super) fn upload(
         &self,
         to: &Transfer,
@@ -273,11 +263,11 @@ impl Tensor {
             (Memory::Pinned(own), None) if self.has_long_rows() && crossing == self.dtype && own.serves(to) => {
                 self.upload_rows(own, to, buffer)
             }
-            (Memory::Host(own), Some(range)) => upload_owned(to, own.part(range), buffer, None),
+            (Memory::Host(own), Some(range)) => to.upload_bytes(own.part(range), buffer),
             (Memory::Host(own), None) if buffer.bytes() > PINNED_AT_ONCE && sent.first.is_some() => {
                 let range = self.byte_range(self.first(), sent.count);
                 let source = Converted::new(own.part(range), self.dtype, crossing);
-                stage_upload(to, Arc::new(source), buffer)
+                to.upload_from(Arc::new(source), buffer)
             }
             _ if buffer.bytes() <= PINNED_AT_ONCE => {
                 let mut staged = to.pinned().alloc::<u8>(buffer.len())?;
@@ -286,7 +276,7 @@ impl Tensor {
             }
             _ => {
                 let memory = filled(crossing, sent.count, |bytes| self.write_sent(sent, crossing, bytes))?;
-                upload_owned(to, memory.part(0..memory.len()), buffer, None)
+                to.upload_bytes(memory, buffer)
             }
         }
     }
@@ -374,7 +364,7 @@ impl Tensor {
         let stream = on(transfer, stream)?.next_stream(Direction::OnDevice).clone();
         let (layout, buffer) = self.send_from(own, transfer, dtype, &stream)?;
         let tensor = Tensor::new(Memory::Device(DeviceMemory { buffer, transfer: transfer.clone() }), dtype, layout)?;
-        Ok(Pending::enqueued(transfer.shared(), covered_tick(&stream), tensor))
+        transfer.after(&stream, tensor)
     }
 
     pub(super) fn to_peer(
@@ -389,7 +379,7 @@ impl Tensor {
         let crossing = smaller(self.dtype, dtype);
         let (layout, from) = self.send_from(own, &own.transfer, crossing, &here)?;
         let mut buffer: Buffer<u8> = to.allocator().alloc(from.len(), &there)?;
-        let copied = copy_from_peer(&to.on(&there)?, &own.transfer.on(&here)?, &from, &mut buffer, None)?;
+        let copied = to.on(&there)?.copy_bytes(&own.transfer.on(&here)?, &from, &mut buffer)?;
         arriving(copied, to, there, (buffer, crossing), dtype, layout)
     }
 }
@@ -418,7 +408,7 @@ fn arriving<T: Send + 'static>(
     // A copy that threads still work on may fail, and then there is nothing to convert.
     if crossing != dtype && copied.is_enqueued() {
         let tensor = finish()?;
-        return Ok(Pending::enqueued(to.shared(), covered_tick(&tick_stream), tensor));
+        return to.after(&tick_stream, tensor);
     }
     Ok(copied.and_then(move |_| finish()))
 }
@@ -438,7 +428,7 @@ fn cast(
     to_dtype: DType,
     stream: &Stream,
 ) -> Result<Buffer<u8>, Error> {
-    let count = host_memory::len_of(from.bytes() / from_dtype.bytes(), 1)?;
+    let count = len_of(from.bytes() / from_dtype.bytes(), 1)?;
     let mut to = transfer.alloc_elements(count, to_dtype, stream)?;
     let kernels = transfer.allocator().kernels()?;
     kernels.cast(stream, operand_of(from, from_dtype), target_of(&mut to, to_dtype))?;

@@ -82,14 +82,13 @@ fn handles_may_be_used_after_a_panic_that_was_caught() {
     {
         use aquifer::tensor::{Checkpoint, ParamSet, Place};
         use aquifer::transfer::{
-            BatchResults, Downloaded, PinnedPool, PinnedSlice, PinnedSliceMut, Prefetcher, Region, Resident, Spillable,
-            Spiller, Timer, Transfer, TransferBatch,
+            Downloaded, PinnedPool, PinnedSlice, PinnedSliceMut, Prefetcher, Region, Resident, Spillable, Spiller,
+            Timer, Transfer, TransferBatch,
         };
         use aquifer::{Pending, PinnedBuffer, Tensor};
         stays_usable::<Transfer>();
         stays_usable::<Pending<f32>>();
         stays_usable::<TransferBatch>();
-        stays_usable::<BatchResults>();
         stays_usable::<Downloaded<f32>>();
         stays_usable::<PinnedPool>();
         stays_usable::<PinnedBuffer<f32>>();

@@ -8,9 +8,10 @@ use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use aquifer::device::{DevicePtr, RawStream, cuda};
+use aquifer::device::{DevicePtr, cuda};
 use aquifer::memory::{AllocError, OomReport, Registration};
 use aquifer::{Allocator, Device, Stream};
+use aquifer_device::RawStream;
 
 use crate::OomCallback;
 use crate::failure::Failure;

@@ -21,7 +21,7 @@ use crate::Error;
 ///
 /// let context = CudaContext::new(0)?;
 /// let (memory, stream) = (aquifer_cudarc::allocator(&context)?, context.new_stream()?);
-/// let batch = HostPinned::new(memory.device().pinned_from_slice(&[1.0_f32; 1000])?, &context)?;
+/// let batch = HostPinned::new(memory.pinned_from_slice(&[1.0_f32; 1000])?, &context)?;
 /// let mut slice = memory.alloc_slice_zeros::<f32>(1000, &stream)?;
 /// stream.memcpy_htod(&batch, &mut *slice)?; // does not wait for the copy
 /// assert_eq!(batch.as_slice()?[0], 1.0); // does

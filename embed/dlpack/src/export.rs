@@ -4,7 +4,7 @@ use std::ffi::c_void;
 
 use aquifer::device::cuda;
 use aquifer::kernels::DType;
-use aquifer::tensor::Scalar;
+use aquifer::kernels::Element;
 use aquifer::{Buffer, Device, Stream, Tensor};
 use dlpark::ffi::{DLDataType, DLDevice, DLManagedTensorVersioned};
 use dlpark::metadata::Dynamic;
@@ -31,7 +31,7 @@ pub fn export_tensor(tensor: &Tensor, stream: &Stream) -> Result<Dlpack, Error> 
     typed!(dtype, export_typed::<T>(tensor, stream))
 }
 
-fn export_typed<T: Scalar>(tensor: &Tensor, stream: &Stream) -> Result<Dlpack, Error> {
+fn export_typed<T: Element>(tensor: &Tensor, stream: &Stream) -> Result<Dlpack, Error> {
     let Some(data_type) = data_type(tensor.dtype()) else {
         return Err(Error::DType { dtype: tensor.dtype().name().to_owned() });
     };

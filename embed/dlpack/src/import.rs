@@ -2,7 +2,7 @@
 
 use aquifer::device::{DevicePtr, Tick, cuda};
 use aquifer::kernels::DType;
-use aquifer::tensor::Scalar;
+use aquifer::kernels::Element;
 use aquifer::{Allocator, Buffer, Stream, Tensor};
 use dlpark::ffi::DLDeviceType;
 use dlpark::{DlpackElement, TensorRef};
@@ -67,7 +67,7 @@ pub unsafe fn import_tensor(dlpack: Dlpack, memory: &Allocator, stream: &Stream)
     typed!(dtype, import_typed::<T>(dlpack, memory, stream))
 }
 
-fn import_typed<T: Scalar + DlpackElement>(
+fn import_typed<T: Element + DlpackElement>(
     dlpack: Dlpack,
     memory: &Allocator,
     stream: &Stream,

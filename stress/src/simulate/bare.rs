@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use aquifer::Stream;
-use aquifer::device::{DevicePtr, RawStream, Tick};
+use aquifer::device::{DevicePtr, Tick};
 use aquifer::memory::{Growable, TagScope};
 use aquifer_device::Operation;
+use aquifer_device::RawStream;
 
 use super::plan::{Ending, Freeing};
 use super::player::{END, Player, at, length};

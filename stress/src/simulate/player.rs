@@ -7,12 +7,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use std::{env, fs, process};
 
-use aquifer::device::{Graph, RawStream, StreamFlags};
+use aquifer::device::{Graph, StreamFlags};
 use aquifer::memory::{Config, PoolOptions, PrivatePool, TagScope};
 use aquifer::prelude::*;
 use aquifer::transfer::FilePart;
 use aquifer::{Error, Pending};
 use aquifer_allocator::{Awake, PoolRoute};
+use aquifer_device::RawStream;
 use aquifer_device::{HandleKind, executor};
 
 use super::bare::{Growing, Raw};

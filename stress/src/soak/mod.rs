@@ -5,7 +5,7 @@
 //! differently. The device verifies all patterns, at the latest when a block is freed. Streams are
 //! shared by all threads, and blocks move between streams and threads, so most operations on a
 //! block run on another stream than the previous one; their order is kept by the buffers
-//! ([`aquifer::memory::AccessGuard`]).
+//! ([`aquifer_allocator::AccessGuard`]).
 //!
 //! Small blocks are also written and read by the host, through transfers that are still in flight
 //! when the next operations begin.

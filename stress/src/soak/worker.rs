@@ -4,10 +4,11 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use aquifer::device::{AccessKind, DevicePtr};
+use aquifer::device::DevicePtr;
 use aquifer::kernels::Kernels;
-use aquifer::memory::AccessGuard;
 use aquifer::{Buffer, Pending, PinnedBuffer, Stream};
+use aquifer_allocator::AccessGuard;
+use aquifer_device::AccessKind;
 use aquifer_kernels::pattern_bytes;
 use crossbeam::channel::Receiver;
 

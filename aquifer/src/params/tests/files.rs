@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use aquifer_device::RequestError;
+use aquifer_transfer::TransferError;
 use proptest::prelude::*;
 
 use super::*;
@@ -235,13 +236,16 @@ fn broken_files_are_typed_errors() {
     ];
     for (bytes, expected) in cases {
         let error = Checkpoint::open(directory.file("m.safetensors", &bytes)).unwrap_err();
-        assert!(matches!(error, Error::Checkpoint(_)), "{error}");
+        assert!(matches!(error, Error::Checkpoint { .. }), "{error}");
         assert!(error.to_string().contains(expected), "{expected:?}: {error}");
     }
-    assert!(matches!(Checkpoint::open(directory.0.join("none")), Err(Error::File { .. })));
+    assert!(matches!(Checkpoint::open(directory.0.join("none")), Err(Error::Transfer(TransferError::File { .. }))));
     let empty = Directory::new();
     assert!(Checkpoint::open(&empty.0).unwrap_err().to_string().contains("no .safetensors file"));
-    assert!(matches!(model().save_blocking(Path::new("/proc/none/x")), Err(Error::File { .. })));
+    assert!(matches!(
+        model().save_blocking(Path::new("/proc/none/x")),
+        Err(Error::Transfer(TransferError::File { .. }))
+    ));
 }
 
 /// A file that is cut short after it was opened is reported as changed, and no tensor stays.
@@ -292,7 +296,7 @@ fn a_file_that_shrinks_while_it_is_loaded_is_an_error() {
 
 fn has_changed(loaded: Result<ParamSet, Error>) {
     match loaded {
-        Err(Error::Checkpoint(error)) => assert_eq!(error.fault, CheckpointFault::Changed),
+        Err(Error::Checkpoint { fault, .. }) => assert_eq!(*fault, CheckpointFault::Changed),
         other => panic!("{other:?}"),
     }
 }
@@ -325,7 +329,7 @@ proptest! {
         });
         match loaded {
             Ok((entries, set)) => prop_assert_eq!(entries, set.len()),
-            Err(error) => prop_assert!(matches!(error, Error::Checkpoint(_)), "{}", error),
+            Err(error) => prop_assert!(matches!(error, Error::Checkpoint { .. }), "{}", error),
         }
     }
 }
@@ -394,5 +398,16 @@ fn loading_files_counts_as_reading() {
         let after = transfer.staging_stats();
         assert!(after.time_reading == stats.time_reading && !after.time_copying.is_zero(), "{dtype:?}: {after:?}");
         quiet(&transfer);
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn pipes_and_directories_are_no_checkpoints() {
+    let directory = Directory::new();
+    let pipe = directory.0.join("pipe.safetensors");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    for refused in [Checkpoint::open(&pipe), Checkpoint::open(&directory.0)] {
+        assert!(refused.unwrap_err().to_string().contains("not a file of a fixed length"));
     }
 }

@@ -16,8 +16,8 @@ use super::*;
 use crate::allocator::Allocator;
 use crate::error::Error;
 use crate::tensor::{Place, Tensor, To};
-use crate::transfer::counters::Direction;
-use crate::transfer::runtime::Transfer;
+use crate::transfer::Transfer;
+use aquifer_transfer::Direction;
 
 fn transfer_of(config: SimConfig) -> Transfer {
     let device = Device::new(SimDriver::new(config));
@@ -123,13 +123,10 @@ fn a_set_moves_coalesced_and_in_order() {
     let before = copies(&transfer);
     let mut seen = Vec::new();
     let total = set.bytes();
-    set.move_with_blocking(
-        &transfer,
-        Relocate::new().progress(|progress| {
-            seen.push((progress.name.to_owned(), progress.bytes_done));
-            assert_eq!(progress.bytes_total, total);
-        }),
-    )
+    set.move_with_blocking(&transfer, To::new(), |progress| {
+        seen.push((progress.name.to_owned(), progress.bytes_done));
+        assert_eq!(progress.bytes_total, total);
+    })
     .unwrap();
     let names: Vec<String> = host.iter().map(|(name, _)| name.to_owned()).collect();
     assert_eq!(seen.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>(), names);
@@ -148,7 +145,7 @@ fn a_set_moves_coalesced_and_in_order() {
 fn dtypes_of_weights_change_and_counters_stay() {
     let transfer = transfer();
     let mut set = model();
-    set.move_with_blocking(&transfer, Relocate::new().dtype(DType::BF16)).unwrap();
+    set.move_with_blocking(&transfer, To::new().dtype(DType::BF16), |_| {}).unwrap();
     for (name, tensor) in set.iter() {
         assert_eq!(tensor.dtype(), if name == "steps" { DType::I64 } else { DType::BF16 }, "{name}");
     }
@@ -216,7 +213,7 @@ fn moving_is_all_or_nothing() {
         let (mut set, host) = (model(), model());
         transfer.batch_calls_pay_below(Direction::Upload).unwrap(); // measures, and does without memory
         driver.inject(Fault::Nth { operation: None, nth: call, code: Code::OUT_OF_MEMORY });
-        let moved = set.move_with_blocking(&transfer, Relocate::new().dtype(DType::F64));
+        let moved = set.move_with_blocking(&transfer, To::new().dtype(DType::F64), |_| {});
         driver.clear_faults();
         if moved.is_err() {
             failed += 1;
@@ -273,7 +270,7 @@ fn small_tensors_move_on_the_default_stream_too() {
     model().save_blocking(&path).unwrap();
     let mut moved = [model(), model()];
     moved[0].move_blocking(&on_default).unwrap();
-    moved[1].move_with_blocking(&transfer, Relocate::new().stream(stream)).unwrap();
+    moved[1].move_with_blocking(&transfer, To::new().stream(stream), |_| {}).unwrap();
     let loaded = Checkpoint::open(&path).unwrap().load_blocking(&on_default, Load::new()).unwrap();
     moved.iter().chain([&loaded]).for_each(|set| assert_same(&model(), set));
     quiet(&transfer);

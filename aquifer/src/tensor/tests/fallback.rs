@@ -3,7 +3,7 @@
 use aquifer_device::RequestError;
 
 use super::*;
-use crate::transfer::pending::Pending;
+use crate::transfer::{Pending, TransferError};
 
 /// Out of memory is an error unless the caller allows the host, and the tensor's place reports it.
 #[test]
@@ -43,5 +43,5 @@ fn lack_of_page_locked_memory_is_an_error_despite_the_fallback() {
     stand.transfer.pinned().set_limit(Some(4096));
     let host = counting(&[1 << 20]);
     let sent = host.to_with(&stand.transfer, To::new().or_host()).and_then(Pending::wait);
-    assert!(matches!(sent, Err(Error::OutOfPinned { .. })), "{sent:?}");
+    assert!(matches!(sent, Err(Error::Transfer(TransferError::OutOfPinned { .. }))), "{sent:?}");
 }

@@ -4,10 +4,10 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use aquifer::device::AccessKind;
-use aquifer::memory::AccessGuard;
 use aquifer::transfer::{FilePart, Owner, Region};
 use aquifer::{Buffer, PinnedBuffer};
+use aquifer_allocator::AccessGuard;
+use aquifer_device::AccessKind;
 use serde::Serialize;
 
 use super::meter::{HOST, Meter, Peer, rate};

@@ -7,7 +7,7 @@ use std::any::Any;
 use aquifer::Tensor;
 use aquifer::kernels::DType;
 use aquifer::tensor::ParamSet;
-use aquifer::tensor::{Relocate, To};
+use aquifer::tensor::To;
 use aquifer::transfer::{OnStreams, Prefetcher, Spillable, Spiller};
 use aquifer_tests::prelude::*;
 use proptest::collection::vec;
@@ -183,8 +183,8 @@ impl Program {
                 let set = if long {
                     set.to(&transfer).unwrap().then(&other, |_, set| set).unwrap()
                 } else {
-                    set.move_with_blocking(&transfer, Relocate::new().stream(&one)).unwrap();
-                    set.move_with_blocking(&transfer, Relocate::new().stream(&other)).unwrap();
+                    set.move_with_blocking(&transfer, To::new().stream(&one), |_| {}).unwrap();
+                    set.move_with_blocking(&transfer, To::new().stream(&other), |_| {}).unwrap();
                     set
                 };
                 of_tensor(set.get("p").unwrap().clone(), &other)

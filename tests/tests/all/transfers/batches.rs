@@ -1,7 +1,7 @@
 //! Batches of small copies and their results.
 
 use aquifer::Error;
-use aquifer::transfer::{Direction, TransferBatch};
+use aquifer::transfer::{Direction, TransferBatch, TransferError};
 use aquifer_tests::prelude::*;
 use aquifer_tests::random::pattern;
 use proptest::prelude::*;
@@ -19,7 +19,7 @@ fn upload_numbered(bench: &Bench, batch: &mut TransferBatch) -> Vec<Buffer<u8>> 
 }
 
 #[test]
-fn results_are_read_for_downloads_of_their_own_batch_alone() {
+fn downloads_are_read_once_their_batch_was_run() {
     let bench = Bench::new();
     let mut uploads = bench.transfer.batch();
     let buffers = upload_numbered(&bench, &mut uploads);
@@ -28,15 +28,16 @@ fn results_are_read_for_downloads_of_their_own_batch_alone() {
     let one = small.download(&buffers[7]).unwrap();
     let nothing = small.download(&bench.alloc(0)).unwrap();
     let all: Vec<_> = buffers.iter().map(|buffer| large.download(buffer).unwrap()).collect();
-    let (small, large) = (small.run().unwrap().wait().unwrap(), large.run().unwrap().wait().unwrap());
-    assert_eq!((small.read(&one).unwrap(), small.read(&nothing).unwrap()), (vec![7; 100], Vec::new()));
+    drop(large.run().unwrap());
     for (number, download) in (0..).zip(&all) {
-        assert_eq!(large.read(download).unwrap(), [number; 100]);
-        assert!(matches!(small.read(download), Err(Error::OtherBatch)));
+        assert_eq!(download.to_vec().unwrap(), [number; 100], "reading waits");
     }
-    assert!(matches!(large.read(&one), Err(Error::OtherBatch)));
-    assert!(matches!(large.read(&nothing), Err(Error::OtherBatch)));
-    drop((buffers, small, large));
+    for unread in [&one, &nothing] {
+        assert!(matches!(unread.to_vec(), Err(Error::Transfer(TransferError::NotRun))));
+    }
+    small.run().unwrap().wait().unwrap();
+    assert_eq!((one.to_vec().unwrap(), nothing.to_vec().unwrap()), (vec![7; 100], Vec::new()));
+    drop((buffers, one, nothing, all));
     bench.finish();
 }
 
@@ -52,11 +53,11 @@ fn a_batch_on_the_default_stream_does_the_same() {
         batch.copy(&from, to).unwrap();
     }
     let all: Vec<_> = buffers.iter().map(|buffer| batch.download(buffer).unwrap()).collect();
-    let results = batch.run().unwrap().wait().unwrap();
+    batch.run().unwrap().wait().unwrap();
     for (number, download) in (0..).zip(&all) {
-        assert_eq!(results.read(download).unwrap(), [number.min(19 - number); 100]);
+        assert_eq!(download.to_vec().unwrap(), [number.min(19 - number); 100]);
     }
-    drop((buffers, results));
+    drop((buffers, all));
     bench.finish();
 }
 
@@ -96,7 +97,8 @@ fn elements_without_bytes_are_as_many_as_they_were() {
     let buffer: Buffer<()> = transfer.allocator().alloc(5, &bench.stream).unwrap();
     let mut batch = transfer.batch();
     let download = batch.download(&buffer).unwrap();
-    assert_eq!(batch.run().unwrap().wait().unwrap().read(&download).unwrap().len(), 5);
+    batch.run().unwrap().wait().unwrap();
+    assert_eq!(download.to_vec().unwrap().len(), 5);
     assert_eq!(transfer.to_vec(&buffer).unwrap().wait().unwrap().len(), 5);
     assert_eq!(transfer.pinned().register(vec![(); 5]).unwrap().into_vec().unwrap().len(), 5);
     assert_eq!(transfer.pinned().alloc::<()>(5).unwrap().into_vec().unwrap().len(), 5);
@@ -115,13 +117,13 @@ fn a_batch_does_without_the_call_for_many_copies_where_that_fails() {
     assert_eq!(bench.transfer.batch_calls_pay_below(Direction::Upload).unwrap(), None);
     let mut downloads = bench.transfer.batch();
     let all: Vec<_> = buffers.iter().map(|buffer| downloads.download(buffer).unwrap()).collect();
-    let results = downloads.run().unwrap().wait().unwrap();
+    downloads.run().unwrap().wait().unwrap();
     for (number, download) in (0..).zip(&all) {
-        assert_eq!(results.read(download).unwrap(), [number; 100]);
+        assert_eq!(download.to_vec().unwrap(), [number; 100]);
     }
     // That of other directions was measured by itself.
     assert!(bench.transfer.batch_calls_pay_below(Direction::Download).unwrap().is_some());
-    drop((buffers, results));
+    drop((buffers, all));
     bench.finish();
 }
 
@@ -162,12 +164,12 @@ fn a_batch_refuses_ends_that_do_not_fit_and_stays_as_it_was() {
     let mut batch = bench.transfer.batch();
     for (from, to) in [(0..10, 9..19), (9..19, 0..10), (5..15, 5..15)] {
         let refused = batch.copy(&part(from.clone()), &mut part(to.clone()));
-        assert!(matches!(refused, Err(Error::Overlap { bytes: 10 })), "{refused:?}");
+        assert!(matches!(refused, Err(Error::Transfer(TransferError::Overlap { bytes: 10 }))), "{refused:?}");
         let refused = bench.transfer.copy(&part(from), &mut part(to)).map(drop);
-        assert!(matches!(refused, Err(Error::Overlap { bytes: 10 })), "{refused:?}");
+        assert!(matches!(refused, Err(Error::Transfer(TransferError::Overlap { bytes: 10 }))), "{refused:?}");
     }
     let refused = batch.copy(&part(0..10), &mut part(10..21));
-    assert!(matches!(refused, Err(Error::LengthMismatch { from: 10, to: 11 })), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Transfer(TransferError::LengthMismatch { from: 10, to: 11 }))), "{refused:?}");
     assert!(matches!(batch.copy(&part(0..10), &mut elsewhere), Err(Error::Request(RequestError::WrongDevice { .. }))));
     assert!(matches!(batch.copy(&elsewhere, &mut part(0..10)), Err(Error::Request(RequestError::WrongDevice { .. }))));
     batch.copy(&part(7..7), &mut part(7..7)).unwrap();
@@ -225,11 +227,11 @@ proptest! {
             }
         }
         downloads.push((batch.download(&buffer).unwrap(), expected));
-        let results = batch.run().unwrap().wait().unwrap();
+        batch.run().unwrap().wait().unwrap();
         for (download, expected) in downloads {
-            prop_assert!(results.read(&download).unwrap() == expected, "{:?}", steps);
+            prop_assert!(download.to_vec().unwrap() == expected, "{:?}", steps);
         }
-        drop((buffer, results));
+        drop(buffer);
         bench.finish();
     }
 }

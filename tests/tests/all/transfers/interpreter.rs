@@ -145,7 +145,7 @@ impl Interpreter {
             Op::DropPeer(index) => drop_one(&mut self.on_peer, index),
             Op::Trim => {
                 let trimmed = self.bench.transfer.pinned().trim_to(0);
-                self.done(trimmed);
+                self.done(trimmed.map_err(Error::from));
             }
             Op::Synchronize => self.synchronize(),
             Op::Fault { operation, nth, code } => {
@@ -157,7 +157,7 @@ impl Interpreter {
     /// Waits for everything at once.
     fn synchronize(&mut self) {
         let waited = [&self.bench, &self.peer].map(|bench| bench.transfer.synchronize());
-        if waited.into_iter().filter_map(|waited| self.done(waited)).count() < 2 {
+        if waited.into_iter().filter_map(|waited| self.done(waited.map_err(Error::from))).count() < 2 {
             return;
         }
         for begun in &self.begun {
@@ -291,9 +291,11 @@ impl Interpreter {
         if failed {
             touched.iter().for_each(|&device| self.devices[device].1 = None);
         }
-        let Some(results) = self.done(results) else { return };
+        if self.done(results).is_none() {
+            return;
+        }
         for (download, device) in expected {
-            let Some(bytes) = self.done(results.read(&download)) else { continue };
+            let Some(bytes) = self.done(download.to_vec()) else { continue };
             let content = self.devices[device].1.as_ref().map(|content| content[..bytes.len()].to_vec());
             assert!(!differ(Some(&bytes), &content), "what a batch brought back differs");
         }

@@ -3,7 +3,7 @@
 //! page-locked memory.
 
 use aquifer::Error;
-use aquifer::transfer::Region;
+use aquifer::transfer::{Region, TransferError};
 use aquifer_tests::prelude::*;
 use aquifer_tests::random::pattern;
 
@@ -326,7 +326,7 @@ fn a_region_that_overlaps_its_source_is_refused() {
         bench.transfer.copy(region.of(&from), &mut to).map(|pending| pending.wait().unwrap())
     };
     let refused = copy(0..8, 1..17, [[2, 1], [2, 9]]);
-    assert!(matches!(refused, Err(Error::Region { .. })), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Transfer(TransferError::Region { .. }))), "{refused:?}");
     assert_eq!(bench.read(&buffer), bytes, "nothing was copied");
     // Between each other they may lie.
     copy(0..24, 2..24, [[6, 1], [6, 1]]).unwrap();

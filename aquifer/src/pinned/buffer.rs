@@ -1,0 +1,247 @@
+//! The handle of a page-locked buffer.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::RangeBounds;
+
+use aquifer_device::Stream;
+use aquifer_transfer::PinnedBlock;
+use bytemuck::Pod;
+
+use super::slices::{PinnedSlice, PinnedSliceMut};
+use crate::error::Error;
+
+/// Page-locked host memory for `len` values of `T`, with one owner.
+///
+/// # While a copy is in flight
+/// A call that begins a copy takes a view of the buffer and returns while the copy goes on. The
+/// view's borrow ends at return, so the buffer can be used again. The buffer knows the copies that
+/// use it, and orders the host after them:
+///
+/// * [`PinnedBuffer::read`] waits for copies *into* the buffer; uploads from it go on;
+/// * [`PinnedBuffer::write`] waits for all copies.
+///
+/// Both *wait visibly*: they document it, they return a `Result`, and
+/// [`crate::transfer::HostMemoryStats::num_waits`] counts the waits. To avoid a wait, query
+/// [`PinnedBuffer::is_idle`] first. The alternative, a borrow that lasts as long as the copy, would
+/// rely on the destructor of a guard, which does not run if the guard is leaked.
+///
+/// While the `&[T]` or `&mut [T]` is alive, the borrow checker refuses copies that would conflict:
+/// a download needs `&mut` of the buffer, and so does `write`.
+///
+/// Dropping the buffer waits for nothing: the memory goes back to its pool together with the ticks
+/// of its copies, and is not handed out again before they are done. Forgetting it leaks memory and
+/// does no other harm.
+///
+/// ```
+/// use aquifer::prelude::*;
+/// use aquifer::transfer::{PinnedConfig, PinnedPool};
+/// let device = aquifer::open("sim:24GiB")?;
+/// let pool = PinnedPool::new(&device, PinnedConfig::default())?;
+/// let mut buffer = pool.alloc_zeroed::<u32>(8)?;
+/// buffer.write()?[3] = 7;
+/// assert_eq!(buffer.slice(2..5).read()?, [0, 7, 0]);
+/// # Ok::<(), aquifer::Error>(())
+/// ```
+pub struct PinnedBuffer<T> {
+    /// It holds `len` values, and is aligned for them.
+    block: PinnedBlock,
+    len: usize,
+    element: PhantomData<T>,
+}
+
+impl<T: Pod> PinnedBuffer<T> {
+    /// The block must hold `len` values, and be aligned for them.
+    pub(super) fn new(block: PinnedBlock, len: usize) -> Self {
+        PinnedBuffer { block, len, element: PhantomData }
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.len * size_of::<T>()
+    }
+
+    /// Whether the memory is page-locked, as it is unless the caller let it be pageable.
+    pub fn is_pinned(&self) -> bool {
+        self.block.is_pinned()
+    }
+
+    /// Whether no copy is in flight, so that neither [`PinnedBuffer::read`] nor
+    /// [`PinnedBuffer::write`] would wait.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn is_idle(&self) -> Result<bool, Error> {
+        Ok(self.block.is_idle()?)
+    }
+
+    /// The values, after waiting on the host for copies into the buffer.
+    ///
+    /// # Errors
+    /// Errors of the driver, such as the loss of a device that was to write the buffer.
+    pub fn read(&self) -> Result<&[T], Error> {
+        self.as_slice().read()
+    }
+
+    /// The values, to be changed, after waiting on the host for all copies that use the buffer.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn write(&mut self) -> Result<&mut [T], Error> {
+        self.as_slice_mut().into_write()
+    }
+
+    /// Its address, for copies out of it that other libraries enqueue on `stream`, such as cudarc.
+    /// They come after earlier copies into the buffer. Later copies into it, and
+    /// [`PinnedBuffer::write`], come after the work enqueued on `stream` before them, and so does
+    /// reuse after the buffer is dropped. Nothing waits for the device.
+    ///
+    /// Keep the buffer borrowed until the copies are enqueued. The host must not read or write
+    /// through the address.
+    ///
+    /// # Errors
+    /// When the stream is another device's, or captures; errors of the driver.
+    pub fn lend(&self, stream: &Stream) -> Result<*const T, Error> {
+        Ok(self.block.lend(stream)?.as_ptr().cast::<T>().cast_const())
+    }
+
+    /// As [`PinnedBuffer::lend`], for copies into it: they come after all earlier copies, and all
+    /// later uses come after them.
+    ///
+    /// # Errors
+    /// As [`PinnedBuffer::lend`].
+    pub fn lend_mut(&mut self, stream: &Stream) -> Result<*mut T, Error> {
+        Ok(self.block.lend_mut(stream)?.as_ptr().cast::<T>())
+    }
+
+    /// All of it, to be copied from.
+    pub fn as_slice(&self) -> PinnedSlice<'_, T> {
+        PinnedSlice::new(self.block.all(), self.len)
+    }
+
+    /// All of it, to be copied into.
+    pub fn as_slice_mut(&mut self) -> PinnedSliceMut<'_, T> {
+        PinnedSliceMut::new(self.block.all_mut(), self.len)
+    }
+
+    /// A part, to be copied from.
+    ///
+    /// # Panics
+    /// If the range reaches beyond the end or is reversed.
+    #[track_caller]
+    pub fn slice(&self, range: impl RangeBounds<usize>) -> PinnedSlice<'_, T> {
+        self.as_slice().slice(range)
+    }
+
+    /// A part, to be copied into.
+    ///
+    /// # Panics
+    /// If the range reaches beyond the end or is reversed.
+    #[track_caller]
+    pub fn slice_mut(&mut self, range: impl RangeBounds<usize>) -> PinnedSliceMut<'_, T> {
+        match self.try_slice_mut(range) {
+            Ok(part) => part,
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// As [`PinnedBuffer::slice`], with an error instead of a panic.
+    ///
+    /// # Errors
+    /// [`aquifer_device::RequestError::OutOfBounds`] when the range reaches beyond the end or is
+    /// reversed.
+    pub fn try_slice(&self, range: impl RangeBounds<usize>) -> Result<PinnedSlice<'_, T>, Error> {
+        self.as_slice().try_slice(range)
+    }
+
+    /// As [`PinnedBuffer::slice_mut`], with an error instead of a panic.
+    ///
+    /// # Errors
+    /// [`aquifer_device::RequestError::OutOfBounds`] when the range reaches beyond the end or is
+    /// reversed.
+    pub fn try_slice_mut(&mut self, range: impl RangeBounds<usize>) -> Result<PinnedSliceMut<'_, T>, Error> {
+        self.as_slice_mut().into_slice(range)
+    }
+
+    /// Its bytes, to be copied from.
+    pub fn as_bytes(&self) -> PinnedSlice<'_, u8> {
+        self.as_slice().as_bytes()
+    }
+
+    /// Its bytes, to be copied into.
+    pub fn as_bytes_mut(&mut self) -> PinnedSliceMut<'_, u8> {
+        self.as_slice_mut().into_bytes()
+    }
+}
+
+impl<T: Pod + Send> PinnedBuffer<T> {
+    /// The values as ordinary memory, after waiting on the host for all copies. Memory that was
+    /// registered comes back itself, no longer page-locked, for which the driver waits for the
+    /// device; other buffers are copied from.
+    ///
+    /// # Errors
+    /// Errors of the driver, and [`OutOfHostMemory`](aquifer_transfer::TransferError::OutOfHostMemory)
+    /// where a copy is made; they return the buffer. A lost device never says that it is done with the memory, so it cannot
+    /// come back.
+    pub fn into_vec(self) -> Result<Vec<T>, Box<Returned<PinnedBuffer<T>>>> {
+        let len = self.len;
+        self.block
+            .into_vec(len)
+            .map_err(|(block, error)| Box::new(Returned { memory: PinnedBuffer::new(block, len), error: error.into() }))
+    }
+}
+
+impl<'a, T: Pod> From<&'a PinnedBuffer<T>> for PinnedSlice<'a, T> {
+    fn from(buffer: &'a PinnedBuffer<T>) -> Self {
+        buffer.as_slice()
+    }
+}
+
+impl<'a, T: Pod> From<&'a mut PinnedBuffer<T>> for PinnedSliceMut<'a, T> {
+    fn from(buffer: &'a mut PinnedBuffer<T>) -> Self {
+        buffer.as_slice_mut()
+    }
+}
+
+/// The argument of a failed call, with the error. Converts to the error with `?`.
+#[derive(thiserror::Error)]
+#[error("{error}")]
+pub struct Returned<M> {
+    /// The argument.
+    pub memory: M,
+    /// The error.
+    #[source]
+    pub error: Error,
+}
+
+impl<M> fmt::Debug for Returned<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Returned").field("error", &self.error).finish_non_exhaustive()
+    }
+}
+
+impl<M> From<Box<Returned<M>>> for Error {
+    fn from(returned: Box<Returned<M>>) -> Self {
+        returned.error
+    }
+}
+
+impl<T> fmt::Debug for PinnedBuffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PinnedBuffer")
+            .field("type", &std::any::type_name::<T>())
+            .field("len", &self.len)
+            .field("pinned", &self.block.is_pinned())
+            .finish_non_exhaustive()
+    }
+}

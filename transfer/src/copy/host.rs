@@ -1,0 +1,349 @@
+//! Copies between device memory and the host.
+//!
+//! The driver copies page-locked memory. The calling thread copies up to 256 KiB of other memory
+//! into or out of page-locked memory. More than that goes through the staging ring, whose threads
+//! work on while the caller goes on. Files always do.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use aquifer_device::{AccessKind, CopyEnd};
+use bytemuck::Pod;
+
+use super::DevicePart;
+use super::memory::{Destination, GuardedRange, Lent, Owned};
+use super::packed::{OnDevice, Packed};
+use super::region::{Elements, Plan};
+use crate::completion::Completion;
+use crate::counters::{Direction, ON_HOST};
+use crate::enqueue::enqueue_rows;
+use crate::error::TransferError;
+use crate::host_memory;
+use crate::job::{Job, JobProgress};
+use crate::pinned::{HostPart, PinnedPart, PinnedPartMut};
+use crate::rows::Rows;
+use crate::runtime::Transfer;
+use crate::staging::{DeviceEndpoint, FileReport, FileSource, HostEndpoint, HostSource, InRows};
+
+/// The calling thread copies up to this many bytes: about 25 µs at 10 GB/s, as long as handing the
+/// copy to other threads takes.
+const UNSTAGED_BYTES: u64 = 256 << 10;
+
+/// Takes the result of a download, once that is complete.
+pub type Arrival<T> = Box<dyn FnOnce() -> Result<T, TransferError> + Send>;
+
+impl Transfer {
+    /// Begins a copy of page-locked memory to the device.
+    ///
+    /// # Errors
+    /// Ends of different lengths or devices; a region that reaches beyond either end or writes a
+    /// place twice; a stream that captures; errors of the driver.
+    pub fn upload_pinned(
+        &self,
+        from: PinnedPart<'_>,
+        to: DevicePart<'_>,
+        elements: &Elements<'_>,
+    ) -> Result<Completion, TransferError> {
+        let part = from.host();
+        self.check_device("buffer", to.storage.device_id())?;
+        self.check_device("page-locked memory", part.memory.device_id())?;
+        let Some(plan) = Plan::of(elements, part.bytes as u64, to.bytes)? else { return Ok(Completion::complete()) };
+        if !part.memory.is_pinned() {
+            let source = HostEndpoint::Source(Arc::new(GuardedRange::from(part.reserve(AccessKind::Read)?)));
+            return Ok(self.staged(self.stage_plan(source, to, &plan)?));
+        }
+        self.enqueue_pinned(Direction::Upload, to, part, &plan.rows, plan.size)
+    }
+
+    /// Begins a copy of memory that the copy owns.
+    ///
+    /// # Errors
+    /// As [`Transfer::upload_pinned`], and when page-locked memory runs out.
+    pub fn upload_owned(
+        &self,
+        from: Owned,
+        to: DevicePart<'_>,
+        elements: &Elements<'_>,
+    ) -> Result<Completion, TransferError> {
+        let Some(plan) = self.plan(to, elements, from.len() as u64, to.bytes)? else {
+            return Ok(Completion::complete());
+        };
+        if plan.bytes() <= UNSTAGED_BYTES {
+            return self.upload_small(from.bytes(), to, &plan);
+        }
+        Ok(self.staged(self.stage_plan(HostEndpoint::Source(Arc::new(from)), to, &plan)?))
+    }
+
+    /// Begins a copy of borrowed memory, all of which was read when this returns.
+    ///
+    /// # Errors
+    /// As [`Transfer::upload_owned`].
+    pub fn upload_borrowed(
+        &self,
+        from: &[u8],
+        to: DevicePart<'_>,
+        elements: &Elements<'_>,
+    ) -> Result<Completion, TransferError> {
+        let Some(plan) = self.plan(to, elements, from.len() as u64, to.bytes)? else {
+            return Ok(Completion::complete());
+        };
+        if plan.bytes() <= UNSTAGED_BYTES {
+            return self.upload_small(from, to, &plan);
+        }
+        #[allow(unsafe_code, reason = "lending is a promise to wait, which this function keeps")]
+        // SAFETY: the memory is borrowed until this function returns, and it waits until the job is
+        // settled.
+        let lent = unsafe { Lent::to_read(from) };
+        let job = self.stage_plan(HostEndpoint::Source(Arc::new(lent)), to, &plan)?;
+        match job.wait() {
+            JobProgress::Finished(Err(error)) => Err(error),
+            _ => Ok(self.staged(job)),
+        }
+    }
+
+    /// Begins to fill device memory from a file, from `offset` on. The report is known once that is
+    /// complete.
+    ///
+    /// # Errors
+    /// A file that is missing or too short, a stream that captures, and errors of the driver.
+    pub fn upload_file(
+        &self,
+        path: &Path,
+        offset: u64,
+        to: DevicePart<'_>,
+    ) -> Result<(Completion, Arrival<FileReport>), TransferError> {
+        let source = FileSource::open(path, offset, to.bytes, self.staging().config().direct_io)?;
+        let report = source.report().clone();
+        Ok((self.upload_source(Arc::new(source), to)?, Box::new(move || Ok(*report.lock()))))
+    }
+
+    /// Begins to fill device memory from a source of its length, which threads of the staging ring
+    /// read. The memory is reserved when this returns.
+    ///
+    /// # Errors
+    /// A source of another length, a stream that captures, and errors of the driver.
+    pub fn upload_source(&self, source: Arc<dyn HostSource>, to: DevicePart<'_>) -> Result<Completion, TransferError> {
+        self.check_device("buffer", to.storage.device_id())?;
+        super::on_device::check_lengths(source.bytes(), to.bytes)?;
+        Ok(self.staged(self.stage_rows(HostEndpoint::Source(source), to, Rows::dense(to.bytes))?))
+    }
+
+    /// Begins a copy of device memory to page-locked memory.
+    ///
+    /// # Errors
+    /// As [`Transfer::upload_pinned`].
+    pub fn download_pinned(
+        &self,
+        from: DevicePart<'_>,
+        to: PinnedPartMut<'_>,
+        elements: &Elements<'_>,
+    ) -> Result<Completion, TransferError> {
+        let part = to.host();
+        self.check_device("buffer", from.storage.device_id())?;
+        self.check_device("page-locked memory", part.memory.device_id())?;
+        let Some(plan) = Plan::of(elements, from.bytes, part.bytes as u64)? else { return Ok(Completion::complete()) };
+        if !part.memory.is_pinned() {
+            let target = HostEndpoint::Target(Arc::new(GuardedRange::from(part.reserve(AccessKind::Write)?)));
+            return Ok(self.staged(self.stage_plan(target, from, &plan)?));
+        }
+        self.enqueue_pinned(Direction::Download, from, part, &plan.rows, plan.size)
+    }
+
+    /// Begins a copy of device memory to a new vector.
+    ///
+    /// # Errors
+    /// As [`Transfer::download_vec`].
+    pub fn download_new_vec<T: Pod + Send + Sync>(
+        &self,
+        from: DevicePart<'_>,
+        len: usize,
+    ) -> Result<(Completion, Arrival<Vec<T>>), TransferError> {
+        let elements = Elements { size: size_of::<T>(), from: len, to: len, region: None };
+        if from.bytes <= UNSTAGED_BYTES {
+            let Some(plan) = self.plan(from, &elements, from.bytes, from.bytes)? else {
+                return Ok((Completion::complete(), Box::new(move || host_memory::zeroed(len))));
+            };
+            return self.download_small(from, &plan, move |host| host_memory::copied(host, len));
+        }
+        self.download_vec(from, host_memory::zeroed(len)?, &elements)
+    }
+
+    /// Begins a copy of device memory to a vector that the copy owns.
+    ///
+    /// # Errors
+    /// As [`Transfer::upload_pinned`], and when page-locked memory or host memory runs out.
+    pub fn download_vec<T: Pod + Send + Sync>(
+        &self,
+        from: DevicePart<'_>,
+        mut to: Vec<T>,
+        elements: &Elements<'_>,
+    ) -> Result<(Completion, Arrival<Vec<T>>), TransferError> {
+        let Some(plan) = self.plan(from, elements, from.bytes, size_of_val(to.as_slice()) as u64)? else {
+            return Ok((Completion::complete(), Box::new(move || Ok(to))));
+        };
+        if plan.bytes() <= UNSTAGED_BYTES {
+            let (scattering, size) = (Packed::new(&plan, OnDevice::From).scattering(), plan.size);
+            return self.download_small(from, &plan, move |host| {
+                scattering.copy_bytes(size, host, bytemuck::cast_slice_mut(&mut to));
+                Ok(to)
+            });
+        }
+        let target = Arc::new(Destination::new(to));
+        let job = self.stage_plan(HostEndpoint::Target(target.clone()), from, &plan)?;
+        Ok((self.staged(job), Box::new(move || target.take())))
+    }
+
+    /// Copies device memory to borrowed memory, and waits on the host for it.
+    ///
+    /// # Errors
+    /// As [`Transfer::download_vec`]. The contents of `to` are then unspecified.
+    pub fn download_blocking(
+        &self,
+        from: DevicePart<'_>,
+        to: &mut [u8],
+        elements: &Elements<'_>,
+    ) -> Result<(), TransferError> {
+        let Some(plan) = self.plan(from, elements, from.bytes, to.len() as u64)? else { return Ok(()) };
+        if plan.bytes() <= UNSTAGED_BYTES {
+            let mut host = self.pinned().alloc(to.len(), 1)?;
+            self.download_pinned(from, host.all_mut(), elements)?.wait(false)?;
+            to.copy_from_slice(host.read()?);
+            return Ok(());
+        }
+        #[allow(unsafe_code, reason = "lending is a promise to wait, which this function keeps")]
+        // SAFETY: the memory is borrowed mutably until this function returns, and it waits until
+        // the job is settled.
+        let lent = unsafe { Lent::to_write(to) };
+        let job = self.stage_plan(HostEndpoint::Target(Arc::new(lent)), from, &plan)?;
+        job.wait();
+        self.staged(job).wait(false)
+    }
+
+    /// Copies host memory to page-locked memory. The calling thread waits until no copy uses `to`,
+    /// and then copies: the result is complete when this returns. The pool may be of another
+    /// device, and the memory pageable.
+    ///
+    /// # Errors
+    /// Ends of different lengths, a region that reaches beyond either end or writes a place twice,
+    /// and errors of the driver.
+    pub fn copy_on_host(
+        &self,
+        from: &[u8],
+        to: PinnedPartMut<'_>,
+        elements: &Elements<'_>,
+    ) -> Result<(), TransferError> {
+        if let Some(plan) = Plan::of(elements, from.len() as u64, to.bytes() as u64)? {
+            plan.rows.copy_bytes(plan.size, from, to.into_write()?);
+            self.shared().counters.count_all(ON_HOST, 1, plan.bytes());
+        }
+        Ok(())
+    }
+
+    /// Checks a copy to or from memory of the device.
+    fn plan(
+        &self,
+        device: DevicePart<'_>,
+        elements: &Elements<'_>,
+        from_bytes: u64,
+        to_bytes: u64,
+    ) -> Result<Option<Plan>, TransferError> {
+        self.check_device("buffer", device.storage.device_id())?;
+        Plan::of(elements, from_bytes, to_bytes)
+    }
+
+    /// Packs the elements into page-locked memory now, and copies them from there.
+    fn upload_small(&self, from: &[u8], to: DevicePart<'_>, plan: &Plan) -> Result<Completion, TransferError> {
+        let bytes = host_memory::len_of(plan.bytes(), 1)?;
+        if plan.rows.is_dense() {
+            let host = self.pinned().alloc_from(&from[..bytes], 1)?;
+            return self.enqueue_pinned(Direction::Upload, to, host.all().host(), &plan.rows, plan.size);
+        }
+        let packed = Packed::new(plan, OnDevice::To);
+        let mut host = self.pinned().alloc(bytes, 1)?;
+        packed.gathering().copy_bytes(plan.size, from, host.write()?);
+        self.enqueue_pinned(Direction::Upload, to, host.all().host(), &packed.scattering(), plan.size)
+    }
+
+    /// Packs the elements into page-locked memory; `take` gets them when that is complete.
+    fn download_small<R>(
+        &self,
+        from: DevicePart<'_>,
+        plan: &Plan,
+        take: impl FnOnce(&[u8]) -> Result<R, TransferError> + Send + 'static,
+    ) -> Result<(Completion, Arrival<R>), TransferError> {
+        let mut host = self.pinned().alloc(host_memory::len_of(plan.bytes(), 1)?, 1)?;
+        let part = host.all_mut().host();
+        let copied = if plan.rows.is_dense() {
+            self.enqueue_pinned(Direction::Download, from, part, &plan.rows, plan.size)?
+        } else {
+            let gathering = Packed::new(plan, OnDevice::From).gathering();
+            self.enqueue_pinned(Direction::Download, from, part, &gathering, plan.size)?
+        };
+        Ok((copied, Box::new(move || take(host.read()?))))
+    }
+
+    /// Enqueues a copy of rows between device memory and page-locked memory. They must lie within
+    /// both.
+    fn enqueue_pinned(
+        &self,
+        direction: Direction,
+        device: DevicePart<'_>,
+        host: HostPart<'_>,
+        rows: &Rows<2>,
+        size: usize,
+    ) -> Result<Completion, TransferError> {
+        let (stream, size) = (self.next_stream(direction), size as u64);
+        let (here, there) = (CopyEnd::Host(host.ptr), CopyEnd::Device(device.ptr));
+        let (ends, on_host, on_device) = match direction {
+            Direction::Upload => ((here, there), AccessKind::Read, AccessKind::Write),
+            _ => ((there, here), AccessKind::Write, AccessKind::Read),
+        };
+        let tick = self.enqueue(stream, &[(device.storage, on_device)], &[(host, on_host)], || {
+            #[allow(unsafe_code, reason = "the driver gets an address; what keeps it good is above")]
+            // SAFETY: the part is memory of its pool, which the caller borrows now, mutably if it
+            // is written. The pool keeps it until the tick of this access is done; until then the
+            // host does not touch it in conflict, as the block waits for that tick first (N1, N2).
+            // The rows lie within both ends.
+            unsafe {
+                enqueue_rows(stream, rows, ends, size)
+            }
+        })?;
+        self.shared().counters.count(direction, rows.len() * size);
+        Ok(Completion::enqueued(self.shared(), [tick]))
+    }
+
+    fn stage_plan(&self, host: HostEndpoint, device: DevicePart<'_>, plan: &Plan) -> Result<Arc<Job>, TransferError> {
+        if plan.rows.is_dense() && host.bytes() == device.bytes {
+            return self.stage_rows(host, device, Rows::dense(device.bytes));
+        }
+        let ends = |order| Packed::new(plan, order).ends(plan.size as u64);
+        match host {
+            HostEndpoint::Source(source) => {
+                let (rows, on_device) = ends(OnDevice::To);
+                self.stage_rows(HostEndpoint::Source(Arc::new(InRows { end: source, rows })), device, on_device)
+            }
+            HostEndpoint::Target(target) => {
+                let (on_device, rows) = ends(OnDevice::From);
+                self.stage_rows(HostEndpoint::Target(Arc::new(InRows { end: target, rows })), device, on_device)
+            }
+        }
+    }
+
+    /// Hands a copy between a host end and some bytes of device memory, which must lie within it,
+    /// to the staging ring. The memory is reserved when this returns.
+    fn stage_rows(&self, host: HostEndpoint, device: DevicePart<'_>, rows: Rows<1>) -> Result<Arc<Job>, TransferError> {
+        let (direction, kind) = match &host {
+            HostEndpoint::Source(_) => (Direction::Upload, AccessKind::Write),
+            HostEndpoint::Target(_) => (Direction::Download, AccessKind::Read),
+        };
+        let (stream, bytes) = (self.stream_for_threads(direction)?, rows.len());
+        let device = DeviceEndpoint::reserve(device, rows, kind)?;
+        let job = self.staging().begin(host, device, stream, self.priority())?;
+        self.shared().counters.count(direction, bytes);
+        Ok(job)
+    }
+
+    fn staged(&self, job: Arc<Job>) -> Completion {
+        Completion::job(self.shared(), job)
+    }
+}

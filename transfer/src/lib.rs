@@ -1,0 +1,71 @@
+//! Page-locked host memory, and copies between the host and GPUs, on untyped memory.
+//!
+//! * A [`Transfer`] copies. Its calls return before copies are done, with a [`Completion`].
+//! * A [`PinnedPool`] recycles page-locked memory. Its [`PinnedBlock`]s know the copies that use
+//!   them, so the host waits where it has to.
+//! * A *staging ring* of page-locked memory ([`StagingConfig`]) stages ordinary memory and files,
+//!   which the device cannot copy from by itself.
+//!
+//! Ends of copies are parts of memory: [`DevicePart`], [`PinnedPart`], [`PinnedPartMut`], [`Owned`]
+//! and borrowed bytes. [`Elements`] says how large their elements are, and which of them to copy.
+//! The crate `aquifer` has types for the elements.
+//!
+//! **Soundness never depends on a destructor.** Dropping, forgetting or leaking a value of this
+//! crate leaks memory at worst: this crate owns the memory that a copy uses, or the memory carries
+//! the copy's ticks before the call returns.
+//!
+//! ```
+//! use aquifer_allocator::{ALIGNMENT, Allocator, Config};
+//! use aquifer_transfer::{DevicePart, Elements, Runtime, TransferConfig};
+//! let device = aquifer_sim::open("24GiB")?; // aquifer_cuda::shared(0) on a GPU
+//! let allocator = Allocator::new(&device, Config::default())?;
+//! let transfer = Runtime::new(&device, TransferConfig::default())?.transfer(&allocator)?;
+//! let stream = device.stream()?;
+//!
+//! let host = transfer.pinned().alloc_from(&[7; 1000], 1)?;
+//! let memory = allocator.alloc_storage(1000, ALIGNMENT, &stream)?;
+//! let elements = Elements { size: 1, from: 1000, to: 1000, region: None };
+//! let upload = transfer.upload_pinned(host.all(), DevicePart::all(&memory), &elements)?; // returns at once
+//! upload.wait(false)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+#![deny(unsafe_code)]
+
+mod completion;
+mod copy;
+mod counters;
+mod enqueue;
+mod error;
+mod foreign_code;
+mod host_memory;
+mod in_flight;
+mod job;
+mod pinned;
+mod regular_file;
+mod rows;
+mod runtime;
+mod staging;
+mod streams;
+mod sync;
+mod timer;
+mod waiter;
+
+pub use completion::Completion;
+pub use copy::{Arrival, Batch, BatchResults, DevicePart, Elements, InRegion, Owned, Region, Route};
+pub use counters::{Counters, Direction, Traffic};
+pub use error::TransferError;
+pub use pinned::{HostMemoryStats, PinnedBlock, PinnedConfig, PinnedPart, PinnedPartMut, PinnedPool, TimeStat};
+pub use runtime::{Runtime, Transfer, TransferConfig};
+pub use staging::{DirectIo, FileReport, HostSource, StagingConfig, StagingStats};
+pub use timer::{Timer, Timing};
+
+/// Helpers for the crate `aquifer`. Not covered by any promise of stability.
+#[doc(hidden)]
+pub mod internal {
+    pub use crate::enqueue::covered_tick;
+    pub use crate::foreign_code::guarded;
+    pub use crate::host_memory::{bytes_of, copied, len_of, zeroed};
+    pub use crate::regular_file::{open as open_regular, read_at};
+    pub use crate::rows::{Dimension, RowBlock, Rows, merge, place_of};
+    pub use crate::staging::PAGE;
+}

@@ -1,0 +1,155 @@
+//! The handle of a block of page-locked memory.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use aquifer_device::{AccessKind, HostPtr, Stream};
+use bytemuck::Pod;
+
+use super::memory::PinnedMemory;
+use super::part::{PinnedPart, PinnedPartMut};
+use crate::error::TransferError;
+use crate::host_memory;
+
+/// A block of page-locked host memory, with one owner. It knows the copies that use it:
+/// [`PinnedBlock::read`] waits for copies into it, [`PinnedBlock::write`] for all.
+///
+/// Dropping it waits for nothing: the memory goes back to its pool together with the ticks of its
+/// copies, and is not handed out again before they are done. Forgetting it leaks memory and does no
+/// other harm.
+///
+/// ```
+/// use aquifer_transfer::{PinnedConfig, PinnedPool};
+/// let device = aquifer::open("sim:24GiB")?;
+/// let pool = PinnedPool::new(&device, PinnedConfig::default())?;
+/// let mut block = pool.alloc_zeroed(8, 1)?;
+/// block.write()?[3] = 7;
+/// assert_eq!(block.part(2..5)?.read()?, [0, 7, 0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct PinnedBlock(Arc<PinnedMemory>);
+
+impl PinnedBlock {
+    pub(super) fn new(memory: Arc<PinnedMemory>) -> PinnedBlock {
+        PinnedBlock(memory)
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.0.bytes()
+    }
+
+    /// Whether the memory is page-locked, as it is unless the caller let it be pageable.
+    pub fn is_pinned(&self) -> bool {
+        self.0.is_pinned()
+    }
+
+    /// Whether no copy is in flight, so that neither [`PinnedBlock::read`] nor
+    /// [`PinnedBlock::write`] would wait.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn is_idle(&self) -> Result<bool, TransferError> {
+        self.0.is_idle()
+    }
+
+    /// The bytes, after waiting on the host for copies into the block.
+    ///
+    /// # Errors
+    /// Errors of the driver, such as the loss of a device that was to write the block.
+    pub fn read(&self) -> Result<&[u8], TransferError> {
+        self.all().read()
+    }
+
+    /// The bytes, to be changed, after waiting on the host for all copies that use the block.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn write(&mut self) -> Result<&mut [u8], TransferError> {
+        self.all_mut().into_write()
+    }
+
+    /// All of it, to be copied from.
+    pub fn all(&self) -> PinnedPart<'_> {
+        PinnedPart::all(&self.0)
+    }
+
+    /// All of it, to be copied into.
+    pub fn all_mut(&mut self) -> PinnedPartMut<'_> {
+        PinnedPartMut::all(&self.0)
+    }
+
+    /// A part, to be copied from.
+    ///
+    /// # Errors
+    /// [`aquifer_device::RequestError::OutOfBounds`] when the range reaches beyond the end or is
+    /// reversed.
+    pub fn part(&self, bytes: Range<usize>) -> Result<PinnedPart<'_>, TransferError> {
+        self.all().part(bytes)
+    }
+
+    /// Its address, for copies out of it that other libraries enqueue on `stream`. They come after
+    /// earlier copies into the block. Later copies into it, and [`PinnedBlock::write`], come after
+    /// the work enqueued on `stream` before them, and so does reuse after the block is dropped.
+    /// Nothing waits for the device.
+    ///
+    /// Keep the block borrowed until the copies are enqueued. The host must not read or write
+    /// through the address.
+    ///
+    /// # Errors
+    /// When the stream is another device's, or captures; errors of the driver.
+    pub fn lend(&self, stream: &Stream) -> Result<HostPtr, TransferError> {
+        self.0.lend(stream, AccessKind::Read)?;
+        Ok(self.0.ptr())
+    }
+
+    /// As [`PinnedBlock::lend`], for copies into it: they come after all earlier copies, and all
+    /// later uses come after them.
+    ///
+    /// # Errors
+    /// As [`PinnedBlock::lend`].
+    pub fn lend_mut(&mut self, stream: &Stream) -> Result<HostPtr, TransferError> {
+        self.0.lend(stream, AccessKind::Write)?;
+        Ok(self.0.ptr())
+    }
+
+    /// The first `len` values of `T` as ordinary memory, after waiting on the host for all copies.
+    /// A vector that was registered ([`super::PinnedPool::register`]) comes back itself, all of it
+    /// and no longer page-locked, for which the driver waits for the device; other blocks are
+    /// copied from.
+    ///
+    /// # Errors
+    /// A block of fewer bytes, errors of the driver, and [`TransferError::OutOfHostMemory`] where a copy is made; they
+    /// return the block. A lost device never says that it is done with the memory, so it cannot
+    /// come back.
+    pub fn into_vec<T: Pod + Send>(mut self, len: usize) -> Result<Vec<T>, (PinnedBlock, TransferError)> {
+        match self.take_values(len) {
+            Ok(values) => Ok(values),
+            Err(error) => Err((self, error)),
+        }
+    }
+
+    #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
+    fn take_values<T: Pod + Send>(&mut self, len: usize) -> Result<Vec<T>, TransferError> {
+        let wanted = host_memory::bytes_of(len, size_of::<T>() as u64)?;
+        self.part(0..wanted)?;
+        // Waits for all copies.
+        self.write()?;
+        // SAFETY: the block is borrowed exclusively and becomes a vector, so there are no views;
+        // all copies were waited for.
+        match unsafe { self.0.unregister()? } {
+            Some(values) => Ok(values),
+            None => host_memory::copied(self.read()?, len),
+        }
+    }
+}
+
+impl fmt::Debug for PinnedBlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PinnedBlock")
+            .field("bytes", &self.bytes())
+            .field("pinned", &self.is_pinned())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,261 @@
+//! Host memory that copies use.
+//!
+//! Invariants:
+//! * **N1** its bytes are initialised, and stay where they are until the last `Arc` is gone and no
+//!   copy uses them;
+//! * **N2** the host touches the bytes only after it waited for the copies that conflict. Meanwhile
+//!   borrows keep new copies away ([`super::PinnedBlock`]);
+//! * memory of a pool goes back to it with the ticks of its copies; registered memory goes to the
+//!   device, which drops it once it is not registered any more.
+//!
+//! Lock order: device memory ([`aquifer_allocator::AccessGuard`]), host memory by address, the
+//! pool, timelines.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use aquifer_device::fork::Mutex;
+use aquifer_device::{AccessKind, HostPtr, RequestError, Stream};
+use memmap2::MmapMut;
+
+use super::class::UNIT;
+use super::ladder::SharedPool;
+use super::state::PoolBlock;
+use super::uses::{HostAccess, Uses};
+use crate::enqueue::refuse_capture;
+use crate::error::TransferError;
+use crate::host_memory::HostRange;
+
+/// A piece of host memory.
+pub(crate) struct PinnedMemory {
+    pool: Arc<SharedPool>,
+    ptr: HostPtr,
+    bytes: usize,
+    origin: Origin,
+    uses: Uses,
+}
+
+/// The owner of the memory behind a buffer.
+pub(super) enum Origin {
+    /// There are no bytes.
+    Nowhere,
+    /// A block of the pool.
+    Pool(PoolBlock),
+    /// The caller's memory, page-locked. `None` once it was given back.
+    Registered(Mutex<Option<Box<dyn Any + Send>>>),
+    /// Not page-locked. A driver is done with such memory when its copy call returns.
+    Pageable { _map: MmapMut },
+}
+
+/// A part of host memory, as copies take it.
+#[derive(Clone, Copy)]
+pub(crate) struct HostPart<'a> {
+    pub(crate) memory: &'a Arc<PinnedMemory>,
+    pub(crate) ptr: HostPtr,
+    pub(crate) bytes: usize,
+}
+
+impl PinnedMemory {
+    /// Page-locked memory of the pool for `bytes` bytes, at a multiple of `alignment`.
+    pub(super) fn alloc(
+        pool: &Arc<SharedPool>,
+        bytes: usize,
+        alignment: usize,
+    ) -> Result<Arc<PinnedMemory>, TransferError> {
+        if bytes == 0 {
+            return Ok(Self::empty(pool, alignment));
+        }
+        // Blocks start at multiples of UNIT; a larger alignment needs room to move.
+        let room = alignment.saturating_sub(UNIT);
+        let block = pool.take(bytes.saturating_add(room))?;
+        let ptr = HostPtr(block.start.next_multiple_of(alignment.max(1)));
+        Ok(Self::new(pool, ptr, bytes, Origin::Pool(block)))
+    }
+
+    /// No bytes, at an address that is aligned.
+    pub(super) fn empty(pool: &Arc<SharedPool>, alignment: usize) -> Arc<PinnedMemory> {
+        Self::new(pool, HostPtr(alignment.max(UNIT)), 0, Origin::Nowhere)
+    }
+
+    pub(super) fn new(pool: &Arc<SharedPool>, ptr: HostPtr, bytes: usize, origin: Origin) -> Arc<PinnedMemory> {
+        Arc::new(PinnedMemory { pool: pool.clone(), ptr, bytes, origin, uses: Uses::default() })
+    }
+
+    /// The first byte.
+    pub(crate) fn ptr(&self) -> HostPtr {
+        self.ptr
+    }
+
+    /// Its length.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Identity of the device whose copies may use it.
+    pub(crate) fn device_id(&self) -> u32 {
+        self.pool.device.id()
+    }
+
+    /// Whether it is page-locked, so that copies need not be staged.
+    pub(crate) fn is_pinned(&self) -> bool {
+        !matches!(self.origin, Origin::Pageable { .. })
+    }
+
+    /// Whether no copy is in flight, nor to come. Asks the driver if that is not known.
+    pub(crate) fn is_idle(&self) -> Result<bool, TransferError> {
+        self.uses.are_over()
+    }
+
+    /// Waits until the host may access all of the memory, and reports the part that it is about
+    /// to touch to the driver.
+    ///
+    /// No lock is held meanwhile, so copies that do not conflict can be enqueued.
+    pub(super) fn touch(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<(), TransferError> {
+        aquifer_device::fork::check(aquifer_device::Operation::SynchronizeEvent)?;
+        for tick in &self.uses.before(kind) {
+            self.pool.wait_for(tick)?;
+        }
+        if bytes > 0 && self.is_pinned() {
+            self.pool.device.driver().host_access(ptr, bytes, kind)?;
+        }
+        Ok(())
+    }
+
+    /// An access guard: orders the work that `stream` gets from now on after the copies that must
+    /// come before one that does `kind` with the memory (it reads in an upload, and writes in a
+    /// download). While it is held no other thread gets one. Waits for reservations that conflict.
+    ///
+    /// No event covers the tick that is noted when the access ends. The caller covers it
+    /// ([`aquifer_device::Tick::cover`]), so that it is known to be done without more events; the
+    /// pool covers it only when it needs the memory.
+    ///
+    /// # Errors
+    /// When the stream is another device's, or captures: a graph could run when the memory has
+    /// another owner; errors of the driver.
+    pub(crate) fn access<'a>(&'a self, stream: &'a Stream, kind: AccessKind) -> Result<HostAccess<'a>, TransferError> {
+        loop {
+            if let Some(access) = self.try_access(stream, kind)? {
+                return Ok(access);
+            }
+            self.uses.wait_unreserved(kind);
+        }
+    }
+
+    /// As [`PinnedMemory::access`], but `None` while a reservation conflicts. For threads that hold
+    /// device memory: the threads that end the reservation may need it.
+    ///
+    /// # Errors
+    /// As [`PinnedMemory::access`].
+    pub(crate) fn try_access<'a>(
+        &'a self,
+        stream: &'a Stream,
+        kind: AccessKind,
+    ) -> Result<Option<HostAccess<'a>>, TransferError> {
+        if stream.device_id() != self.device_id() {
+            return Err(RequestError::wrong_device("page-locked memory", self.device_id(), stream.device_id()).into());
+        }
+        refuse_capture(
+            stream,
+            "a graph may run when this page-locked memory has another owner; copy outside of the capture",
+        )?;
+        Ok(self.uses.try_access(stream, kind)?)
+    }
+
+    /// Waits until no reservation conflicts with such a use. Another one may follow at once.
+    pub(crate) fn wait_unreserved(&self, kind: AccessKind) {
+        self.uses.wait_unreserved(kind);
+    }
+
+    /// Lends the memory to a stream on which the caller enqueues copies that the pool does not
+    /// know. The caller's buffer is borrowed as `kind` says, until the copies are enqueued.
+    ///
+    /// # Errors
+    /// As [`PinnedMemory::access`].
+    pub(super) fn lend(&self, stream: &Stream, kind: AccessKind) -> Result<(), TransferError> {
+        self.access(stream, kind)?.lend();
+        Ok(())
+    }
+
+    /// The caller's own vector, no longer page-locked; `None` if the memory is not a registered
+    /// `Vec<T>`.
+    ///
+    /// # Safety
+    /// All copies that use it are done, and no view of it exists.
+    #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
+    pub(super) unsafe fn unregister<T: 'static>(&self) -> Result<Option<Vec<T>>, TransferError> {
+        let Origin::Registered(owner) = &self.origin else { return Ok(None) };
+        let mut owner = owner.lock();
+        if !owner.as_ref().is_some_and(|owner| owner.is::<Vec<T>>()) {
+            return Ok(None);
+        }
+        // SAFETY: it is registered while there is an owner, and the caller promises that it is
+        // unused.
+        unsafe { self.pool.device.driver().host_unregister(self.ptr)? };
+        Ok(owner.take().and_then(|owner| owner.downcast().ok()).map(|values| *values))
+    }
+}
+
+impl HostPart<'_> {
+    /// Reserves the part for threads of the runtime. A part to write must be borrowed mutably.
+    /// Waits for reservations that conflict, and for copies that do: a part that is not page-locked
+    /// has no others.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub(crate) fn reserve(self, kind: AccessKind) -> Result<Reserved, TransferError> {
+        self.memory.touch(self.ptr, self.bytes, kind)?;
+        self.memory.uses.reserve(kind);
+        let range = HostRange::new(self.ptr.as_ptr(), self.bytes);
+        Ok(Reserved { memory: self.memory.clone(), kind, range })
+    }
+}
+
+/// A part of host memory that threads of the runtime read, or write. It keeps the memory alive.
+/// Until it is dropped, other uses that conflict wait.
+#[must_use = "the reservation ends when it is dropped"]
+pub(crate) struct Reserved {
+    memory: Arc<PinnedMemory>,
+    kind: AccessKind,
+    range: HostRange,
+}
+
+impl Reserved {
+    /// The part. Only threads of the runtime write it while it is reserved to write, and no thread
+    /// and no copy while it is reserved to read.
+    pub(crate) fn range(&self) -> HostRange {
+        self.range
+    }
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        if !aquifer_device::fork::is_child() {
+            self.memory.uses.release(self.kind);
+        }
+    }
+}
+
+impl Drop for PinnedMemory {
+    #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
+    fn drop(&mut self) {
+        if aquifer_device::fork::is_child() {
+            // The owner of registered memory stays with it.
+            if let Origin::Registered(owner) = &mut self.origin {
+                std::mem::forget(owner.get_mut().take());
+            }
+            return;
+        }
+        match &mut self.origin {
+            Origin::Pool(block) => self.pool.give(block.id, self.uses.take()),
+            Origin::Registered(owner) => {
+                if let Some(owner) = owner.get_mut().take() {
+                    let (device, bytes, uses) = (&self.pool.device, self.bytes as u64, self.uses.take());
+                    // SAFETY: it is registered while there is an owner; no view outlives this, and
+                    // copies noted their ticks (N4).
+                    unsafe { device.host_unregister_later(self.ptr, bytes, owner, uses) };
+                }
+            }
+            Origin::Nowhere | Origin::Pageable { .. } => {}
+        }
+    }
+}

@@ -1,0 +1,34 @@
+//! Page-locked host memory.
+//!
+//! A [`PinnedPool`] rounds a request (`class`) and takes an unused block of its slabs (`slabs`). If
+//! there is none, it gets more memory from the system or from reclaimable caches (`ladder`,
+//! `source`). A [`PinnedBlock`] owns the block, and copies take parts of it
+//! ([`PinnedPart`], [`PinnedPartMut`]). The memory itself (`memory`) knows the ticks of those
+//! copies (`uses`), and goes back to the pool with them (`deferred`).
+
+mod block;
+mod class;
+mod config;
+mod deferred;
+mod ladder;
+mod memory;
+mod part;
+mod pool;
+#[cfg(all(test, aquifer_shuttle))]
+mod schedules;
+mod slabs;
+mod source;
+mod state;
+mod stats;
+#[cfg(test)]
+mod tests;
+mod uses;
+
+pub use block::PinnedBlock;
+pub use config::PinnedConfig;
+pub(crate) use ladder::ReclaimableCache;
+pub(crate) use memory::{HostPart, Reserved};
+pub use part::{PinnedPart, PinnedPartMut};
+pub use pool::PinnedPool;
+pub use stats::{HostMemoryStats, TimeStat};
+pub(crate) use uses::HostAccess;

@@ -1,0 +1,163 @@
+//! Parts of blocks of page-locked memory, for copies.
+
+use std::fmt;
+use std::ops::Range;
+use std::panic::UnwindSafe;
+use std::slice;
+use std::sync::Arc;
+
+use aquifer_device::{AccessKind, HostPtr, RequestError};
+
+use super::memory::{HostPart, PinnedMemory};
+use crate::error::TransferError;
+
+/// A part of a [`super::PinnedBlock`] that copies read. While it is alive nothing can be copied
+/// into the block.
+#[derive(Clone, Copy)]
+pub struct PinnedPart<'a>(HostPart<'a>);
+
+/// A part of a [`super::PinnedBlock`] that copies write. While it is alive no other code can name
+/// that part.
+pub struct PinnedPartMut<'a>(HostPart<'a>);
+
+// All values of bytes are valid.
+impl UnwindSafe for PinnedPartMut<'_> {}
+
+impl<'a> PinnedPart<'a> {
+    pub(super) fn all(memory: &'a Arc<PinnedMemory>) -> PinnedPart<'a> {
+        PinnedPart(HostPart::all(memory))
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.0.bytes
+    }
+
+    /// Its address.
+    pub fn ptr(&self) -> HostPtr {
+        self.0.ptr
+    }
+
+    /// Whether the memory is page-locked.
+    pub fn is_pinned(&self) -> bool {
+        self.0.memory.is_pinned()
+    }
+
+    /// A part of it.
+    ///
+    /// # Errors
+    /// [`RequestError::OutOfBounds`] when the range reaches beyond the end or is reversed.
+    pub fn part(self, bytes: Range<usize>) -> Result<PinnedPart<'a>, TransferError> {
+        Ok(PinnedPart(self.0.part(bytes)?))
+    }
+
+    /// The bytes, after waiting on the host for copies into the block.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    #[allow(unsafe_code, reason = "the memory is page-locked, so no collection of the standard library holds it")]
+    pub fn read(self) -> Result<&'a [u8], TransferError> {
+        let HostPart { memory, ptr, bytes } = self.0;
+        memory.touch(ptr, bytes, AccessKind::Read)?;
+        // SAFETY: the part lies inside initialised memory that `memory` keeps for 'a. Copies into
+        // it were waited for, and new ones, like writes of the host, need a mutable borrow of the
+        // block.
+        Ok(unsafe { slice::from_raw_parts(ptr.as_ptr(), bytes) })
+    }
+
+    pub(crate) fn host(&self) -> HostPart<'a> {
+        self.0
+    }
+}
+
+impl<'a> PinnedPartMut<'a> {
+    /// All of the memory, which must be borrowed mutably for 'a only here.
+    pub(super) fn all(memory: &'a Arc<PinnedMemory>) -> PinnedPartMut<'a> {
+        PinnedPartMut(HostPart::all(memory))
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.0.bytes
+    }
+
+    /// Its address.
+    pub fn ptr(&self) -> HostPtr {
+        self.0.ptr
+    }
+
+    /// Whether the memory is page-locked.
+    pub fn is_pinned(&self) -> bool {
+        self.0.memory.is_pinned()
+    }
+
+    /// The same part with a shorter lifetime.
+    pub fn reborrow(&mut self) -> PinnedPartMut<'_> {
+        PinnedPartMut(self.0)
+    }
+
+    /// The same part, to copy from.
+    pub fn as_shared(&self) -> PinnedPart<'_> {
+        PinnedPart(self.0)
+    }
+
+    /// A part of it.
+    ///
+    /// # Errors
+    /// [`RequestError::OutOfBounds`] when the range reaches beyond the end or is reversed.
+    pub fn into_part(self, bytes: Range<usize>) -> Result<PinnedPartMut<'a>, TransferError> {
+        Ok(PinnedPartMut(self.0.part(bytes)?))
+    }
+
+    /// The part before byte `middle` and the one from there on.
+    ///
+    /// # Errors
+    /// [`RequestError::OutOfBounds`] when there are fewer bytes.
+    pub fn split_at(self, middle: usize) -> Result<(PinnedPartMut<'a>, PinnedPartMut<'a>), TransferError> {
+        let (head, tail) = (self.0.part(0..middle)?, self.0.part(middle..self.0.bytes)?);
+        Ok((PinnedPartMut(head), PinnedPartMut(tail)))
+    }
+
+    /// The bytes, to be changed, after waiting on the host for all copies that use the block.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    #[allow(unsafe_code, reason = "the memory is page-locked, so no collection of the standard library holds it")]
+    pub fn into_write(self) -> Result<&'a mut [u8], TransferError> {
+        let HostPart { memory, ptr, bytes } = self.0;
+        memory.touch(ptr, bytes, AccessKind::Write)?;
+        // SAFETY: as in `PinnedPart::read`; and this part is the only one of its bytes while 'a
+        // lasts, so no new copy, and no other reference, can name them, and all earlier copies were
+        // waited for.
+        Ok(unsafe { slice::from_raw_parts_mut(ptr.as_ptr(), bytes) })
+    }
+
+    pub(crate) fn host(&self) -> HostPart<'a> {
+        self.0
+    }
+}
+
+impl<'a> HostPart<'a> {
+    fn all(memory: &'a Arc<PinnedMemory>) -> HostPart<'a> {
+        HostPart { memory, ptr: memory.ptr(), bytes: memory.bytes() }
+    }
+
+    fn part(self, part: Range<usize>) -> Result<HostPart<'a>, TransferError> {
+        if part.start > part.end || part.end > self.bytes {
+            return Err(RequestError::out_of_bounds(part, self.bytes).into());
+        }
+        Ok(HostPart { ptr: HostPtr(self.ptr.0 + part.start), bytes: part.len(), ..self })
+    }
+}
+
+impl fmt::Debug for PinnedPart<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PinnedPart").field("ptr", &self.0.ptr).field("bytes", &self.0.bytes).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for PinnedPartMut<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PinnedPartMut").field("ptr", &self.0.ptr).field("bytes", &self.0.bytes).finish_non_exhaustive()
+    }
+}

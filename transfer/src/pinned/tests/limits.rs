@@ -1,0 +1,157 @@
+//! Memory that the pool holds and releases.
+
+use aquifer_device::{Code, RequestError};
+use aquifer_sim::Fault;
+
+use super::*;
+
+const MIB: u64 = 1 << 20;
+
+#[test]
+fn waste_is_bounded_where_powers_of_two_double_it() {
+    let bench = Bench::new(PinnedConfig::default());
+    let buffer = bench.pool.alloc(129 * (1 << 20) + (1 << 19), 1).unwrap();
+    let stats = bench.pool.stats();
+    assert_eq!((stats.active_bytes.current, stats.allocated_bytes.current), (144 * MIB, 144 * MIB));
+    drop(buffer);
+    bench.check_over();
+}
+
+#[test]
+fn the_limit_holds_and_the_error_has_the_facts() {
+    let bench = Bench::new(PinnedConfig::default().limit_bytes(8 * MIB));
+    let first = bench.pool.alloc(5 << 20, 1).unwrap();
+    let error = bench.pool.alloc(4 << 20, 1).unwrap_err();
+    let TransferError::OutOfPinned { requested, reserved, free, limit, source } = error else { panic!("{error}") };
+    assert_eq!((requested, reserved, free, limit), (4 * MIB, 6 * MIB, MIB, Some(8 * MIB)));
+    assert!(source.is_none(), "the driver was not asked");
+    assert_eq!(bench.pool.stats().num_ooms, 1);
+    let second = bench.pool.alloc(2 << 20, 1).expect("this fits");
+    bench.pool.set_limit(None);
+    let third = bench.pool.alloc(4 << 20, 1).expect("nothing limits it now");
+    drop((first, second, third));
+    bench.check_over();
+}
+
+#[test]
+fn a_limit_below_a_slab_still_serves_what_fits() {
+    let bench = Bench::new(PinnedConfig::default().limit_bytes(64 << 10));
+    let all = bench.pool.alloc(64 << 10, 1).unwrap();
+    assert!(bench.pool.alloc(1, 1).is_err());
+    drop(all);
+    let small = bench.pool.alloc(1, 1).expect("the unused slab of another shape goes back first");
+    assert_eq!(bench.pool.stats().num_host_free, 1);
+    drop(small);
+    bench.check_over();
+}
+
+#[test]
+fn under_a_limit_unused_slabs_of_other_sizes_are_released_before_a_wait() {
+    let bench = Bench::new(PinnedConfig::default().limit_bytes(64 * MIB));
+    let (unused, in_flight) = (bench.pool.alloc(32 << 20, 1).unwrap(), bench.pool.alloc_zeroed(24 << 20, 1).unwrap());
+    (0..50).for_each(|_| bench.upload(&in_flight).unwrap());
+    drop((unused, in_flight));
+    let wanted = bench.pool.alloc(40 << 20, 1).unwrap();
+    let stats = bench.pool.stats();
+    assert_eq!((stats.num_host_free, stats.num_waits), (1, 0));
+    let waited_for = bench.pool.alloc(20 << 20, 1).unwrap();
+    let stats = bench.pool.stats();
+    assert_eq!((stats.num_host_free, stats.num_waits, stats.num_ooms), (1, 1, 0));
+    assert!(stats.allocated_bytes.peak <= 64 * MIB);
+    drop((wanted, waited_for));
+    bench.check_over();
+}
+
+#[test]
+fn trimming_releases_the_largest_unused_slabs_and_no_others() {
+    let bench = Bench::new(PinnedConfig::default());
+    let sizes = [4 << 20, 16 << 20, 32 << 20, 20 << 20];
+    let mut buffers: Vec<_> = sizes.iter().map(|&bytes| bench.pool.alloc(bytes, 1).unwrap()).collect();
+    let in_flight = buffers.pop().unwrap();
+    bench.upload(&in_flight).unwrap();
+    drop(in_flight);
+    let kept = buffers.remove(0);
+    drop(buffers);
+    let reserved = bench.pool.stats().allocated_bytes.current;
+    assert_eq!(bench.pool.trim_to(reserved).unwrap(), 0);
+    assert_eq!(bench.pool.trim_to(reserved - 1).unwrap(), 32 * MIB);
+    assert_eq!(bench.pool.empty_cache().unwrap(), 16 * MIB, "what is in use or in flight stays");
+    bench.stream.synchronize().unwrap();
+    assert_eq!(bench.pool.empty_cache().unwrap(), 20 * MIB);
+    drop(kept);
+    bench.check_over();
+}
+
+#[test]
+fn growth_is_by_an_eighth_so_that_small_buffers_take_few_slabs() {
+    let bench = Bench::new(PinnedConfig::default());
+    let buffers: Vec<_> = (0..10_000).map(|_| bench.pool.alloc(16 << 10, 1).unwrap()).collect();
+    let stats = bench.pool.stats();
+    assert_eq!(stats.active_bytes.current, 10_000 << 14);
+    assert!(stats.allocated_bytes.current * 8 <= stats.active_bytes.current * 9 + 16 * MIB, "{stats:?}");
+    assert!(stats.num_host_alloc < 45, "{stats:?}");
+    drop(buffers);
+    bench.check_over();
+}
+
+/// A large unused slab stays whole only while that wastes little.
+#[test]
+fn an_idle_large_slab_serves_small_requests_before_the_pool_doubles() {
+    let bench = Bench::new(PinnedConfig::default());
+    drop(bench.pool.alloc(512 << 20, 1).unwrap());
+    let buffers: Vec<_> = (0..400).map(|_| bench.pool.alloc(1 << 20, 1).unwrap()).collect();
+    let stats = bench.pool.stats();
+    let most = 512 * MIB;
+    assert!(stats.allocated_bytes.peak > most, "the first ones get slabs of their own");
+    assert!(stats.allocated_bytes.peak <= most + most / 8 + 32 * MIB, "{stats:?}");
+    drop(buffers);
+    let large = bench.pool.alloc(512 << 20, 1).unwrap();
+    assert_eq!(bench.pool.stats().num_host_alloc, stats.num_host_alloc, "and it is whole again");
+    drop(large);
+    bench.check_over();
+}
+
+#[test]
+fn sizes_that_vary_settle_on_few_slabs() {
+    let bench = Bench::new(PinnedConfig::default());
+    for round in 0..1_000_usize {
+        drop(bench.pool.alloc((16 << 20) + (round * 7919 % 1000) * 1000, 1).unwrap());
+    }
+    let stats = bench.pool.stats();
+    assert!(stats.num_host_alloc <= 5, "{stats:?}");
+    bench.check_over();
+}
+
+#[test]
+fn prewarmed_memory_serves_any_size_and_is_released() {
+    let bench = Bench::new(PinnedConfig::default().limit_bytes(600 * MIB));
+    bench.pool.prewarm(0).unwrap();
+    bench.pool.prewarm(512 * MIB - 1).unwrap();
+    let taken = bench.pool.stats();
+    assert_eq!((taken.num_host_alloc, taken.allocated_bytes.current), (1, 512 * MIB));
+    let buffers: Vec<_> =
+        (0..400).map(|number| bench.pool.alloc((32 << 10) + number % 3 * (1 << 20), 1).unwrap()).collect();
+    assert_eq!(bench.pool.stats().num_host_alloc, 1);
+    let refused = bench.pool.prewarm(100 * MIB).unwrap_err();
+    assert!(matches!(&refused, TransferError::OutOfPinned { source: None, .. }), "{refused}");
+    assert!(matches!(bench.pool.prewarm(u64::MAX), Err(TransferError::Request(RequestError::LengthOverflow { .. }))));
+    drop(buffers);
+    drop(bench.pool.alloc(512 << 20, 1).unwrap());
+    assert_eq!(bench.pool.stats().num_host_alloc, 1, "it is whole again");
+    assert_eq!(bench.pool.empty_cache().unwrap(), 512 * MIB);
+    bench.check_over();
+}
+
+#[test]
+fn a_refused_prewarming_is_an_error() {
+    let bench = Bench::new(PinnedConfig::default());
+    let fault = |code| Fault::Nth { operation: Some(Operation::HostAlloc), nth: 1, code };
+    bench.sim.inject(fault(Code::OUT_OF_MEMORY));
+    let refused = bench.pool.prewarm(2 * MIB).unwrap_err();
+    assert!(matches!(&refused, TransferError::OutOfPinned { source: Some(_), reserved: 0, .. }), "{refused}");
+    bench.sim.inject(fault(Code(999)));
+    assert!(matches!(bench.pool.prewarm(2 * MIB), Err(TransferError::Device(_))));
+    bench.sim.clear_faults();
+    bench.pool.prewarm(2 * MIB).unwrap();
+    bench.check_over();
+}

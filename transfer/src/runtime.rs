@@ -1,0 +1,391 @@
+//! `Transfer`: the transfer runtime of one device.
+
+use std::fmt;
+use std::panic::Location;
+use std::sync::Arc;
+
+use aquifer_allocator::{AccessGuard, Allocator, Storage};
+use aquifer_device::fork::Mutex;
+use aquifer_device::internal::CalledFrom;
+use aquifer_device::{AccessKind, Device, DeviceError, RawStream, RequestError, Stream, Tick};
+
+use crate::completion::{Completion, Shared};
+use crate::counters::{Counters, Direction};
+use crate::enqueue::{covered_tick, hold_off_captures, refuse_capture};
+use crate::error::TransferError;
+use crate::pinned::{HostAccess, HostPart, PinnedConfig, PinnedPool};
+use crate::staging::{Staging, StagingConfig, StagingStats};
+use crate::streams::{Levels, Streams};
+
+/// The advice in errors about streams that capture.
+pub(crate) const NO_CAPTURE: &str =
+    "transfers cannot be captured into a graph: copy before or after, or capture the driver's own calls";
+
+/// The configuration of a [`Transfer`].
+///
+/// ```
+/// use aquifer_transfer::{PinnedConfig, StagingConfig, TransferConfig};
+/// let config = TransferConfig::default()
+///     .pinned(PinnedConfig::default().limit_bytes(16 << 30))
+///     .staging(StagingConfig::default().threads(4))
+///     .streams(1);
+/// assert_eq!((config.pinned.limit_bytes, config.streams), (Some(16 << 30), 1));
+/// ```
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct TransferConfig {
+    /// Page-locked memory.
+    pub pinned: PinnedConfig,
+    /// Number of streams per direction and priority, 1 to 32: fewer count as 1, more as 32.
+    /// Transfers use them in rotation, so that a small one need not wait for a large one.
+    pub streams: usize,
+    /// The ring that stages ordinary memory and files.
+    pub staging: StagingConfig,
+    /// The default priority of transfers ([`Transfer::at_priority`]), numerically: lower is more
+    /// urgent. Clamped to the device's range.
+    pub priority: i32,
+}
+
+impl Default for TransferConfig {
+    /// Two streams per direction, as urgent as the device allows: kernels wait for copies.
+    fn default() -> Self {
+        TransferConfig {
+            pinned: PinnedConfig::default(),
+            streams: 2,
+            staging: StagingConfig::default(),
+            priority: i32::MIN,
+        }
+    }
+}
+
+impl TransferConfig {
+    /// Sets [`TransferConfig::pinned`].
+    #[must_use]
+    pub fn pinned(self, pinned: PinnedConfig) -> Self {
+        Self { pinned, ..self }
+    }
+
+    /// Sets [`TransferConfig::streams`].
+    #[must_use]
+    pub fn streams(self, streams: usize) -> Self {
+        Self { streams, ..self }
+    }
+
+    /// Sets [`TransferConfig::staging`].
+    #[must_use]
+    pub fn staging(self, staging: StagingConfig) -> Self {
+        Self { staging, ..self }
+    }
+
+    /// Sets [`TransferConfig::priority`].
+    #[must_use]
+    pub fn priority(self, priority: i32) -> Self {
+        Self { priority, ..self }
+    }
+}
+
+/// Copies between the host and one device, and within the device. Cloning gives another handle of
+/// the same runtime.
+///
+/// Copies run on streams of the runtime's own, or on the caller's ([`Transfer::on`]), and calls
+/// return before copies are done.
+///
+/// *Order.* Memory carries the ticks of the work that uses it. So every stream that accesses it
+/// ([`aquifer_allocator::AccessGuard`], kernels, other transfers) is ordered after the copies
+/// without further calls. Host memory that is in flight cannot be touched: see
+/// [`crate::PinnedBlock`].
+///
+/// *Waiting.* Calls that make the host wait for the device say so in their name or documentation,
+/// and [`Transfer::counters`] counts them. [`crate::HostMemoryStats::num_waits`] counts waits for
+/// page-locked memory that a copy still uses.
+///
+/// Streams that capture a graph are refused, because a graph's work runs later, and may run many
+/// times.
+#[derive(Clone)]
+pub struct Transfer {
+    pub(crate) inner: Arc<RuntimeState>,
+    /// Not part of the runtime, which memory of the allocator may own.
+    allocator: Allocator,
+    /// The runtime's streams at this handle's priority.
+    streams: Arc<Streams>,
+    /// The caller's stream, which copies run on instead.
+    stream: Option<Stream>,
+}
+
+/// What copies of one device need: page-locked memory, streams, and a staging ring. Cloning gives
+/// another handle. It does not keep the allocator of its [`Transfer`]s open.
+#[derive(Clone)]
+pub struct Runtime(Arc<RuntimeState>);
+
+pub(crate) struct RuntimeState {
+    pinned: PinnedPool,
+    levels: Levels,
+    /// The default priority.
+    priority: i32,
+    /// The size up to which batched copies pay, by direction, once measured; an inner `None` if the
+    /// driver has no batched copies.
+    pub(crate) crossovers: [Mutex<Option<Option<u64>>>; 3],
+    shared: Arc<Shared>,
+    staging: Staging,
+}
+
+impl Runtime {
+    /// A runtime for copies of `device`. Page-locks no memory and starts no thread before the first
+    /// use.
+    ///
+    /// # Errors
+    /// A forked child of a process that uses the device.
+    pub fn new(device: &Device, config: TransferConfig) -> Result<Runtime, TransferError> {
+        aquifer_device::fork::check(aquifer_device::Operation::HostAlloc)?;
+        let pinned = PinnedPool::new(device, config.pinned)?;
+        let staging = Staging::new(&pinned, config.staging);
+        let (levels, priority) = (Levels::new(device, config.streams), config.priority);
+        let (crossovers, shared) = Default::default();
+        Ok(Runtime(Arc::new(RuntimeState { pinned, levels, priority, crossovers, shared, staging })))
+    }
+
+    /// Page-locked memory for copies of its device.
+    pub fn pinned(&self) -> &PinnedPool {
+        &self.0.pinned
+    }
+
+    /// Copies to and from memory of an allocator of its device.
+    ///
+    /// # Errors
+    /// An allocator of another device, and errors of the driver.
+    pub fn transfer(&self, allocator: &Allocator) -> Result<Transfer, TransferError> {
+        let (is, needed) = (allocator.device().id(), self.0.pinned.device().id());
+        if is != needed {
+            return Err(RequestError::wrong_device("allocator", is, needed).into());
+        }
+        let streams = self.0.levels.at(self.0.priority)?;
+        Ok(Transfer { inner: self.0.clone(), allocator: allocator.clone(), streams, stream: None })
+    }
+}
+
+impl fmt::Debug for Runtime {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Runtime").field("device", self.0.pinned.device()).finish_non_exhaustive()
+    }
+}
+
+impl Transfer {
+    /// A handle of the same runtime whose copies run on `stream`, in order with the caller's work
+    /// there. Other threads enqueue staged copies later; wait for them before the stream captures,
+    /// or they fail.
+    ///
+    /// # Errors
+    /// A stream of another device.
+    pub fn on(&self, stream: &Stream) -> Result<Transfer, TransferError> {
+        self.check_device("stream", stream.device_id())?;
+        Ok(Transfer { stream: Some(stream.clone()), ..self.clone() })
+    }
+
+    /// A handle of the same runtime whose transfers have this priority, numerically: lower is more
+    /// urgent. Clamped to the device's range ([`aquifer_device::DeviceInfo::priorities`]);
+    /// [`i32::MAX`] is the least urgent. The first call with a priority creates its streams.
+    ///
+    /// *Effect.* More urgent staged transfers get chunks of the ring first, and may hold more of
+    /// them: a bulk transfer yields to them between two chunks. Kernels that transfers launch, such
+    /// as conversions, run on streams of this priority, which a GPU prefers. Drivers do not reorder
+    /// copies: stream priorities have no effect on copies between host and device (CUDA on
+    /// `cuStreamCreateWithPriority`). So a copy of page-locked memory waits for the copies before
+    /// it on its engine; split bulk transfers of page-locked memory where others must pass. Copies
+    /// between host memory have no priority.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn at_priority(&self, priority: i32) -> Result<Transfer, TransferError> {
+        Ok(Transfer { streams: self.inner.levels.at(priority)?, ..self.clone() })
+    }
+
+    /// The priority of this handle's transfers, within the device's range; lower is more urgent.
+    pub fn priority(&self) -> i32 {
+        self.streams.priority()
+    }
+
+    /// The caller's stream ([`Transfer::on`]).
+    pub fn stream(&self) -> Option<&Stream> {
+        self.stream.as_ref()
+    }
+
+    /// A handle of the same runtime whose copies run on its own streams.
+    #[must_use]
+    pub fn without_stream(&self) -> Transfer {
+        Transfer { stream: None, ..self.clone() }
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        self.allocator.device()
+    }
+
+    /// The allocator of device memory.
+    pub fn allocator(&self) -> &Allocator {
+        &self.allocator
+    }
+
+    /// Page-locked memory for copies of this device.
+    pub fn pinned(&self) -> &PinnedPool {
+        &self.inner.pinned
+    }
+
+    /// The stream for the next copy in this direction: the caller's ([`Transfer::on`]), or the next
+    /// one in rotation of the runtime's own of this handle's priority. Each call advances the
+    /// rotation.
+    pub fn next_stream(&self, direction: Direction) -> &Stream {
+        self.stream.as_ref().unwrap_or_else(|| self.streams.next(direction))
+    }
+
+    /// As [`Transfer::next_stream`], for work that threads of the runtime enqueue: never a stream
+    /// of one thread.
+    ///
+    /// # Errors
+    /// A stream that captures.
+    pub(crate) fn stream_for_threads(&self, direction: Direction) -> Result<&Stream, TransferError> {
+        let for_all = self.stream.as_ref().filter(|stream| stream.raw() != RawStream::PER_THREAD);
+        let stream = for_all.unwrap_or_else(|| self.streams.next(direction));
+        self.refuse_capture(stream)?;
+        Ok(stream)
+    }
+
+    /// All work enqueued on the stream so far.
+    ///
+    /// # Errors
+    /// A stream of another device, or one that captures.
+    pub fn enqueued_on(&self, stream: &Stream) -> Result<Completion, TransferError> {
+        self.check_device("stream", stream.device_id())?;
+        self.refuse_capture(stream)?;
+        Ok(Completion::enqueued(self.shared(), [covered_tick(stream)]))
+    }
+
+    /// Waits on the host until all transfers that handles of this runtime began are complete, on
+    /// all streams, including those whose [`Completion`] was dropped. The [`Completion`] of each
+    /// transfer has its error. Counted as a synchronisation if a transfer was not complete.
+    ///
+    /// Do not call it while holding an [`AccessGuard`] that such a transfer waits for: the thread
+    /// would wait for itself.
+    ///
+    /// # Errors
+    /// The first error of the driver, such as a lost device, after waiting for all transfers.
+    pub fn synchronize(&self) -> Result<(), TransferError> {
+        let Shared { in_flight, counters, .. } = &*self.inner.shared;
+        if in_flight.is_empty() {
+            return Ok(());
+        }
+        counters.waits();
+        in_flight.wait()
+    }
+
+    /// Counters of all handles of this runtime.
+    pub fn counters(&self) -> Counters {
+        self.inner.shared.counters.read()
+    }
+
+    /// Sizes and counters of the staging ring.
+    pub fn staging_stats(&self) -> StagingStats {
+        self.inner.staging.stats()
+    }
+
+    /// The staging ring.
+    pub(crate) fn staging(&self) -> &Staging {
+        &self.inner.staging
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.inner.shared
+    }
+
+    /// Names the caller's place in the program to the device's witness.
+    #[doc(hidden)]
+    #[track_caller]
+    pub fn called_here(&self) -> Option<CalledFrom> {
+        self.device().called_from(Location::caller())
+    }
+
+    /// Checks that something is of this device.
+    ///
+    /// # Errors
+    /// [`RequestError::WrongDevice`] if it is not.
+    #[doc(hidden)]
+    pub fn check_device(&self, what: &'static str, is: u32) -> Result<(), TransferError> {
+        let needed = self.device().id();
+        if is == needed { Ok(()) } else { Err(RequestError::wrong_device(what, is, needed).into()) }
+    }
+
+    /// Checks that a stream does not capture.
+    ///
+    /// # Errors
+    /// A stream that captures.
+    #[doc(hidden)]
+    pub fn refuse_capture(&self, stream: &Stream) -> Result<(), TransferError> {
+        Ok(refuse_capture(stream, NO_CAPTURE)?)
+    }
+
+    /// Enqueues work on a stream while it holds access to the memory that the work uses. The memory
+    /// then carries the tick.
+    ///
+    /// If `work` fails, the memory still counts as used: the driver may have begun the work.
+    pub(crate) fn enqueue(
+        &self,
+        stream: &Stream,
+        device: &[(&Storage, AccessKind)],
+        host: &[(HostPart<'_>, AccessKind)],
+        work: impl FnOnce() -> Result<(), DeviceError>,
+    ) -> Result<Tick, TransferError> {
+        self.enqueue_uncovered(stream, device, host, work)?;
+        Ok(covered_tick(stream))
+    }
+
+    /// As [`Transfer::enqueue`], for work that the host does not wait for: records no event after
+    /// it.
+    pub(crate) fn enqueue_uncovered(
+        &self,
+        stream: &Stream,
+        device: &[(&Storage, AccessKind)],
+        host: &[(HostPart<'_>, AccessKind)],
+        work: impl FnOnce() -> Result<(), DeviceError>,
+    ) -> Result<(), TransferError> {
+        self.refuse_capture(stream)?;
+        let (access, on_host) = loop {
+            // Without device memory: the threads that end reservations may need it.
+            host.iter().for_each(|(part, kind)| part.memory.wait_unreserved(*kind));
+            let access = AccessGuard::acquire(stream, device)?;
+            // Another part of the memory may have been reserved meanwhile.
+            if let Some(on_host) = access_host(host, stream)? {
+                break (access, on_host);
+            }
+        };
+        let _held_off = hold_off_captures(stream, NO_CAPTURE)?;
+        let worked = work();
+        drop(on_host);
+        drop(access);
+        Ok(worked?)
+    }
+}
+
+/// A stream's access to host memory; `None` while a reservation conflicts. All threads lock in one
+/// order, by address, so that they do not wait for each other in a circle.
+fn access_host<'a>(
+    host: &[(HostPart<'a>, AccessKind)],
+    stream: &'a Stream,
+) -> Result<Option<Vec<HostAccess<'a>>>, TransferError> {
+    let mut wanted: Vec<_> = host.iter().map(|&(part, kind)| (part.memory, kind)).collect();
+    // Writing sorts before reading, so that `dedup` keeps it where memory is listed twice.
+    wanted.sort_unstable_by_key(|&(memory, kind)| (Arc::as_ptr(memory), std::cmp::Reverse(kind)));
+    wanted.dedup_by_key(|(memory, _)| Arc::as_ptr(memory));
+    let mut accesses = Vec::with_capacity(wanted.len());
+    for (memory, kind) in wanted {
+        match memory.try_access(stream, kind)? {
+            Some(access) => accesses.push(access),
+            None => return Ok(None),
+        }
+    }
+    Ok(Some(accesses))
+}
+
+impl fmt::Debug for Transfer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Transfer").field("device", self.device()).field("stream", &self.stream).finish_non_exhaustive()
+    }
+}

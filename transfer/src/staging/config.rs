@@ -1,0 +1,190 @@
+//! The configuration of the ring, and its statistics.
+
+use std::time::Duration;
+
+/// The alignment of pieces of host memory, in bytes.
+pub const PAGE: usize = 4096;
+
+/// Sizes of the staging ring for ordinary memory and files. The ring chooses sizes that are `None`
+/// at its first use, from the speed of one thread's copies and that of the link to the device.
+///
+/// ```
+/// use aquifer::transfer::StagingConfig;
+/// let config = StagingConfig::default().chunk_bytes(2 << 20).chunks(4).threads(2);
+/// assert_eq!((config.chunk_bytes, config.bytes_max), (Some(2 << 20), 128 << 20));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StagingConfig {
+    /// Bytes of a chunk, as a multiple of 4096 from 4 KiB to 1 GiB. If chosen by the ring: 1 to 16
+    /// MiB.
+    pub chunk_bytes: Option<usize>,
+    /// Number of chunks, 1 to 1024. If chosen by the ring: 5 to 12. One stream never gets all of
+    /// them where there are three or more.
+    pub chunks: Option<usize>,
+    /// Number of threads that copy, 1 to 64. If chosen by the ring: 1 to 8, and no more than there
+    /// are cores. When all of them wait for streams, more start, at most one for each stream.
+    pub threads: Option<usize>,
+    /// The most page-locked memory that the ring takes, in bytes, besides half of the pool's limit.
+    /// To stay within it, the ring has fewer chunks than configured, and rather two smaller ones
+    /// than one. It takes at least 4096 bytes.
+    pub bytes_max: usize,
+    /// Whether files are read past the page cache.
+    pub direct_io: DirectIo,
+}
+
+/// Whether an upload of a [`crate::FilePart`] bypasses the page cache (`O_DIRECT`), where the
+/// system and the file system support that. Where they do not, and at the unaligned ends of a read,
+/// files are read through the cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum DirectIo {
+    /// Through the cache: fastest for files that are in it.
+    Never,
+    /// Past the cache: faster with fast local storage, and the cache keeps its contents.
+    Always,
+    /// The first pieces of a file are read both ways alternately, and the rest in the way that was
+    /// faster. Reads of less than 64 MiB go through the cache.
+    #[default]
+    Measured,
+}
+
+impl Default for StagingConfig {
+    /// All sizes are chosen by the ring; at most 128 MiB are page-locked.
+    fn default() -> Self {
+        StagingConfig {
+            chunk_bytes: None,
+            chunks: None,
+            threads: None,
+            bytes_max: 128 << 20,
+            direct_io: DirectIo::default(),
+        }
+    }
+}
+
+impl StagingConfig {
+    /// Sets [`StagingConfig::chunk_bytes`].
+    #[must_use]
+    pub fn chunk_bytes(self, bytes: usize) -> Self {
+        Self { chunk_bytes: Some(bytes), ..self }
+    }
+
+    /// Sets [`StagingConfig::chunks`].
+    #[must_use]
+    pub fn chunks(self, chunks: usize) -> Self {
+        Self { chunks: Some(chunks), ..self }
+    }
+
+    /// Sets [`StagingConfig::threads`].
+    #[must_use]
+    pub fn threads(self, threads: usize) -> Self {
+        Self { threads: Some(threads), ..self }
+    }
+
+    /// Sets [`StagingConfig::bytes_max`].
+    #[must_use]
+    pub fn bytes_max(self, bytes: usize) -> Self {
+        Self { bytes_max: bytes, ..self }
+    }
+
+    /// Sets [`StagingConfig::direct_io`].
+    #[must_use]
+    pub fn direct_io(self, direct_io: DirectIo) -> Self {
+        Self { direct_io, ..self }
+    }
+
+    /// Whether all sizes are configured.
+    pub(super) fn is_fixed(&self) -> bool {
+        self.chunk_bytes.is_some() && self.chunks.is_some() && self.threads.is_some()
+    }
+
+    /// The sizes of a ring: the configured ones, else those `chosen`, within bounds.
+    pub(super) fn sizes(&self, chosen: Sizes) -> Sizes {
+        let most = (self.bytes_max / PAGE * PAGE).max(PAGE);
+        let asked = self.chunk_bytes.unwrap_or(chosen.chunk_bytes).clamp(PAGE, CHUNK_BYTES_MAX).next_multiple_of(PAGE);
+        let chunks = self.chunks.unwrap_or(chosen.chunks).clamp(1, 1024);
+        // Two chunks rather than one that is twice as large: else nothing overlaps.
+        let fair = if chunks == 1 { most } else { (most / 2 / PAGE * PAGE).max(PAGE) };
+        let chunk_bytes = asked.min(fair);
+        Sizes {
+            chunk_bytes,
+            chunks: chunks.min((self.bytes_max / chunk_bytes).max(1)),
+            threads: self.threads.unwrap_or(chosen.threads).clamp(1, 64),
+        }
+    }
+}
+
+/// Sizes and counters of the staging ring of a [`crate::Transfer`]. Times are of the host's clock,
+/// added up over threads, on virtual devices too.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StagingStats {
+    /// Bytes of a chunk; 0 before the first use.
+    pub chunk_bytes: u64,
+    /// Chunks that were allocated so far.
+    pub chunks: u64,
+    /// The most chunks; 0 before the first use. There are fewer while fewer are needed, or where
+    /// memory is short.
+    pub chunks_max: u64,
+    /// Threads that run. They start as they are needed.
+    pub threads: u64,
+    /// The most threads, without those that wait for streams; 0 before the first use.
+    pub threads_max: u64,
+    /// Bytes that went to the device.
+    pub uploaded_bytes: u64,
+    /// Bytes that came from the device.
+    pub downloaded_bytes: u64,
+    /// Time in copies of host memory, into and out of chunks.
+    pub time_copying: Duration,
+    /// Time in reads of files.
+    pub time_reading: Duration,
+    /// Time spent waiting for a free chunk, that is, for copies to the device. If it is long, the
+    /// link limits; else the host or its storage does.
+    pub time_waiting_for_chunks: Duration,
+    /// Time spent waiting for copies from the device.
+    pub time_waiting_for_arrivals: Duration,
+}
+
+const CHUNK_BYTES_MAX: usize = 1 << 30;
+
+/// The sizes of a ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Sizes {
+    /// A multiple of [`PAGE`].
+    pub(super) chunk_bytes: usize,
+    /// At least 1.
+    pub(super) chunks: usize,
+    /// At least 1.
+    pub(super) threads: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CHOSEN: Sizes = Sizes { chunk_bytes: 4 << 20, chunks: 8, threads: 4 };
+
+    #[test]
+    fn configured_sizes_count_within_bounds() {
+        let config = StagingConfig::default();
+        assert_eq!(config.sizes(CHOSEN), CHOSEN);
+        assert_eq!(
+            config.chunk_bytes(5000).chunks(0).threads(1000).sizes(CHOSEN),
+            Sizes { chunk_bytes: 8192, chunks: 1, threads: 64 }
+        );
+        assert_eq!(config.chunk_bytes(0).sizes(CHOSEN).chunk_bytes, 4096);
+        assert_eq!(config.chunk_bytes(usize::MAX).bytes_max(usize::MAX).sizes(CHOSEN).chunk_bytes, 1 << 30);
+    }
+
+    #[test]
+    fn the_ring_takes_no_more_memory_than_it_may() {
+        for bytes_max in [0, 1, 4096, 10_000, 1 << 20, 9 << 20, 40 << 20] {
+            for chunks in [1, 2, 8] {
+                let sizes = StagingConfig::default().bytes_max(bytes_max).chunks(chunks).sizes(CHOSEN);
+                assert!(sizes.chunk_bytes * sizes.chunks <= bytes_max.max(4096), "{bytes_max}: {sizes:?}");
+                assert!(sizes.chunk_bytes.is_multiple_of(4096) && sizes.chunks >= 1, "{bytes_max}: {sizes:?}");
+            }
+        }
+        assert_eq!(StagingConfig::default().bytes_max(9 << 20).sizes(CHOSEN).chunks, 2);
+    }
+}

@@ -1,0 +1,212 @@
+//! A staged transfer, and the steps that its pieces go through.
+
+use std::panic::Location;
+use std::sync::Arc;
+
+use aquifer_allocator::Reservation;
+use aquifer_device::fork::Mutex;
+use aquifer_device::internal::caller;
+use aquifer_device::{AccessKind, CopyEnd, DeviceError, DevicePtr, HostPtr, RawStream, Stream, Tick};
+
+use super::config::PAGE;
+use super::endpoints::{HostSource, HostTarget};
+use super::task::{self, Submission, Way};
+use crate::copy::DevicePart;
+use crate::enqueue::{covered_tick, enqueue_block, hold_off_captures, refuse_capture};
+use crate::error::TransferError;
+use crate::foreign_code::guarded;
+use crate::job::Job;
+use crate::pinned::PinnedBlock;
+use crate::rows::{RowBlock, Rows};
+
+/// The advice where a stream began a capture after a transfer was accepted.
+const CAPTURES_NOW: &str = "the stream began a capture before all of this transfer was enqueued: wait for a transfer before its stream captures";
+
+/// A chunk of the ring.
+pub(super) type Chunk = PinnedBlock;
+/// A piece of a job, and the chunk that it goes through.
+pub(super) type Piece = task::Piece<Arc<StagedTransfer>, Chunk>;
+
+/// The device end of a staged transfer: some rows of bytes of reserved memory.
+pub(crate) struct DeviceEndpoint {
+    reserved: Reservation,
+    ptr: DevicePtr,
+    rows: Rows<1>,
+}
+
+impl DeviceEndpoint {
+    /// Some bytes of device memory, which must lie within it. Reserves all of its storage.
+    ///
+    /// # Errors
+    /// As [`Reservation::acquire`].
+    pub(crate) fn reserve(
+        memory: DevicePart<'_>,
+        rows: Rows<1>,
+        kind: AccessKind,
+    ) -> Result<DeviceEndpoint, TransferError> {
+        Ok(DeviceEndpoint { reserved: Reservation::acquire(memory.storage, kind)?, ptr: memory.ptr, rows })
+    }
+
+    /// Enqueues a copy of a block of bytes to or from a chunk, in which they are adjacent.
+    ///
+    /// # Safety
+    /// As [`enqueue_block`], for the chunk from `chunk` on.
+    #[allow(unsafe_code, reason = "passed on from the driver")]
+    unsafe fn enqueue(&self, stream: &Stream, block: RowBlock<1>, chunk: HostPtr, way: Way) -> Result<(), DeviceError> {
+        let RowBlock { first, at: [at], width, height, pitches: [pitch] } = block;
+        let (here, there) = ((first, width, CopyEnd::Host(chunk)), (at, pitch, CopyEnd::Device(self.ptr)));
+        let (from, to) = if way == Way::Up { (here, there) } else { (there, here) };
+        let block = RowBlock { first, at: [from.0, to.0], width, height, pitches: [from.1, to.1] };
+        // SAFETY: passed on to the caller.
+        unsafe { enqueue_block(stream, block, (from.2, to.2), 1) }
+    }
+}
+
+/// A staged transfer.
+pub(super) struct StagedTransfer {
+    host: HostEndpoint,
+    device: DeviceEndpoint,
+    stream: Stream,
+    priority: i32,
+    job: Arc<Job>,
+    /// The caller's place in the program, if the device has a witness.
+    asked: Option<&'static Location<'static>>,
+    /// The tick after its latest copy.
+    last: Mutex<Option<Tick>>,
+}
+
+/// The host end of a staged transfer: an upload has a source, a download a target.
+pub(crate) enum HostEndpoint {
+    Source(Arc<dyn HostSource>),
+    Target(Arc<dyn HostTarget>),
+}
+
+impl HostEndpoint {
+    /// Length in bytes.
+    pub(crate) fn bytes(&self) -> u64 {
+        match self {
+            HostEndpoint::Source(source) => source.bytes(),
+            HostEndpoint::Target(target) => target.bytes(),
+        }
+    }
+}
+
+impl StagedTransfer {
+    /// As [`super::Staging::begin`].
+    pub(super) fn new(
+        host: HostEndpoint,
+        device: DeviceEndpoint,
+        stream: &Stream,
+        priority: i32,
+    ) -> Result<StagedTransfer, TransferError> {
+        debug_assert_eq!(host.bytes(), device.rows.len());
+        debug_assert!(stream.raw() != RawStream::PER_THREAD);
+        // Threads access the memory later, and streams that used it may capture then.
+        device.reserved.prepare(stream)?;
+        let (stream, job, last) = (stream.clone(), Job::new(), Mutex::new(None));
+        Ok(StagedTransfer { host, device, stream, priority, job, asked: caller(), last })
+    }
+
+    /// The length of either end.
+    pub(super) fn bytes(&self) -> u64 {
+        self.device.rows.len()
+    }
+
+    pub(super) fn job(&self) -> &Arc<Job> {
+        &self.job
+    }
+
+    /// The transfer as a job of the ring.
+    pub(super) fn order(self) -> Submission<Arc<StagedTransfer>> {
+        let (way, phase) = match &self.host {
+            HostEndpoint::Source(source) => (Way::Up, source.phase() % PAGE as u64),
+            HostEndpoint::Target(_) => (Way::Down, 0),
+        };
+        let (bytes, stream, priority) = (self.bytes(), self.stream.id(), self.priority);
+        Submission { way, bytes, phase, stream, priority, work: Arc::new(self) }
+    }
+
+    /// Ends the job. The reservation and the host end are dropped before the job is settled, except
+    /// for an owner whose drop is foreign code.
+    pub(super) fn end(self, result: Result<(), TransferError>) {
+        let StagedTransfer { host, device, stream, job, last, .. } = self;
+        let upload = matches!(host, HostEndpoint::Source(_));
+        drop(device);
+        drop(host);
+        match result {
+            Ok(()) if upload => job.enqueued(last.into_inner().unwrap_or_else(|| stream.tick())),
+            result => job.finish(result),
+        }
+    }
+
+    /// Whether reading the source waits for storage.
+    pub(super) fn is_storage(&self) -> bool {
+        matches!(&self.host, HostEndpoint::Source(source) if source.is_storage())
+    }
+
+    fn check_wanted(&self) -> Result<(), TransferError> {
+        if self.job.is_cancelled() { Err(TransferError::Cancelled) } else { Ok(()) }
+    }
+}
+
+/// Fills a chunk with its piece of the source.
+pub(super) fn fill(piece: &mut Piece) -> Result<(), TransferError> {
+    let bytes = piece.bytes();
+    let Piece { work: transfer, range, chunk, .. } = piece;
+    transfer.check_wanted()?;
+    let HostEndpoint::Source(source) = &transfer.host else { return Ok(()) };
+    let into = chunk.all_mut().into_part(0..bytes)?.into_write()?;
+    guarded("the source of a transfer", || source.read(range.start, into))
+}
+
+/// Enqueues the copy of a filled chunk to the device, or of the device's bytes to a chunk. An event
+/// covers the tick after it.
+pub(super) fn send(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
+    piece.work.check_wanted()?;
+    let tick = enqueue(piece, way)?;
+    let mut last = piece.work.last.lock();
+    if last.as_ref().is_none_or(|last| last.n() < tick.n()) {
+        *last = Some(tick.clone());
+    }
+    Ok(tick)
+}
+
+/// Stores the bytes that arrived in a chunk in the target.
+pub(super) fn store(piece: &Piece) -> Result<(), TransferError> {
+    let Piece { work: transfer, range, chunk, .. } = piece;
+    transfer.check_wanted()?;
+    let HostEndpoint::Target(target) = &transfer.host else { return Ok(()) };
+    let from = chunk.part(0..piece.bytes())?.read()?;
+    guarded("the target of a transfer", || target.write(range.start, from))
+}
+
+#[allow(unsafe_code, reason = "a copy goes on after the call")]
+fn enqueue(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
+    let bytes = piece.bytes();
+    let Piece { work: transfer, range, chunk, .. } = piece;
+    refuse_capture(&transfer.stream, CAPTURES_NOW)?;
+    let _place = transfer.asked.and_then(|asked| transfer.stream.called_from(asked));
+    let on_device = transfer.device.reserved.access(&transfer.stream)?;
+    let (part, kind) = match way {
+        Way::Up => (chunk.part(0..bytes)?.host(), AccessKind::Read),
+        Way::Down => (chunk.all_mut().into_part(0..bytes)?.host(), AccessKind::Write),
+    };
+    let in_chunk = part.memory.access(&transfer.stream, kind)?;
+    let _held_off = hold_off_captures(&transfer.stream, CAPTURES_NOW)?;
+    let enqueued = transfer.device.rows.blocks(range.clone(), |block| {
+        // SAFETY: the blocks of the range fill the part. The access to the chunk notes the copies.
+        // Until they are done nothing touches the bytes that they write, writes those that they
+        // read, or reuses the memory.
+        unsafe { transfer.device.enqueue(&transfer.stream, block, part.ptr, way) }
+    });
+    drop((in_chunk, on_device));
+    enqueued?;
+    Ok(covered_tick(&transfer.stream))
+}
+
+impl Piece {
+    /// The length, which is at most a chunk's.
+    fn bytes(&self) -> usize {
+        usize::try_from(self.range.end - self.range.start).unwrap_or(usize::MAX)
+    }
+}

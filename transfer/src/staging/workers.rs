@@ -1,0 +1,162 @@
+//! The worker threads of a ring: they perform its tasks with page-locked memory and a device.
+
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::Instant;
+
+use aquifer_device::Tick;
+use aquifer_device::executor;
+use aquifer_device::fork::Mutex;
+use aquifer_device::internal::defer_panics_here;
+
+use super::config::{StagingConfig, StagingStats};
+use super::ring::CHUNK_BYTES_LEAST;
+use super::scheduler::{Executor, Scheduler};
+use super::staged_transfer::{Chunk, Piece, StagedTransfer, fill, send, store};
+use super::task::{Followup, Task, TaskResult, Way};
+use super::tune;
+use crate::error::TransferError;
+use crate::foreign_code::{self, DRIVER, guarded};
+use crate::pinned::{PinnedPool, ReclaimableCache};
+
+/// A ring with its worker threads, each of which keeps it alive.
+pub(super) struct Workers {
+    pool: PinnedPool,
+    config: StagingConfig,
+    pub(super) scheduler: Scheduler<Arc<StagedTransfer>, Chunk, Tick>,
+    /// The bytes that the threads moved, and their time by activity.
+    work: Mutex<StagingStats>,
+}
+
+impl Workers {
+    pub(super) fn new(pool: &PinnedPool, config: StagingConfig) -> Arc<Workers> {
+        let workers = Workers { pool: pool.clone(), config, scheduler: Scheduler::new(), work: Mutex::default() };
+        let workers = Arc::new(workers);
+        let cache: Weak<Workers> = Arc::downgrade(&workers);
+        pool.add_cache(cache);
+        workers
+    }
+
+    pub(super) fn submit(self: &Arc<Self>, transfer: StagedTransfer) -> Result<(), TransferError> {
+        self.scheduler.submit(transfer.order(), self)
+    }
+
+    pub(super) fn stats(&self) -> StagingStats {
+        let size = self.scheduler.size();
+        StagingStats {
+            chunk_bytes: size.chunk_bytes as u64,
+            chunks: size.chunks as u64,
+            chunks_max: size.sizes.map_or(0, |sizes| sizes.chunks as u64),
+            threads: size.threads as u64,
+            threads_max: size.sizes.map_or(0, |sizes| sizes.threads as u64),
+            ..*self.work.lock()
+        }
+    }
+
+    /// Allocates a chunk for a ring that already has `others` bytes. The ring takes at most half of
+    /// a pool with a limit, so that small copies and the caller's buffers fit too. That half holds
+    /// two chunks at least, or one of the smallest size.
+    fn allocate_chunk(&self, bytes: usize, others: usize) -> Result<Chunk, TransferError> {
+        let wanted = bytes + others.max(bytes);
+        let is_smallest = others == 0 && bytes < 2 * CHUNK_BYTES_LEAST;
+        if !is_smallest && self.pool.limit().is_some_and(|limit| wanted as u64 > limit / 2) {
+            return Err(self.pool.refusal(bytes));
+        }
+        self.pool.alloc(bytes, 1)
+    }
+
+    /// Reads a source or writes a target, and counts the time.
+    fn copy(
+        &self,
+        piece: &mut Piece,
+        step: impl FnOnce(&mut Piece) -> Result<(), TransferError>,
+    ) -> Result<(), TransferError> {
+        let start = Instant::now();
+        let result = step(piece);
+        let mut work = self.work.lock();
+        let time = if piece.work.is_storage() { &mut work.time_reading } else { &mut work.time_copying };
+        *time += start.elapsed();
+        result
+    }
+
+    /// Fills the chunk for an upload, and enqueues the copy.
+    fn send(&self, mut piece: Piece, way: Way) -> TaskResult<Arc<StagedTransfer>, Chunk, Tick> {
+        let sent = guarded(DRIVER, || {
+            if way == Way::Up {
+                self.copy(&mut piece, fill)?;
+            }
+            send(&mut piece, way)
+        });
+        let tick = match sent {
+            Ok(tick) => tick,
+            Err(error) => return TaskResult::Failed(piece, error),
+        };
+        let mut work = self.work.lock();
+        let bytes = if way == Way::Up { &mut work.uploaded_bytes } else { &mut work.downloaded_bytes };
+        *bytes += piece.range.end - piece.range.start;
+        drop(work);
+        TaskResult::Sent(piece, tick)
+    }
+}
+
+impl ReclaimableCache for Workers {
+    fn reclaim(&self) -> bool {
+        // Chunks that copies still use go back with the ticks of these copies.
+        !self.scheduler.strip_idle().is_empty()
+    }
+}
+
+impl Executor<Arc<StagedTransfer>, Chunk, Tick> for Arc<Workers> {
+    fn perform(&self, task: Task<Arc<StagedTransfer>, Chunk, Tick>) -> TaskResult<Arc<StagedTransfer>, Chunk, Tick> {
+        match task {
+            Task::Tune => {
+                TaskResult::Tuned(self.config.sizes(tune::or_assumed(|| tune::choose(&self.config, &self.pool))))
+            }
+            Task::Grow { bytes, others } => TaskResult::Grown(guarded(DRIVER, || self.allocate_chunk(bytes, others))),
+            Task::Fill(piece) => self.send(piece, Way::Up),
+            Task::Fetch(piece) => self.send(piece, Way::Down),
+            Task::Store(mut piece) => match guarded(DRIVER, || self.copy(&mut piece, |piece| store(piece))) {
+                Ok(()) => TaskResult::Stored(piece),
+                Err(error) => TaskResult::Failed(piece, error),
+            },
+            Task::Wait(flight) => {
+                let start = Instant::now();
+                let waited = guarded(DRIVER, || Ok(flight.tick.synchronize()?));
+                let mut work = self.work.lock();
+                let StagingStats { time_waiting_for_chunks, time_waiting_for_arrivals, .. } = &mut *work;
+                let time = if flight.way == Way::Up { time_waiting_for_chunks } else { time_waiting_for_arrivals };
+                *time += start.elapsed();
+                drop(work);
+                TaskResult::Waited(flight, waited)
+            }
+        }
+    }
+
+    fn settle(&self, after: Followup<Arc<StagedTransfer>, Chunk>) {
+        for (transfer, result) in after.ended {
+            // No task has a piece of it, so this is the last reference.
+            if let Some(transfer) = Arc::into_inner(transfer) {
+                transfer.end(result);
+            }
+        }
+        drop(after.surplus);
+        // The transfer may have held the last buffer of a dropped allocator.
+        aquifer_allocator::close_abandoned();
+    }
+
+    fn spawn(&self) -> Result<(), TransferError> {
+        let workers = self.clone();
+        let started = executor::spawn(thread::Builder::new().name("aquifer-staging".to_owned()), move || {
+            defer_panics_here();
+            foreign_code::with_deferring(true, || {
+                workers.scheduler.work(&workers);
+                drop(workers);
+            });
+            aquifer_allocator::close_abandoned();
+        });
+        match started {
+            Ok(_) => Ok(()),
+            Err(error) => Err(TransferError::Thread { what: "staged transfers", cause: Arc::new(error) }),
+        }
+    }
+}

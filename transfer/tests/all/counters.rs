@@ -1,0 +1,57 @@
+//! What counters say of transfers.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use aquifer::memory::Config;
+use aquifer::transfer::Transfer;
+use aquifer::{Allocator, Tensor};
+use aquifer_device::Device;
+use aquifer_sim::{SimConfig, SimDriver};
+
+/// A copy that was done before the wait, and one that a task awaited, blocked no thread.
+#[test]
+fn transfers_that_blocked_no_thread_overlap_fully() {
+    let device = Device::new(SimDriver::new(SimConfig::default()));
+    let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
+    let stream = device.stream().unwrap();
+    let pending = transfer.to_device(vec![1u8; 1000], &stream).unwrap();
+    device.synchronize().unwrap();
+    pending.wait().unwrap();
+    let first = transfer.counters();
+    assert_eq!((first.overlap(), first.synchronisations), (Some(1.0), 0));
+    pollster::block_on(transfer.to_device(vec![1u8; 1000], &stream).unwrap()).unwrap();
+    let second = transfer.counters();
+    assert_eq!((second.overlap(), second.synchronisations), (Some(1.0), 0));
+    assert!(second.time_in_flight > first.time_in_flight);
+    // An empty copy was not in flight.
+    transfer.to_device(Vec::<u8>::new(), &stream).unwrap().wait().unwrap();
+    assert_eq!(transfer.counters().time_in_flight, second.time_in_flight);
+}
+
+/// Whether a copy is done by the time that it is waited for is chance.
+#[test]
+fn reading_one_element_always_counts_as_waiting() {
+    let sim = SimDriver::new(SimConfig::default());
+    let memory = Allocator::new(&Device::new(sim.clone()), Config::default()).unwrap();
+    let (transfer, stream) = (memory.transfer().unwrap(), memory.device().stream().unwrap());
+    let buffer = transfer.to_device(vec![1u8; 1000], &stream).unwrap().wait().unwrap();
+    let tensor = Tensor::from_buffer(&buffer, &[1000]).unwrap().select(0, 7).unwrap();
+    let before = transfer.counters().synchronisations;
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                sim.advance(Duration::from_millis(1));
+            }
+        });
+        for _ in 0..500 {
+            transfer.item(&buffer.slice(0..=0)).unwrap();
+            tensor.item::<u8>().unwrap();
+        }
+        over.store(true, Ordering::Relaxed);
+    });
+    assert_eq!(transfer.counters().synchronisations - before, 1000);
+    Tensor::scalar(1u8).unwrap().item::<u8>().unwrap();
+    assert_eq!(transfer.counters().synchronisations - before, 1000, "there is nothing to wait for");
+}

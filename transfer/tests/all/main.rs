@@ -1,0 +1,37 @@
+//! Copies of untyped memory, as programs make them through the crate `aquifer`.
+
+mod counters;
+mod files;
+mod memory;
+mod on_host;
+mod owners;
+mod peers;
+mod regions;
+
+use std::sync::Arc;
+
+use aquifer::Allocator;
+use aquifer::memory::Config;
+use aquifer::transfer::{StagingConfig, Transfer, TransferConfig};
+use aquifer_device::Device;
+use aquifer_sim::{SimConfig, SimDriver};
+
+/// A ring of few small chunks.
+fn small() -> StagingConfig {
+    StagingConfig::default().chunk_bytes(64 << 10).chunks(3).threads(3).bytes_max(1 << 20)
+}
+
+fn sim() -> SimConfig {
+    SimConfig::new(1 << 30)
+}
+
+/// A runtime on a device of its own.
+fn runtime(config: StagingConfig) -> (Arc<SimDriver>, Transfer) {
+    let sim = SimDriver::new(sim());
+    let allocator = Allocator::new(&Device::new(sim.clone()), Config::default()).unwrap();
+    (sim, Transfer::with_config(&allocator, TransferConfig::default().staging(config)).unwrap())
+}
+
+fn content(bytes: usize, seed: usize) -> Vec<u8> {
+    (seed..seed + bytes).map(|index| (index.wrapping_mul(0x9E37_79B1) >> 11).to_le_bytes()[0]).collect()
+}

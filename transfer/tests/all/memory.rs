@@ -1,0 +1,143 @@
+//! Page-locked memory that the ring shares with others.
+
+use std::sync::{Arc, Mutex};
+
+use aquifer::kernels::DType;
+use aquifer::memory::Config;
+use aquifer::transfer::{PinnedConfig, PinnedPool, StagingConfig, Transfer, TransferConfig};
+use aquifer::{Allocator, Error, Tensor};
+use aquifer_device::Device;
+use aquifer_sim::{SimConfig, SimDriver};
+use aquifer_transfer::{DevicePart, HostSource, TransferError};
+
+use super::{content, runtime, sim, small};
+
+/// The ring gives up its idle chunks before a request fails.
+#[test]
+fn an_idle_ring_gives_its_memory_back() {
+    for stays in [false, true] {
+        let sim = SimDriver::new(sim());
+        let allocator = Allocator::new(&Device::new(sim.clone()), Config::default()).unwrap();
+        let config = TransferConfig::default()
+            .pinned(PinnedConfig::default().limit_bytes(32 << 20))
+            .staging(StagingConfig::default().chunk_bytes(4 << 20).chunks(6).threads(2));
+        let transfer = Transfer::with_config(&allocator, config).unwrap();
+        let stream = transfer.device().stream().unwrap();
+        let content = content(64 << 20, 1);
+        let uploaded = transfer.to_device(content.clone(), &stream).unwrap().wait().unwrap();
+        if stays {
+            assert!(transfer.pinned().alloc::<u8>(24 << 20).is_ok());
+        } else {
+            let ring = transfer.staging_stats();
+            assert!(transfer.pinned().empty_cache().unwrap() >= ring.chunks * ring.chunk_bytes);
+            assert_eq!(transfer.pinned().stats().allocated_bytes.current, 0);
+        }
+        assert_eq!(transfer.staging_stats().chunks, 0);
+        // The next one makes its own again.
+        assert!(transfer.to_vec(&uploaded).unwrap().wait().unwrap() == content);
+        assert_eq!(sim.take_violations(), []);
+    }
+}
+
+/// A pool with a limit serves small copies while the ring works on large ones.
+#[test]
+fn a_busy_ring_leaves_memory_to_small_copies() {
+    /// Blocks readers until it is opened.
+    struct Gate {
+        bytes: u64,
+        readers: Mutex<usize>,
+        open: Mutex<bool>,
+    }
+    impl HostSource for Gate {
+        fn bytes(&self) -> u64 {
+            self.bytes
+        }
+
+        fn read(&self, _: u64, into: &mut [u8]) -> Result<(), TransferError> {
+            *self.readers.lock().unwrap() += 1;
+            while !*self.open.lock().unwrap() {
+                std::thread::yield_now();
+            }
+            into.fill(3);
+            Ok(())
+        }
+    }
+    for limit in [512 << 10, 1 << 20, 4 << 20, 8 << 20, 30 << 20_u64] {
+        let sim = SimDriver::new(sim());
+        let allocator = Allocator::new(&Device::new(sim.clone()), Config::default()).unwrap();
+        let config = TransferConfig::default()
+            .pinned(PinnedConfig::default().limit_bytes(limit))
+            .staging(StagingConfig::default().chunk_bytes(2 << 20).chunks(16).threads(4));
+        let transfer = Transfer::with_config(&allocator, config).unwrap();
+        let stream = transfer.device().stream().unwrap();
+        let source = Arc::new(Gate { bytes: 64 << 20, readers: Mutex::new(0), open: Mutex::new(false) });
+        let large = allocator.alloc::<u8>(usize::try_from(source.bytes).unwrap(), &stream).unwrap();
+        let part = DevicePart { storage: large.storage(), ptr: large.ptr(), bytes: large.bytes() };
+        let uploaded = transfer.upload_source(source.clone(), part).unwrap();
+        while *source.readers.lock().unwrap() < 2 {
+            std::thread::yield_now();
+        }
+        for n in 0..200u8 {
+            let small = transfer.to_device(vec![n; 100_000], &stream).unwrap().wait().unwrap();
+            assert_eq!(transfer.item(&small.slice(99_999..=99_999)).unwrap(), n);
+        }
+        let ring = transfer.staging_stats();
+        assert!(ring.chunks >= 2 && ring.chunks * ring.chunk_bytes <= limit / 2, "{limit}: {ring:?}");
+        *source.open.lock().unwrap() = true;
+        uploaded.wait(false).unwrap();
+        assert_eq!(transfer.item(&large.slice(1 << 20..=1 << 20)).unwrap(), 3);
+        assert_eq!(sim.take_violations(), []);
+    }
+}
+
+#[test]
+fn a_per_thread_stream_is_replaced() {
+    let (sim, transfer) = runtime(small());
+    let own = transfer.device().per_thread_stream();
+    let content = content(300_000, 8);
+    let pending = transfer.on(&own).unwrap().to_device(content.clone(), &own).unwrap();
+    let back = transfer.on(&own).unwrap().to_vec(&pending.wait().unwrap()).unwrap().wait().unwrap();
+    assert!(back == content && sim.violations().is_empty());
+}
+
+#[test]
+fn pageable_buffers_are_staged_and_waited_for() {
+    let (sim, transfer) = runtime(StagingConfig::default());
+    let stream = transfer.device().stream().unwrap();
+    let pool = PinnedPool::new(transfer.device(), PinnedConfig::default().limit_bytes(0)).unwrap();
+    let values: Vec<u32> = (0..1 << 20).collect();
+    let mut host = pool.alloc_or_pageable::<u32>(1 << 20).unwrap();
+    host.write().unwrap().copy_from_slice(&values);
+    let mut device = transfer.allocator().alloc(1 << 19, &stream).unwrap();
+    let pending = transfer.upload(host.slice(7..7 + (1 << 19)), &mut device).unwrap();
+    host.write().unwrap().fill(0);
+    pending.wait().unwrap();
+    let pending = transfer.download(&device, host.slice_mut(1 << 19..)).unwrap();
+    assert_eq!(host.slice(1 << 19..).read().unwrap(), &values[7..7 + (1 << 19)]);
+    assert!(host.slice(..1 << 19).read().unwrap().iter().all(|&value| value == 0));
+    pending.wait().unwrap();
+    assert_eq!(sim.take_violations(), []);
+}
+
+#[test]
+fn reading_device_memory_larger_than_host_memory_is_an_error() {
+    let bytes = 60 << 40;
+    if Vec::<u8>::new().try_reserve_exact(60 << 40).is_ok() {
+        eprintln!("skipped: this system promises any process any amount of memory");
+        return;
+    }
+    let device = Device::new(SimDriver::new(SimConfig::new(bytes)));
+    let allocator = Allocator::new(&device, Config::parse("backing:segments").unwrap()).unwrap();
+    let transfer = Transfer::new(&allocator).unwrap();
+    let buffer = allocator.alloc::<u32>(usize::try_from(bytes / 4).unwrap(), &device.stream().unwrap()).unwrap();
+    let error = transfer.to_vec(&buffer).map(drop).unwrap_err();
+    assert!(
+        matches!(error, Error::Transfer(TransferError::OutOfHostMemory { bytes: asked, .. }) if asked == bytes),
+        "{error}"
+    );
+    drop(buffer);
+    let tensor = Tensor::empty(&[usize::try_from(bytes / 4).unwrap()], DType::F32, &transfer).unwrap();
+    for error in [tensor.to_host().map(drop).unwrap_err(), tensor.to_vec::<f32>().map(drop).unwrap_err()] {
+        assert!(error.is_out_of_memory(), "{error}");
+    }
+}
