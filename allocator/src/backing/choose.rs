@@ -5,7 +5,7 @@ use aquifer_device::{Device, ErrorKind};
 use crate::backing::paged::granules::Paged;
 use crate::backing::paged::probe::probe;
 use crate::backing::why_segments::WhySegments;
-use crate::config::validate::GRANULE_MIN;
+use crate::config::GRANULE_MIN;
 use crate::config::{Backing, Config};
 use crate::error::AllocError;
 
