@@ -211,11 +211,11 @@ impl Kernels {
     /// use aquifer::prelude::*;
     /// use aquifer_kernels::Kernels;
     /// let device = aquifer::open("sim:24GiB")?;
-    /// let memory = Allocator::of(&device)?;
+    /// let allocator = Allocator::of(&device)?;
     /// let (kernels, stream) = (Kernels::load(&device)?, device.stream()?);
     ///
-    /// let mut memory: Buffer<u8> = memory.alloc(1001, &stream)?;
-    /// let mut findings: Buffer<u64> = memory.alloc(Kernels::FINDINGS_LEN, &stream)?;
+    /// let mut memory: Buffer<u8> = allocator.alloc(1001, &stream)?;
+    /// let mut findings: Buffer<u64> = allocator.alloc(Kernels::FINDINGS_LEN, &stream)?;
     /// kernels.fill(&stream, &mut findings, 0u64)?;
     /// kernels.pattern_write(&stream, &mut memory, 42)?;
     /// kernels.pattern_verify(&stream, &memory, 42, &mut findings)?;
