@@ -6,7 +6,7 @@ use aquifer_device::{MemoryUsers, Operation, Result, fork};
 
 use crate::accounting::attribution::{Attribution, used};
 use crate::allocator::{Allocator, all_states};
-use crate::backing::growing::Holding;
+use crate::backing::limits::Holding;
 
 /// Attributes the device's memory to its holders. The caller holds no lock. An answer about the
 /// processes of a GPU serves for `max_age`; without `max_age`, processes stay unknown.

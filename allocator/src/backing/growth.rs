@@ -1,7 +1,7 @@
 //! How much a request takes from the device, and how an attempt to take it ended.
 
 use crate::allocator::Allocator;
-use crate::backing::growing::Refusal;
+use crate::backing::limits::Refusal;
 use crate::size_class;
 use crate::state::guard::Granted;
 use crate::state::shared::SharedState;

@@ -10,7 +10,7 @@
 use std::time::Duration;
 
 use crate::allocator::Allocator;
-use crate::backing::growing::{Growing, Refusal};
+use crate::backing::limits::{Growing, Refusal};
 use crate::error::AllocError;
 use crate::state::shared::SharedState;
 

@@ -2,14 +2,14 @@
 //! mapped.
 
 pub(crate) mod choose;
-pub(crate) mod growing;
 pub(crate) mod growth;
 pub(crate) mod headroom;
+pub(crate) mod limits;
 pub(crate) mod paged;
 pub(crate) mod segments;
 pub(crate) mod trim;
 pub(crate) mod why_segments;
 
-pub use growing::Refusal;
+pub use limits::Refusal;
 pub use paged::{Contents, Exportable, Growable, Part, PinnedMapping, SleepOptions};
 pub use why_segments::WhySegments;

@@ -12,9 +12,9 @@
 use aquifer_device::{DevicePtr, ErrorKind};
 
 use crate::allocator::Allocator;
-use crate::backing::growing::Refusal;
 use crate::backing::growth::{Growth, segment_bytes};
 use crate::backing::headroom::{ASKS, Room, buyable, room};
+use crate::backing::limits::Refusal;
 use crate::error::AllocError;
 use crate::heap::{Block, BlockId, Region, State};
 use crate::history::{Action, Subject};

@@ -1,7 +1,7 @@
 //! The ladder of memory outside of the heaps.
 
 use crate::allocator::Allocator;
-use crate::backing::growing::Refusal;
+use crate::backing::limits::Refusal;
 use crate::backing::trim::{trim_idle_pools, trim_to};
 use crate::error::AllocError;
 use crate::pools::capture::refuse_unannounced_capture;

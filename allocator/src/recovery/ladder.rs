@@ -26,8 +26,8 @@
 //! rungs, and none across a driver call, a wait, a reclaimer or an observer.
 
 use crate::allocator::Allocator;
-use crate::backing::growing::Refusal;
 use crate::backing::growth::{Growth, growth_bytes};
+use crate::backing::limits::Refusal;
 use crate::backing::paged::grow::grow_paged;
 use crate::backing::paged::split::{Outcome, split_frames};
 use crate::backing::paged::trim::{synchronize_free, take_stuck_back, trim_paged};

@@ -10,7 +10,7 @@ use aquifer_device::internal::Timeline;
 use aquifer_device::{Device, Stream};
 
 use crate::accounting::counters::Counters;
-use crate::backing::growing::{Growing, Holding};
+use crate::backing::limits::{Growing, Holding};
 use crate::backing::paged::granules::Paged;
 use crate::backing::paged::pins::Pins;
 use crate::backing::paged::progress_events::Progress;

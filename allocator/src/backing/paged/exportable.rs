@@ -19,9 +19,9 @@ use aquifer_device::{
 use crate::alloc::alloc_bytes;
 use crate::allocation::{Allocation, WATCHED};
 use crate::allocator::Allocator;
-use crate::backing::growing::Refusal;
 use crate::backing::growth::Growth;
 use crate::backing::headroom::{buyable, room};
+use crate::backing::limits::Refusal;
 use crate::backing::paged::account::{account_for_granules, note_mapping};
 use crate::backing::paged::dedicated::set_owned;
 use crate::backing::paged::dedicated_memory::DedicatedMemory;

@@ -19,8 +19,8 @@ use aquifer_device::internal::Timeline;
 use aquifer_device::{DevicePtr, ErrorKind, Stream};
 
 use crate::allocator::Allocator;
-use crate::backing::growing::Refusal;
 use crate::backing::headroom::{Room, buyable, room};
+use crate::backing::limits::Refusal;
 use crate::backing::paged::account::{account_for_granules, note_mapping};
 use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::dedicated::{recycle_deferred_releases, retire, set_owned};

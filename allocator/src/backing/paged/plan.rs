@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::backing::growing::Refusal;
+use crate::backing::limits::Refusal;
 use crate::backing::paged::carry_out::Work;
 use crate::backing::paged::donors::Donor;
 use crate::backing::paged::draft::{Draft, bought_ahead};

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::accounting::attribution::Attribution;
-use crate::backing::growing::Refusal;
+use crate::backing::limits::Refusal;
 use crate::format::{Bytes, Exactly};
 use crate::recovery::oom::report::OomReport;
 

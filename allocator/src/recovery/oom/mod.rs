@@ -1,6 +1,7 @@
 //! The out-of-memory report: the request, the memory at that time (`seen.rs`), and what helps
 //! (`advice.rs`).
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
@@ -9,20 +10,18 @@ use seen::Seen;
 
 use crate::accounting::attribute::attribute;
 use crate::allocator::Allocator;
-use crate::backing::growing::Refusal;
 use crate::backing::growth::growth_bytes;
+use crate::backing::limits::Refusal;
 use crate::backing::paged::draft::lacking_bytes;
 use crate::cross_stream::waiting::{waiting_bytes, waiting_requested};
 use crate::error::AllocError;
 use crate::history::{Action, Subject};
 use crate::open::trim_others;
-use crate::recovery::oom::advise::{advice_to_cross_streams, advice_to_lend};
 use crate::size_class;
 use crate::state::shared::SharedState;
 use crate::types::Request;
 
 pub(crate) mod advice;
-mod advise;
 pub(crate) mod report;
 pub(crate) mod seen;
 
@@ -172,4 +171,30 @@ fn report(shared: &SharedState, request: &Request, tried: &Tried) -> OomReport {
         kept_by_captures: 0,
         advice: Vec::new(),
     }
+}
+
+/// Advice to let streams reuse each other's blocks, if another one has a free block for the request.
+fn advice_to_cross_streams(shared: &SharedState, request: &Request) -> Option<Advice> {
+    let others = shared.heap.indexes(request.pool).filter(|(owner, _)| owner.stream != request.slot);
+    let mut sizes = others.filter_map(|(_, index)| Some(index.first_fit(request.size)?.size()));
+    sizes.next().map(|block| Advice::CrossStream { block })
+}
+
+/// Advice to let private pools lend their memory. As it is lent: only blocks of the stream itself,
+/// except those that graphs may use.
+fn advice_to_lend(shared: &SharedState, request: &Request) -> Vec<Advice> {
+    if request.pool.is_private() {
+        return Vec::new();
+    }
+    let heap = &shared.heap;
+    let mut largest: BTreeMap<(u64, u64), u64> = BTreeMap::new();
+    for number in heap.pools.numbers().filter(|&number| number.kind() == request.pool.kind()) {
+        let private = shared.pools.owner_of(number).filter(|private| private.open && !private.keeps_for_graphs(number));
+        let Some(private) = private else { continue };
+        let own = heap.indexes(number).filter(|(owner, _)| owner.stream == request.slot);
+        for size in own.flat_map(|(_, index)| index.iter_from(request.size)).map(|key| key.size()) {
+            largest.entry(private.id).and_modify(|largest| *largest = size.max(*largest)).or_insert(size);
+        }
+    }
+    largest.into_iter().map(|(pool, block)| Advice::PrivatePool { pool, block }).collect()
 }

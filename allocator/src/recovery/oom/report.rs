@@ -5,7 +5,7 @@ use std::fmt;
 use aquifer_device::MemoryInfo;
 
 use crate::accounting::attribution::{Attribution, write_holders};
-use crate::backing::growing::Refusal;
+use crate::backing::limits::Refusal;
 use crate::format::{Bytes, Exactly};
 use crate::recovery::oom::advice::Advice;
 
