@@ -44,17 +44,15 @@ template <> struct Add<u64> {
     __device__ __forceinline__ u64 operator()(u64 a, u64 b) const { return a + b; }
 };
 
-#define ADD(NAME, T) \
-    KERNEL add_##NAME(T *out, const T *a, const T *b, u64 n) { binary(out, a, b, n, Add<T>()); }
-ADD(u8, u8)
-ADD(i32, u32)
-ADD(u32, u32)
-ADD(i64, u64)
-ADD(u64, u64)
-ADD(f16, f16)
-ADD(bf16, bf16)
-ADD(f32, f32)
-ADD(f64, f64)
+#define ADD(T) \
+    KERNEL add_##T(T *out, const T *a, const T *b, u64 n) { binary(out, a, b, n, Add<T>()); }
+ADD(u8)
+ADD(u32)
+ADD(u64)
+ADD(f16)
+ADD(bf16)
+ADD(f32)
+ADD(f64)
 
 // y = a * x + y, rounded once in the type of a, and then to T.
 DEVICE f32 fma_of(f32 a, f32 x, f32 y) { return __fmaf_rn(a, x, y); }

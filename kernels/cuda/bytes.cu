@@ -1,4 +1,4 @@
-// What looks at bytes: fills, patterns, checksums.
+// What looks at bytes: fills and patterns.
 #include "common.cuh"
 
 // A range of bytes as whole 16-byte vectors between two edges of less than 16 bytes, neither of which crosses a multiple of 16.
@@ -91,47 +91,4 @@ KERNEL pattern_verify(const u8 *from, u64 bytes, u64 seed, u64 *result) {
         atomicAdd(&result[0], wrong.words);
         atomicMax(&result[1], wrong.not_first);
     }
-}
-
-// The sum of all threads' values, in thread 0.
-DEVICE u64 block_sum(u64 value) {
-    __shared__ u64 of_warp[8];
-    for (int s = 16; s > 0; s /= 2) value += __shfl_down_sync(0xFFFFFFFF, value, s);
-    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
-    __syncthreads();
-    if (threadIdx.x == 0)
-        for (int w = 1; w < 8; w++) value += of_warp[w];
-    return value;
-}
-
-// result[0] += mix(bytes) + the sum over all words i of mix(word + (i + 1) * GAMMA). Words are little-endian, counted from the
-// first byte, and the last one is filled up with zeros.
-KERNEL checksum(const u8 *from, u64 bytes, u64 *result) {
-    u64 i = thread_index(), step = thread_count(), words = bytes / 8, sum = 0;
-    if (is_aligned(from, 16)) {
-        const ulonglong2 *vectors = (const ulonglong2 *)from;
-#pragma unroll 4
-        for (u64 k = i; k < words / 2; k += step) {
-            ulonglong2 v = vectors[k];
-            u64 state = (2 * k + 1) * GAMMA;
-            sum += mix(v.x + state) + mix(v.y + state + GAMMA);
-        }
-        if (i == 0 && words % 2 == 1) sum += mix(((const u64 *)from)[words - 1] + words * GAMMA);
-    } else if (is_aligned(from, 8)) {
-        for (u64 k = i; k < words; k += step) sum += mix(((const u64 *)from)[k] + (k + 1) * GAMMA);
-    } else {
-        for (u64 k = i; k < words; k += step) {
-            u64 word = 0;
-            for (int b = 0; b < 8; b++) word |= (u64)from[8 * k + b] << (8 * b);
-            sum += mix(word + (k + 1) * GAMMA);
-        }
-    }
-    if (i == 0) {
-        u64 word = 0;
-        for (u64 b = 0; b < bytes % 8; b++) word |= (u64)from[8 * words + b] << (8 * b);
-        if (bytes % 8 > 0) sum += mix(word + (words + 1) * GAMMA);
-        sum += mix(bytes);
-    }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0) atomicAdd(result, sum);
 }

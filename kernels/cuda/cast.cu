@@ -116,11 +116,13 @@ template <class S, class D> DEVICE void cast(D *to, const S *from, u64 n) {
 
 #define CAST(S, D) \
     KERNEL cast_##S##_##D(D *to, const S *from, u64 n) { cast(to, from, n); }
-CAST(u8, i32) CAST(u8, u32) CAST(u8, i64) CAST(u8, u64) CAST(u8, f16) CAST(u8, bf16) CAST(u8, f32) CAST(u8, f64)
-CAST(i32, u8) CAST(i32, u32) CAST(i32, i64) CAST(i32, u64) CAST(i32, f16) CAST(i32, bf16) CAST(i32, f32) CAST(i32, f64)
-CAST(u32, u8) CAST(u32, i32) CAST(u32, i64) CAST(u32, u64) CAST(u32, f16) CAST(u32, bf16) CAST(u32, f32) CAST(u32, f64)
-CAST(i64, u8) CAST(i64, i32) CAST(i64, u32) CAST(i64, u64) CAST(i64, f16) CAST(i64, bf16) CAST(i64, f32) CAST(i64, f64)
-CAST(u64, u8) CAST(u64, i32) CAST(u64, u32) CAST(u64, i64) CAST(u64, f16) CAST(u64, bf16) CAST(u64, f32) CAST(u64, f64)
+// Integers to integers need no kernel for each sign: low bits are the same for both.
+CAST(u8, u32) CAST(u8, u64) CAST(i32, u64) CAST(u32, u8) CAST(u32, u64) CAST(u64, u8) CAST(u64, u32)
+CAST(u8, f16) CAST(u8, bf16) CAST(u8, f32) CAST(u8, f64)
+CAST(i32, f16) CAST(i32, bf16) CAST(i32, f32) CAST(i32, f64)
+CAST(u32, f16) CAST(u32, bf16) CAST(u32, f32) CAST(u32, f64)
+CAST(i64, f16) CAST(i64, bf16) CAST(i64, f32) CAST(i64, f64)
+CAST(u64, f16) CAST(u64, bf16) CAST(u64, f32) CAST(u64, f64)
 CAST(f16, u8) CAST(f16, i32) CAST(f16, u32) CAST(f16, i64) CAST(f16, u64) CAST(f16, bf16) CAST(f16, f32) CAST(f16, f64)
 CAST(bf16, u8) CAST(bf16, i32) CAST(bf16, u32) CAST(bf16, i64) CAST(bf16, u64) CAST(bf16, f16) CAST(bf16, f32) CAST(bf16, f64)
 CAST(f32, u8) CAST(f32, i32) CAST(f32, u32) CAST(f32, i64) CAST(f32, u64) CAST(f32, f16) CAST(f32, bf16) CAST(f32, f64)

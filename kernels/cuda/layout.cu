@@ -1,38 +1,6 @@
 // Moving elements to other places. Elements are bits of 1, 2, 4 or 8 bytes here.
 #include "common.cuh"
 
-// Tiles are read by rows and written by columns, through shared memory, so that both sides move whole lines. A tile is of 32
-// rows and columns, padded so that the columns of a tile lie in different banks.
-#define TILE 32
-#define ROWS 8
-
-// to[c][r] = from[r][c]; from has so many rows and columns, to the other way round. Both are dense.
-template <class T> DEVICE void transpose(T *to, const T *from, u64 rows, u64 columns) {
-    __shared__ T tile[TILE][TILE + 4 / (sizeof(T) < 4 ? sizeof(T) : 4)];
-    u64 across = (columns + TILE - 1) / TILE, down = (rows + TILE - 1) / TILE;
-    for (u64 k = blockIdx.x; k < across * down; k += gridDim.x) {
-        u64 r0 = k / across * TILE, c0 = k % across * TILE;
-        u64 c = c0 + threadIdx.x;
-#pragma unroll
-        for (int j = 0; j < TILE; j += ROWS) {
-            u64 r = r0 + threadIdx.y + j;
-            if (r < rows && c < columns) tile[threadIdx.y + j][threadIdx.x] = from[r * columns + c];
-        }
-        __syncthreads();
-        u64 r = r0 + threadIdx.x;
-#pragma unroll
-        for (int j = 0; j < TILE; j += ROWS) {
-            u64 c = c0 + threadIdx.y + j;
-            if (r < rows && c < columns) to[c * rows + r] = tile[threadIdx.x][threadIdx.y + j];
-        }
-        __syncthreads();
-    }
-}
-KERNEL transpose_8(u8 *to, const u8 *from, u64 rows, u64 columns) { transpose(to, from, rows, columns); }
-KERNEL transpose_16(u16 *to, const u16 *from, u64 rows, u64 columns) { transpose(to, from, rows, columns); }
-KERNEL transpose_32(u32 *to, const u32 *from, u64 rows, u64 columns) { transpose(to, from, rows, columns); }
-KERNEL transpose_64(u64 *to, const u64 *from, u64 rows, u64 columns) { transpose(to, from, rows, columns); }
-
 // Up to four dimensions, the last one innermost; strides in elements.
 struct Strided { u64 extents[4], strides[4]; };
 

@@ -79,17 +79,16 @@ template <class T, class A> DEVICE void sum(const T *from, u64 n, A *partial) {
     if (threadIdx.x == 0) partial[blockIdx.x] = value;
 }
 
-#define SUM(NAME, T, A) \
-    KERNEL reduce_sum_##NAME(const T *from, u64 n, A *partial) { sum(from, n, partial); }
-SUM(u8, u8, u64)
-SUM(i32, i32, u64)
-SUM(u32, u32, u64)
-SUM(i64, u64, u64)
-SUM(u64, u64, u64)
-SUM(f16, f16, f64)
-SUM(bf16, bf16, f64)
-SUM(f32, f32, f64)
-SUM(f64, f64, f64)
+#define SUM(T, A) \
+    KERNEL reduce_sum_##T(const T *from, u64 n, A *partial) { sum(from, n, partial); }
+SUM(u8, u64)
+SUM(i32, u64)
+SUM(u32, u64)
+SUM(u64, u64)
+SUM(f16, f64)
+SUM(bf16, f64)
+SUM(f32, f64)
+SUM(f64, f64)
 
 template <class A> DEVICE A finish(const A *partial, u64 blocks) {
     A value = 0;

@@ -75,7 +75,6 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut b: Buffer<u8> = allocator.alloc(len * 4, &stream)?;
     let mut c: Buffer<f32> = allocator.alloc(len, &stream)?;
     let mut words: Buffer<u64> = allocator.alloc(Kernels::FINDINGS_LEN, &stream)?;
-    let mut sum: Buffer<u64> = allocator.alloc(1, &stream)?;
     let mut scratch: Buffer<u64> = allocator.alloc(Kernels::SUM_SCRATCH_LEN, &stream)?;
     kernels.fill(&stream, &mut a, 1u8)?;
     kernels.fill(&stream, &mut b, 1u8)?;
@@ -90,8 +89,6 @@ fn main() -> Result<(), Box<dyn Error>> {
     bench.time("fill", bytes, &mut |stream| kernels.fill(stream, &mut a, 7u8))?;
     bench.time("pattern_write", bytes, &mut |stream| kernels.pattern_write(stream, &mut a, 1))?;
     bench.time("pattern_verify", bytes, &mut |stream| kernels.pattern_verify(stream, &a, 1, &mut words))?;
-    bench.time("checksum", bytes, &mut |stream| kernels.checksum(stream, &a, &mut sum))?;
-    bench.time("checksum, misaligned", bytes, &mut |stream| kernels.checksum(stream, &a.slice(1..), &mut sum))?;
 
     let (x, mut y): (Buffer<f32>, Buffer<f32>) =
         (allocator.alloc(len, &bench.stream)?, allocator.alloc(len, &bench.stream)?);
@@ -112,14 +109,6 @@ fn main() -> Result<(), Box<dyn Error>> {
     let columns = 1 << 12;
     let rows = bytes / 4 / columns;
     let bytes = 4 * rows * columns;
-    let matrix = usize::try_from(rows * columns)?;
-    let (from, mut to) = (x.slice(..matrix).share(), y.slice(..matrix).share());
-    bench.time("transpose f32", 2 * bytes, &mut |stream| kernels.transpose(stream, &from, &mut to, rows, columns))?;
-    let (from, mut to) = (halves.slice(..matrix).share(), brains.slice(..matrix).share());
-    let mut to_halves: Buffer<f16> = allocator.alloc(to.len(), &bench.stream)?;
-    bench
-        .time("transpose f16", bytes, &mut |stream| kernels.transpose(stream, &from, &mut to_halves, rows, columns))?;
-    kernels.fill(&bench.stream, &mut to, bf16::ONE)?;
     let half_rows = Strided::new(&[rows, columns / 2], &[columns, 1]).ok_or("a layout that overflows")?;
     let mut dense = y.slice(..usize::try_from(half_rows.len())?).share();
     bench.time("gather f32, half of each row", bytes, &mut |stream| {

@@ -19,9 +19,7 @@ use crate::operand::{Operand, Target};
 
 pub(crate) const KERNELS: &[Kernel] = &[
     of::<u8>("add_u8"),
-    of::<i32>("add_i32"),
     of::<u32>("add_u32"),
-    of::<i64>("add_i64"),
     of::<u64>("add_u64"),
     of::<f16>("add_f16"),
     of::<bf16>("add_bf16"),
@@ -87,7 +85,7 @@ impl Kernels {
     ) -> Result<(), KernelError> {
         let check = self.check("add", stream)?;
         let (a, b, to) = (check.reads("a", a)?, check.reads("b", b)?, check.writes("to", to)?);
-        let kernel = check.kernel(KERNELS, &a)?;
+        let kernel = check.kernel(KERNELS, &a, a.dtype().unsigned())?;
         for other in [&b, &to] {
             check.dtype(other, a.dtype())?;
             check.len(other, a.len())?;

@@ -89,7 +89,7 @@ impl Kernels {
     ) -> Result<(), KernelError> {
         let check = self.check("axpy", stream)?;
         let (x, y) = (check.reads("x", x)?, check.writes("y", y)?);
-        let kernel = check.kernel(KERNELS, &x)?;
+        let kernel = check.kernel(KERNELS, &x, x.dtype())?;
         check.dtype(&y, x.dtype())?;
         check.len(&y, x.len())?;
         check.apart_or_same(&y, &[&x])?;

@@ -96,6 +96,16 @@ impl DType {
         DType::ALL.iter().copied().find(|dtype| dtype.name() == name)
     }
 
+    /// The unsigned integers of the same size in place of signed ones: arithmetic that wraps gives both
+    /// the same bits.
+    pub(crate) const fn unsigned(self) -> DType {
+        match self {
+            DType::I32 => DType::U32,
+            DType::I64 => DType::U64,
+            other => other,
+        }
+    }
+
     /// The operations for which devices of a compute capability (major, minor) lack instructions,
     /// if any.
     ///

@@ -269,9 +269,14 @@ impl Check {
         Err(self.fault(named, OperandFault::DType { expected: vec![expected] }))
     }
 
-    /// The kernel for this operand's dtype among those of an operation.
-    pub(crate) fn kernel(&self, kernels: &'static [Kernel], named: &Named<'_>) -> Result<&'static Kernel, KernelError> {
-        let found = kernels.iter().find(|kernel| kernel.variant == Variant::Of(named.dtype()));
+    /// The kernel for `dtype`, which stands for this operand's, among those of an operation.
+    pub(crate) fn kernel(
+        &self,
+        kernels: &'static [Kernel],
+        named: &Named<'_>,
+        dtype: DType,
+    ) -> Result<&'static Kernel, KernelError> {
+        let found = kernels.iter().find(|kernel| kernel.variant == Variant::Of(dtype));
         found.ok_or_else(|| {
             let dtypes = kernels.iter().filter_map(|kernel| match kernel.variant {
                 Variant::Of(dtype) => Some(dtype),

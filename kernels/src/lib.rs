@@ -107,7 +107,6 @@ mod args;
 mod arithmetic;
 mod axpy;
 mod cast;
-mod checksum;
 mod convert;
 mod dtype;
 mod error;
@@ -124,10 +123,8 @@ mod reduce;
 mod set;
 mod spin;
 mod strided;
-mod transpose;
 
 pub use args::KernelParam;
-pub use checksum::checksum_of;
 pub use dtype::{DType, Element};
 pub use error::{KernelError, OperandError, OperandFault};
 pub use kernel::{Kernel, Shape};

@@ -111,7 +111,7 @@ impl Kernels {
     ) -> Result<(), KernelError> {
         let check = self.check("matmul", stream)?;
         let (a, b, c) = (check.reads("a", a)?, check.reads("b", b)?, check.writes("c", c)?);
-        let kernel = check.kernel(KERNELS, &a)?;
+        let kernel = check.kernel(KERNELS, &a, a.dtype())?;
         check.dtype(&b, a.dtype())?;
         check.dtype(&c, a.dtype())?;
         check.len(&a, check.product("m and k", &[m, k])?)?;

@@ -30,7 +30,7 @@ macro_rules! modules {
 modules! {
     /// Arithmetic, element by element.
     Arithmetic = "arithmetic",
-    /// Fills, patterns and checksums.
+    /// Fills and patterns.
     Bytes = "bytes",
     /// Conversion between dtypes.
     Cast = "cast",

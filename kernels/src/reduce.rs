@@ -42,7 +42,6 @@ pub(crate) const SUMS: &[Kernel] = &[
     sum_of::<u8, u64>("reduce_sum_u8"),
     sum_of::<i32, u64>("reduce_sum_i32"),
     sum_of::<u32, u64>("reduce_sum_u32"),
-    sum_of::<i64, u64>("reduce_sum_i64"),
     sum_of::<u64, u64>("reduce_sum_u64"),
     sum_of::<f16, f64>("reduce_sum_f16"),
     sum_of::<bf16, f64>("reduce_sum_bf16"),
@@ -238,7 +237,9 @@ impl Kernels {
         let check = self.check("reduce_sum", stream)?;
         let from = check.reads("from", from)?;
         let (scratch, to) = (check.writes("scratch", scratch)?, check.writes("to", to)?);
-        let sum = check.kernel(SUMS, &from)?;
+        // Signed integers of 64 bits wrap as unsigned ones do; shorter ones are extended by their sign.
+        let of = if from.dtype() == DType::I64 { DType::U64 } else { from.dtype() };
+        let sum = check.kernel(SUMS, &from, of)?;
         let dtype = from.dtype().of_sum();
         check.dtype(&to, dtype)?;
         check.len(&to, 1)?;
@@ -246,9 +247,7 @@ impl Kernels {
         check.at_least(&scratch, Kernels::SUM_SCRATCH_LEN as u64)?;
         check.apart(&to, &[&from, &scratch])?;
         check.apart(&scratch, &[&from])?;
-        // Signed integers wrap like unsigned ones.
-        let finish = if dtype == DType::I64 { DType::U64 } else { dtype };
-        let finish = FINISHES.iter().find(|kernel| kernel.variant == Variant::Of(finish)).unwrap_or(&FINISHES[0]);
+        let finish = check.kernel(FINISHES, &to, dtype.unsigned())?;
         let access = self.access(stream, check.kernel, &[&from], &[&scratch, &to])?;
         access.launch(sum, vec![from.arg(), KernelArg::U64(from.len()), scratch.arg()])?;
         access.launch(finish, vec![scratch.arg(), KernelArg::U64(blocks(from.len())), to.arg()])

@@ -1,18 +1,16 @@
 //! The list of all kernels, from the declarations in the files of the operations.
 
 use crate::kernel::Kernel;
-use crate::{add, axpy, cast, checksum, fill, matmul, pattern, reduce, spin, strided, transpose};
+use crate::{add, axpy, cast, fill, matmul, pattern, reduce, spin, strided};
 
 const PARTS: &[&[Kernel]] = &[
     &[fill::FILL],
     &[pattern::WRITE, pattern::VERIFY],
-    &[checksum::CHECKSUM],
     axpy::KERNELS,
     add::KERNELS,
     cast::KERNELS,
     reduce::SUMS,
     reduce::FINISHES,
-    transpose::KERNELS,
     strided::GATHERS,
     strided::SCATTERS,
     matmul::KERNELS,

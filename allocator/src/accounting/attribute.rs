@@ -6,7 +6,7 @@ use aquifer_device::{MemoryUsers, Operation, Result, fork};
 
 use crate::accounting::attribution::{Attribution, used};
 use crate::allocator::{Allocator, all_states};
-use crate::core::growing::Holding;
+use crate::core::limits::Holding;
 use crate::error::AllocError;
 
 /// Attributes the device's memory to its holders. The caller holds no lock. An answer about the

@@ -4,8 +4,7 @@ use aquifer_device::{Device, ErrorKind};
 
 use crate::backing::paged::probe::probe;
 use crate::backing::why_segments::WhySegments;
-use crate::config::validate::GRANULE_MIN;
-use crate::config::{Backing, Config};
+use crate::config::{Backing, Config, GRANULE_MIN};
 use crate::core::paged::granules::Paged;
 use crate::error::AllocError;
 

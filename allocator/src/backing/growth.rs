@@ -2,7 +2,7 @@
 
 use crate::allocator::Allocator;
 use crate::core::Core;
-use crate::core::growing::Refusal;
+use crate::core::limits::Refusal;
 use crate::size_class;
 use crate::types::{Granted, Request};
 

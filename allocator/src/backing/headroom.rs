@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::allocator::Allocator;
 use crate::core::Core;
-use crate::core::growing::{Growing, Refusal};
+use crate::core::limits::{Growing, Refusal};
 use crate::error::AllocError;
 
 /// How often it is asked again while others take memory, and how long after each time: about as

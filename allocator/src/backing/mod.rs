@@ -9,6 +9,6 @@ pub(crate) mod segments;
 pub(crate) mod trim;
 pub(crate) mod why_segments;
 
-pub use crate::core::growing::Refusal;
+pub use crate::core::limits::Refusal;
 pub use paged::{Contents, Exportable, Growable, Part, PinnedMapping, SleepOptions};
 pub use why_segments::WhySegments;

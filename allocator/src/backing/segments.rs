@@ -15,7 +15,7 @@ use crate::allocator::Allocator;
 use crate::backing::growth::{Growth, segment_bytes};
 use crate::backing::headroom::{ASKS, Room, buyable, room};
 use crate::core::Core;
-use crate::core::growing::Refusal;
+use crate::core::limits::Refusal;
 use crate::core::segments::Chosen;
 use crate::error::AllocError;
 use crate::types::{BlockId, Request};

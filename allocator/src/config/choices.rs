@@ -2,6 +2,10 @@
 
 use std::fmt;
 
+use super::error::ConfigError;
+use super::parse::Word;
+use super::values::Field;
+
 macro_rules! choice {
     ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $word:literal,)* }) => {
         $(#[$doc])*
@@ -18,6 +22,16 @@ macro_rules! choice {
             /// The word for it in an option string.
             pub const fn name(self) -> &'static str {
                 match self { $($name::$variant => $word,)* }
+            }
+        }
+
+        impl Field for $name {
+            fn read(word: Word<'_>) -> Result<$name, ConfigError> {
+                Self::ALL.iter().copied().find(|choice| choice.name() == word.text()).ok_or_else(|| word.invalid())
+            }
+
+            fn text(&self) -> String {
+                self.name().to_owned()
             }
         }
 

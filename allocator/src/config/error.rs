@@ -3,7 +3,19 @@
 use std::fmt::Write as _;
 use std::ops::Range;
 
-use super::tokens::Span;
+/// A byte range of the option string; both ends lie on character boundaries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Span {
+    pub(super) start: usize,
+    pub(super) end: usize,
+}
+
+impl Span {
+    /// The text under the span; empty if the span is not one of this text.
+    pub(super) fn of(self, text: &str) -> &str {
+        text.get(self.start..self.end).unwrap_or_default()
+    }
+}
 
 /// Why options were refused, and the spot in the option string that is to blame.
 ///
@@ -179,7 +191,7 @@ const SHOWN_BEFORE: usize = 40;
 /// Two lines: the text, cut to what surrounds the spot, and carets below the spot. Both begin with
 /// a line break.
 fn point_at(text: &str, span: Span) -> String {
-    let column = Span::new(0, span.start).of(text).chars().count();
+    let column = Span { start: 0, end: span.start }.of(text).chars().count();
     let width = span.of(text).chars().count();
     let total = text.chars().count();
     let first = if total <= SHOWN { 0 } else { column.saturating_sub(SHOWN_BEFORE) };

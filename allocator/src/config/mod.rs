@@ -9,32 +9,29 @@
 //! [`Config`] lists the options and their ranges.
 
 mod choices;
-mod display;
 mod env;
 mod error;
-mod keys;
 mod options;
 mod parse;
-mod tokens;
-pub(crate) mod validate;
 mod values;
 
 #[cfg(test)]
 mod tests;
 
+use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
 pub use choices::{Backing, CrossStream, SplitFrames, TagSource};
 pub use error::{ConfigError, ConfigErrorKind};
 pub use options::IgnoredOption;
-pub(crate) use options::listed;
+pub(crate) use options::{GRANULE_MIN, listed};
 
-use keys::Key;
+use options::ROWS;
 
 /// The options in words, as the documentation of [`Config`] has them.
 #[doc(hidden)]
-pub const OPTIONS: &str = include_str!("options.md");
+pub const OPTIONS: &str = options::table!();
 
 /// The configuration of an [`Allocator`](crate::Allocator).
 ///
@@ -63,7 +60,7 @@ pub const OPTIONS: &str = include_str!("options.md");
 ///
 /// # Options
 ///
-#[doc = include_str!("options.md")]
+#[doc = options::table!()]
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Config {
@@ -73,9 +70,6 @@ pub struct Config {
     /// Whether a request that the limit does not allow is refused at once, without releasing cached
     /// memory and trying again. Default `false`. Option `throw_on_cudamalloc_oom`.
     pub fail_fast: bool,
-    /// Whether expandable segments were asked for. This has no effect in this version, and is
-    /// listed by [`Config::ignored`] when set. Default `false`. Option `expandable_segments`.
-    pub expandable_segments: bool,
     /// Where memory comes from. Option `backing`.
     pub backing: Backing,
     /// Size in bytes of a granule, the unit in which physical memory is mapped with
@@ -129,7 +123,6 @@ impl Default for Config {
         Config {
             per_process_memory_fraction: 1.0,
             fail_fast: false,
-            expandable_segments: false,
             backing: Backing::default(),
             granule: None,
             frame: None,
@@ -168,12 +161,15 @@ impl Config {
     /// As [`Config::parse`]; the options are checked together with those that were set before.
     /// After an error `self` is unchanged.
     pub fn apply(&mut self, text: &str) -> Result<(), ConfigError> {
-        let pairs = parse::parse(text)?;
         let mut config = self.clone();
-        for pair in &pairs {
-            options::set(&mut config, pair)?;
+        for value in parse::parse(text)? {
+            let word = value.whole();
+            (word.row.set)(&mut config, &value)?;
+            if !word.row.in_range(&config) {
+                return Err(word.out_of_range());
+            }
         }
-        config.check().map_err(|violation| violation.locate(text, &pairs))?;
+        config.validate()?;
         *self = config;
         Ok(())
     }
@@ -193,13 +189,18 @@ impl Config {
         env::read(|name| std::env::var_os(name))
     }
 
-    /// Checks that every field is in its range and that they fit together.
+    /// Checks that every field is in its range.
     ///
     /// # Errors
     ///
-    /// The first rule that does not hold. There is no option string to point into.
+    /// The first that is not. There is no option string to point into.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        self.check().map_err(|violation| ConfigError::new(violation.kind))
+        let Some(row) = ROWS.iter().find(|row| !row.in_range(self)) else { return Ok(()) };
+        Err(ConfigError::new(ConfigErrorKind::OutOfRange {
+            key: row.name(),
+            value: (row.text)(self).unwrap_or_default(),
+            expected: row.expected.to_owned(),
+        }))
     }
 
     /// The options that were given, ask for something other than the default, and have no effect
@@ -211,13 +212,13 @@ impl Config {
     /// let config: Config = "max_split_size_mb:128,granule_mb:4".parse()?;
     /// let ignored = |backing| config.ignored(backing).into_iter().map(|option| option.key).collect::<Vec<_>>();
     /// assert_eq!(ignored(Backing::Paged), ["max_split_size_mb"]);
-    /// assert_eq!(ignored(Backing::Segments), ["max_split_size_mb", "granule_mb"]);
+    /// assert_eq!(ignored(Backing::Segments), ["granule_mb", "max_split_size_mb"]);
     /// # Ok::<(), aquifer_allocator::config::ConfigError>(())
     /// ```
     pub fn ignored(&self, backing: Backing) -> Vec<IgnoredOption> {
-        let ignored = Key::ALL.iter().filter_map(|&key| {
-            let reason = options::without_effect(key, backing)?;
-            Some(IgnoredOption { key: key.name(), value: display::text_of(self, key)?, reason })
+        let ignored = ROWS.iter().filter_map(|row| {
+            let reason = row.without_effect(backing)?;
+            Some(IgnoredOption { key: row.name(), value: (row.text)(self)?, reason })
         });
         ignored.collect()
     }
@@ -244,6 +245,22 @@ pub(crate) fn share(total: u64, fraction: f64) -> u64 {
     let cut_off = (total as f64 * fraction) as u64;
     let next = cut_off.saturating_add(1);
     if next as f64 / total as f64 <= fraction { next.min(total) } else { cut_off }
+}
+
+/// The options that differ from the default, in the order of the documentation: an option string
+/// that gives this configuration again. Limit and headroom may be no whole MiB; they are then
+/// printed with a fraction.
+impl fmt::Display for Config {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut separator = "";
+        for row in ROWS {
+            if let Some(value) = (row.text)(self) {
+                write!(f, "{separator}{}:{value}", row.name())?;
+                separator = ",";
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Options as text where a configuration is wanted, such as `"limit_mb:4096"`.

@@ -8,7 +8,8 @@ use std::ffi::OsString;
 
 use proptest::prelude::*;
 
-use super::{Backing, Config, ConfigErrorKind, CrossStream, TagSource, env, listed, share};
+use super::options::Row;
+use super::{Backing, Config, ConfigErrorKind, CrossStream, OPTIONS, ROWS, TagSource, env, listed, share};
 
 const MIB: u64 = 1 << 20;
 
@@ -120,7 +121,7 @@ fn an_error_changes_nothing() {
 #[test]
 fn inert_options_are_named_when_they_ask_for_something() {
     let all = "large_segment_size_mb:32,max_split_size_mb:64,max_non_split_rounding_mb:64,\
-               garbage_collection_threshold:0.5,roundup_power2_divisions:[64:8,>:1],expandable_segments:True,expandable_segments_reserve:0.5,\
+               roundup_power2_divisions:[64:8,>:1],garbage_collection_threshold:0.5,expandable_segments:True,expandable_segments_reserve:0.5,\
                expandable_segments_reserve_by_class:[weights:40G,kv:0.25],graph_capture_record_stream_reuse:True,\
                pinned_use_background_threads:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:1024,\
                pinned_use_cuda_host_register:True,pinned_num_register_threads:8,pinned_reserve_segment_size_mb:16,\
@@ -180,8 +181,8 @@ fn options_of_mapped_memory_are_ignored_on_segments() {
     assert_eq!(ignored("granule_mb:4,frame_mb:8", Backing::Paged), "");
     assert_eq!(
         ignored("granule_mb:4,pinned_free_catch_all:True,pinned_max_cached_size_mb:1", Backing::Segments),
-        "pinned_max_cached_size_mb:1, pinned_free_catch_all:True (page-locked memory has a pool of its own, which has \
-         options of its own); granule_mb:4 (for mapped memory only, and this memory comes in segments)"
+        "granule_mb:4 (for mapped memory only, and this memory comes in segments); pinned_max_cached_size_mb:1, \
+         pinned_free_catch_all:True (page-locked memory has a pool of its own, which has options of its own)"
     );
     for backing in [Backing::Paged, Backing::Segments] {
         assert!(
@@ -193,8 +194,17 @@ fn options_of_mapped_memory_are_ignored_on_segments() {
             "large_segment_size_mb:32, max_split_size_mb:64 (the sizes of blocks and segments follow fixed rules)"
         );
     }
-    assert!(ignored("expandable_segments:True", Backing::Paged).contains("does what it asks for"));
-    assert!(ignored("expandable_segments:True", Backing::Segments).contains("what it asks for is `backing:paged`"));
+    assert!(ignored("split_frames:on", Backing::Segments).starts_with("split_frames:on (for mapped memory only"));
+}
+
+#[test]
+fn the_documentation_lists_every_option_once() {
+    let listed: Vec<&str> = OPTIONS.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();
+    assert_eq!(listed, ROWS.iter().map(Row::name).collect::<Vec<_>>());
+    for name in ["release_lock_on_hipmalloc", "pinned_use_hip_host_register"] {
+        assert!(OPTIONS.contains(&format!(", `{name}` | `True` or `False` |")));
+    }
+    assert!(OPTIONS.lines().filter(|line| line.starts_with('|')).all(|line| line.matches('|').count() == 5));
 }
 
 #[test]

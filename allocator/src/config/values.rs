@@ -3,125 +3,133 @@
 //! A value is taken as a whole or refused. Numbers are digits only: no sign, no hexadecimal,
 //! nothing after them.
 
-use std::ops::Bound;
+use std::path::PathBuf;
 
 use super::error::{ConfigError, ConfigErrorKind, quoted};
-use super::keys::Key;
-use super::parse::{Entry, Pair, Value, Word};
+use super::parse::{Value, Word};
 
 /// Bytes in a MiB, the unit of every `_mb` option.
-pub(super) const MIB: u64 = 1 << 20;
+const MIB: u64 = 1 << 20;
 
-/// An option's value with the option it belongs to, which messages name.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Reader<'a> {
-    key: Key,
-    word: Word<'a>,
+/// The type of a field of a [`Config`](super::Config).
+pub(super) trait Field: PartialEq + Sized {
+    fn read(word: Word<'_>) -> Result<Self, ConfigError>;
+
+    /// The text from which it is read.
+    fn text(&self) -> String;
 }
 
-impl<'a> Reader<'a> {
-    /// The single word that `pair` must have as its value.
-    pub(super) fn word_of(pair: &Pair<'a>) -> Result<Reader<'a>, ConfigError> {
-        let reader = Reader { key: pair.key, word: pair.value.whole() };
-        match pair.value {
-            Value::Word(_) => Ok(reader),
-            Value::List(..) => Err(reader.invalid()),
-        }
+impl<T: Field> Field for Option<T> {
+    fn read(word: Word<'_>) -> Result<Option<T>, ConfigError> {
+        T::read(word).map(Some)
     }
 
-    /// The entries of the list that `pair` must have as its value.
-    pub(super) fn list_of<'p>(pair: &'p Pair<'a>) -> Result<&'p [Entry<'a>], ConfigError> {
-        match &pair.value {
-            Value::List(_, entries) => Ok(entries),
-            Value::Word(word) => Err(Reader { key: pair.key, word: *word }.invalid()),
-        }
+    fn text(&self) -> String {
+        self.as_ref().map(T::text).unwrap_or_default()
     }
+}
 
-    /// A part of the value of `key`.
-    pub(super) fn part(key: Key, word: Word<'a>) -> Reader<'a> {
-        Reader { key, word }
-    }
-
-    pub(super) fn text(self) -> &'a str {
-        self.word.text()
-    }
-
-    pub(super) fn invalid(self) -> ConfigError {
-        self.invalid_expecting(self.key.expected().to_owned())
-    }
-
-    pub(super) fn invalid_expecting(self, expected: String) -> ConfigError {
-        let kind = ConfigErrorKind::InvalidValue { key: self.key.name(), value: quoted(self.text()), expected };
-        self.word.fail(kind)
-    }
-
-    pub(super) fn out_of_range(self) -> ConfigError {
-        self.out_of_range_expecting(self.key.expected().to_owned())
-    }
-
-    fn out_of_range_expecting(self, expected: String) -> ConfigError {
-        let kind = ConfigErrorKind::OutOfRange { key: self.key.name(), value: quoted(self.text()), expected };
-        self.word.fail(kind)
-    }
-
-    pub(super) fn unavailable(self, instead: &'static str) -> ConfigError {
-        self.word.fail(ConfigErrorKind::Unavailable { key: self.key.name(), value: quoted(self.text()), instead })
-    }
-
-    pub(super) fn flag(self) -> Result<bool, ConfigError> {
-        let hint = match self.text() {
+impl Field for bool {
+    fn read(word: Word<'_>) -> Result<bool, ConfigError> {
+        let hint = match word.text() {
             "True" => return Ok(true),
             "False" => return Ok(false),
             "1" => "True",
             "0" => "False",
             text if ["true", "yes", "on"].iter().any(|word| text.eq_ignore_ascii_case(word)) => "True",
             text if ["false", "no", "off"].iter().any(|word| text.eq_ignore_ascii_case(word)) => "False",
-            _ => return Err(self.invalid()),
+            _ => return Err(word.invalid()),
         };
-        Err(self.invalid_expecting(format!("{}; write `{hint}`", self.key.expected())))
+        Err(word.invalid_expecting(format!("{}; write `{hint}`", word.row.expected)))
     }
 
-    pub(super) fn integer(self) -> Result<u64, ConfigError> {
-        let text = self.text();
-        if !text.bytes().all(|byte| byte.is_ascii_digit()) {
-            return Err(self.invalid());
+    fn text(&self) -> String {
+        if *self { "True" } else { "False" }.to_owned()
+    }
+}
+
+impl Field for u32 {
+    fn read(word: Word<'_>) -> Result<u32, ConfigError> {
+        u32::try_from(integer(word)?).map_err(|_| word.out_of_range())
+    }
+
+    fn text(&self) -> String {
+        self.to_string()
+    }
+}
+
+/// Bytes, given in MiB: a whole number, or a decimal fraction with every digit.
+impl Field for u64 {
+    fn read(word: Word<'_>) -> Result<u64, ConfigError> {
+        let Some((whole, fraction)) = word.text().split_once('.') else { return mib(word) };
+        if !is_digits(whole) || !is_digits(fraction) {
+            return Err(word.invalid());
         }
-        text.parse().map_err(|_| self.out_of_range())
-    }
-
-    /// A size in MiB, in bytes.
-    pub(super) fn mib(self) -> Result<u64, ConfigError> {
-        self.integer()?.checked_mul(MIB).ok_or_else(|| self.too_many_mib())
-    }
-
-    fn too_many_mib(self) -> ConfigError {
-        self.out_of_range_expecting(format!("at most {} MiB", u64::MAX / MIB))
-    }
-
-    /// A size in MiB that may be a decimal fraction, in bytes, of which it must be a whole number.
-    pub(super) fn mib_of_bytes(self) -> Result<u64, ConfigError> {
-        let Some((whole, fraction)) = self.text().split_once('.') else { return self.mib() };
-        let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-        if !is_number(whole) || !is_number(fraction) {
-            return Err(self.invalid());
-        }
-        let whole =
-            whole.parse().ok().and_then(|whole: u64| whole.checked_mul(MIB)).ok_or_else(|| self.too_many_mib())?;
-        let whole_bytes = || "MiB with a fraction that is a whole number of bytes".to_owned();
-        let rest = bytes_of_fraction(fraction).ok_or_else(|| self.out_of_range_expecting(whole_bytes()))?;
+        let whole = whole.parse().ok().and_then(|whole: u64| whole.checked_mul(MIB)).ok_or_else(|| too_many(word))?;
+        let rest = bytes_of_fraction(fraction).ok_or_else(|| {
+            word.out_of_range_expecting("MiB with a fraction that is a whole number of bytes".to_owned())
+        })?;
         // Less than a MiB on top of whole ones.
         Ok(whole + rest)
     }
 
-    /// A finite number without sign inside the bounds.
-    pub(super) fn fraction(self, low: Bound<f64>, high: Bound<f64>) -> Result<f64, ConfigError> {
-        let value = decimal(self.text()).ok_or_else(|| self.invalid())?;
-        if (low, high).contains_value(value) { Ok(value) } else { Err(self.out_of_range()) }
+    fn text(&self) -> String {
+        let mut text = (self / MIB).to_string();
+        let mut rest = self % MIB;
+        if rest != 0 {
+            text.push('.');
+        }
+        while rest != 0 {
+            rest *= 10;
+            text.push(char::from(b"0123456789"[(rest / MIB) as usize % 10]));
+            rest %= MIB;
+        }
+        text
+    }
+}
+
+impl Field for f64 {
+    fn read(word: Word<'_>) -> Result<f64, ConfigError> {
+        decimal(word.text()).ok_or_else(|| word.invalid())
     }
 
-    pub(super) fn choice<T: Copy>(self, all: &[T], name: impl Fn(T) -> &'static str) -> Result<T, ConfigError> {
-        all.iter().copied().find(|choice| name(*choice) == self.text()).ok_or_else(|| self.invalid())
+    fn text(&self) -> String {
+        // A sum, because zero may have a sign, which option strings do not take.
+        (self + 0.0).to_string()
     }
+}
+
+/// A file whose ending names a format of snapshots.
+impl Field for PathBuf {
+    fn read(word: Word<'_>) -> Result<PathBuf, ConfigError> {
+        let path = PathBuf::from(word.text());
+        let ends_in = |ending: &&str| path.extension().is_some_and(|found| found.eq_ignore_ascii_case(ending));
+        if ["pickle", "pkl", "json"].iter().any(ends_in) { Ok(path) } else { Err(word.invalid()) }
+    }
+
+    fn text(&self) -> String {
+        self.display().to_string()
+    }
+}
+
+fn is_digits(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
+}
+
+fn integer(word: Word<'_>) -> Result<u64, ConfigError> {
+    if !is_digits(word.text()) {
+        return Err(word.invalid());
+    }
+    word.text().parse().map_err(|_| word.out_of_range())
+}
+
+/// A whole number of MiB, in bytes.
+fn mib(word: Word<'_>) -> Result<u64, ConfigError> {
+    integer(word)?.checked_mul(MIB).ok_or_else(|| too_many(word))
+}
+
+fn too_many(word: Word<'_>) -> ConfigError {
+    word.out_of_range_expecting(format!("at most {} MiB", u64::MAX / MIB))
 }
 
 /// The bytes in a MiB times the fraction with these decimals, if that is a whole number.
@@ -133,18 +141,8 @@ fn bytes_of_fraction(decimals: &str) -> Option<u64> {
     if scaled.is_multiple_of(scale) { u64::try_from(scaled / scale).ok() } else { None }
 }
 
-trait Bounds {
-    fn contains_value(&self, value: f64) -> bool;
-}
-
-impl Bounds for (Bound<f64>, Bound<f64>) {
-    fn contains_value(&self, value: f64) -> bool {
-        std::ops::RangeBounds::contains(self, &value)
-    }
-}
-
 /// A finite decimal number such as `0.5`, `.5`, `1` or `2e-3`.
-pub(super) fn decimal(text: &str) -> Option<f64> {
+fn decimal(text: &str) -> Option<f64> {
     let starts_well = text.bytes().next().is_some_and(|byte| byte.is_ascii_digit() || byte == b'.');
     let only_numeric = text.bytes().all(|byte| byte.is_ascii_digit() || b".eE+-".contains(&byte));
     if !starts_well || !only_numeric {
@@ -153,37 +151,85 @@ pub(super) fn decimal(text: &str) -> Option<f64> {
     text.parse().ok().filter(|value: &f64| value.is_finite())
 }
 
-/// Checks `roundup_power2_divisions`: one number, or a list of numbers for intervals of sizes.
-/// Returns whether any of them asks for rounding, as numbers above 1 do.
-pub(super) fn divisions(pair: &Pair<'_>) -> Result<bool, ConfigError> {
-    let entries = match &pair.value {
-        Value::Word(word) => return Ok(power_of_two_or_zero(Reader::part(pair.key, *word))? > 1),
-        Value::List(_, entries) => entries,
+// The functions below check the values of inert options, and return whether a value asks for
+// something other than the default.
+
+pub(super) fn flag(value: &Value<'_>) -> Result<bool, ConfigError> {
+    bool::read(value.word()?)
+}
+
+/// A number that `holds`, and is not the default.
+pub(super) fn number(
+    value: &Value<'_>,
+    default: Option<u64>,
+    holds: impl Fn(u64) -> bool,
+) -> Result<bool, ConfigError> {
+    let word = value.word()?;
+    let number = integer(word)?;
+    if holds(number) { Ok(default != Some(number)) } else { Err(word.out_of_range()) }
+}
+
+/// At least so many MiB, and not the default.
+pub(super) fn mib_from(value: &Value<'_>, least: u64, default: Option<u64>) -> Result<bool, ConfigError> {
+    mib(value.word()?)?;
+    number(value, default, |mib| mib >= least)
+}
+
+/// A fraction between 0 and 1, neither of which is one.
+pub(super) fn open_fraction(value: &Value<'_>) -> Result<bool, ConfigError> {
+    let word = value.word()?;
+    let fraction = f64::read(word)?;
+    if fraction > 0.0 && fraction < 1.0 { Ok(true) } else { Err(word.out_of_range()) }
+}
+
+pub(super) fn backend(value: &Value<'_>) -> Result<bool, ConfigError> {
+    let word = value.word()?;
+    match word.text() {
+        "native" => Ok(false),
+        "cudaMallocAsync" => Err(word.fail(ConfigErrorKind::Unavailable {
+            key: word.row.name(),
+            value: quoted(word.text()),
+            instead: "the driver's own pool is not used; leave `backend` out, or use `no_cache:True` to cache nothing here",
+        })),
+        _ => Err(word.invalid()),
+    }
+}
+
+/// One number of divisions, or a list of numbers for intervals of sizes. Numbers above 1 ask for
+/// rounding.
+pub(super) fn divisions(value: &Value<'_>) -> Result<bool, ConfigError> {
+    let of = |word: Word<'_>| match integer(word)? {
+        number if number == 0 || number.is_power_of_two() => Ok(number > 1),
+        _ => Err(word.out_of_range()),
     };
+    let Value::List(_, entries) = value else { return of(value.word()?) };
     let mut asks = false;
-    for entry in entries {
-        asks |= power_of_two_or_zero(Reader::part(pair.key, entry.value))? > 1;
-        let name = Reader::part(pair.key, entry.name);
-        if name.text() != ">" && !name.integer().is_ok_and(u64::is_power_of_two) {
+    for (size, number) in entries {
+        asks |= of(*number)?;
+        if size.text() != ">" && !integer(*size).is_ok_and(u64::is_power_of_two) {
             let expected = "a power of two, a size in MiB, or `>` before the `:`";
-            return Err(name.invalid_expecting(expected.to_owned()));
+            return Err(size.invalid_expecting(expected.to_owned()));
         }
     }
     Ok(asks)
 }
 
-fn power_of_two_or_zero(reader: Reader<'_>) -> Result<u64, ConfigError> {
-    let value = reader.integer()?;
-    if value == 0 || value.is_power_of_two() { Ok(value) } else { Err(reader.out_of_range()) }
+/// How much address space to reserve.
+pub(super) fn reserve(value: &Value<'_>) -> Result<bool, ConfigError> {
+    reserved(value.word()?)
 }
 
-/// Checks how much address space to reserve: a positive fraction, or a size in GiB with `G` after
-/// it.
-pub(super) fn reserve(reader: Reader<'_>) -> Result<(), ConfigError> {
-    let number = reader.text().strip_suffix('G').unwrap_or(reader.text());
-    match decimal(number) {
-        Some(value) if value > 0.0 => Ok(()),
-        Some(_) => Err(reader.out_of_range()),
-        None => Err(reader.invalid()),
+/// The same for each of several classes.
+pub(super) fn reserve_by_class(value: &Value<'_>) -> Result<bool, ConfigError> {
+    let Value::List(_, entries) = value else { return Err(value.whole().invalid()) };
+    entries.iter().try_fold(true, |_, (_, word)| reserved(*word))
+}
+
+/// A positive fraction, or a size in GiB with `G` after it.
+fn reserved(word: Word<'_>) -> Result<bool, ConfigError> {
+    match decimal(word.text().strip_suffix('G').unwrap_or(word.text())) {
+        Some(value) if value > 0.0 => Ok(true),
+        Some(_) => Err(word.out_of_range()),
+        None => Err(word.invalid()),
     }
 }

@@ -18,15 +18,15 @@
 //! | `streams.rs`, `progress.rs` | how far streams got; when an event is due |
 //! | `pools.rs`, `graphs.rs` | private pools, and the graphs that use them |
 //! | `waiting.rs`, `tick_index.rs` | blocks that wait for other streams, by the ticks that they wait for |
-//! | `counters.rs`, `growing.rs` | statistics; what is taken from the device just now |
+//! | `counters.rs`, `limits.rs` | statistics; what is taken from the device just now |
 
 pub(crate) mod counter;
 pub(crate) mod counters;
 pub(crate) mod dedicated;
 pub(crate) mod free;
 pub(crate) mod graphs;
-pub(crate) mod growing;
 pub(crate) mod heap;
+pub(crate) mod limits;
 pub(crate) mod paged;
 pub(crate) mod policy;
 pub(crate) mod pools;
@@ -45,8 +45,8 @@ use std::ops::Range;
 use aquifer_device::Stream;
 
 use crate::core::counters::Counters;
-use crate::core::growing::{Growing, Holding};
 use crate::core::heap::Heap;
+use crate::core::limits::{Growing, Holding};
 use crate::core::paged::granules::Paged;
 use crate::core::paged::pins::Pins;
 use crate::core::pools::PoolTable;

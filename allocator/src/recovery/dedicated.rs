@@ -2,7 +2,7 @@
 
 use crate::allocator::Allocator;
 use crate::backing::trim::trim_idle_pools;
-use crate::core::growing::Refusal;
+use crate::core::limits::Refusal;
 use crate::error::AllocError;
 use crate::pools::capture::refuse_unannounced_capture;
 use crate::recovery::oom::{Tried, out_of_memory};

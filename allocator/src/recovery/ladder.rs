@@ -33,7 +33,7 @@ use crate::backing::paged::trim::{synchronize_free, take_stuck_back, trim_paged}
 use crate::backing::segments::{grow_segment, release_where};
 use crate::backing::trim::trim_idle_pools;
 use crate::config::CrossStream;
-use crate::core::growing::Refusal;
+use crate::core::limits::Refusal;
 use crate::core::pools::Which;
 use crate::cross_stream::others::{reuse_of_others, wait_for_other};
 use crate::cross_stream::waiting::synchronize_pending;

@@ -14,7 +14,7 @@ pub struct Settings {
     pub options: String,
     max_split_size: i64,
     garbage_collection_threshold: f64,
-    /// [`Config::expandable_segments`], which has no effect in this version.
+    /// Whether the option `expandable_segments` asked for them, which has no effect.
     pub expandable_segments: bool,
     pinned_num_register_threads: i64,
     /// Always true: no lock is held while the driver allocates.
@@ -46,7 +46,7 @@ impl Settings {
             garbage_collection_threshold: asked("garbage_collection_threshold")
                 .and_then(|value| value.parse().ok())
                 .unwrap_or(0.0),
-            expandable_segments: config.expandable_segments,
+            expandable_segments: asked("expandable_segments").is_some(),
             pinned_num_register_threads: number("pinned_num_register_threads").unwrap_or(1),
             release_lock_on_cudamalloc: true,
             pinned_use_cuda_host_register: asked("pinned_use_cuda_host_register").is_some(),

@@ -5,7 +5,7 @@ use std::ops::{Deref, DerefMut};
 use aquifer_device::Device;
 
 use crate::core::Core;
-use crate::core::growing::Holding;
+use crate::core::limits::Holding;
 use crate::state::{AllocatorState, Locked, special};
 use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;

@@ -453,17 +453,6 @@ impl<T: Element> Buffer<T> {
         self.services.kernels()?.matmul(stream, self, b, &mut to, shape.map(|extent| extent as u64))?;
         Ok(to)
     }
-
-    /// The transpose of this matrix of `rows` rows; see [`Kernels::transpose`].
-    ///
-    /// # Errors
-    /// As [`Kernels::transpose`], and when memory runs out.
-    #[track_caller]
-    pub fn transpose(&self, rows: usize, columns: usize, stream: &Stream) -> Result<Buffer<T>, Error> {
-        let mut to = self.like(stream)?;
-        self.services.kernels()?.transpose(stream, self, &mut to, rows as u64, columns as u64)?;
-        Ok(to)
-    }
 }
 
 impl<'a, T: Element> From<&'a Buffer<T>> for Operand<'a> {

@@ -14,14 +14,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use aquifer_kernels::DType;
+use aquifer_transfer::TransferError;
+use aquifer_transfer::internal::open_regular;
 use safetensors::tensor::Metadata;
 use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
 use super::errors::{CheckpointFault, HEADER_MAX};
 use crate::error::Error;
 use crate::layout::Layout;
-use aquifer_transfer::TransferError;
-use aquifer_transfer::internal::open_regular;
 
 const INDEX: &str = "model.safetensors.index.json";
 

@@ -3,6 +3,9 @@
 use aquifer_allocator::AccessGuard;
 use aquifer_device::{AccessKind, RequestError, Stream};
 use aquifer_kernels::{DType, Element, convert_host};
+use aquifer_transfer::Direction;
+use aquifer_transfer::Owned;
+use aquifer_transfer::internal::zeroed;
 use half::{bf16, f16};
 
 use super::Tensor;
@@ -13,9 +16,6 @@ use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::layout::{Layout, LayoutError};
 use crate::transfer::Transfer;
-use aquifer_transfer::Direction;
-use aquifer_transfer::Owned;
-use aquifer_transfer::internal::zeroed;
 
 impl Tensor {
     /// A tensor of the elements of a slice, which are copied, in row-major order.

@@ -16,6 +16,7 @@ use std::sync::Arc;
 
 use aquifer_device::{DeviceMismatch, Stream};
 use aquifer_kernels::{DType, Element, KernelError, Kernels, Operand, Target};
+use aquifer_transfer::Direction;
 
 use super::Tensor;
 use super::memory::{DeviceMemory, Memory, operand_of, target_of};
@@ -24,9 +25,7 @@ use super::place::device_name;
 use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::layout::Layout;
-use crate::transfer::Pending;
-use crate::transfer::Transfer;
-use aquifer_transfer::Direction;
+use crate::transfer::{Pending, Transfer};
 
 /// Operands of an operation, by name.
 pub(super) struct Operands<'a> {

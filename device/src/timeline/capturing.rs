@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use super::{GONE, StreamKind, Timeline, TimelineState};
 use crate::capture::{Scope, StreamHandle};
 use crate::capturing_streams::BlockingHeldOff;
 use crate::driver::{CaptureStatus, Driver, RawStream};
@@ -10,7 +11,6 @@ use crate::error::{Code, DeviceError, Operation, Result};
 use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;
 use crate::{fork, unfinished};
-use super::{GONE, StreamKind, Timeline, TimelineState};
 
 /// Why a stream cannot be captured now.
 const BORROWED: &str = "another thread's blocking copy is under way on the stream: capture once it has returned";

@@ -170,7 +170,7 @@ impl Timeline {
     }
 
     /// Asks the driver about the middle one of the events, and recycles all up to it if it is
-    /// complete. So one query for each milestone shows roughly how far a stream got, and milestones
+    /// complete. So one query for each progress event shows roughly how far a stream got, and they
     /// do not pile up if nothing else asks. The last event, just recorded, says nothing yet.
     pub(super) fn ask_about_half(&self, state: &mut TimelineState) -> Result<()> {
         let Some(half) = state.events.len().checked_sub(2).map(|others| others / 2) else { return Ok(()) };

@@ -1,7 +1,7 @@
-//! `fill`, `pattern_write`, `pattern_verify`, `checksum`.
+//! `fill`, `pattern_write`, `pattern_verify`.
 
 use aquifer_device::DevicePtr;
-use aquifer_kernels::{DType, Kernels, Target, checksum_of, pattern_bytes, pattern_word};
+use aquifer_kernels::{DType, Kernels, Target, pattern_bytes, pattern_word};
 use half::{bf16, f16};
 use proptest::prelude::*;
 
@@ -57,25 +57,6 @@ proptest! {
         let state = seed.wrapping_add((start / 8).wrapping_mul(0x9E37_79B9_7F4A_7C15));
         let bytes = SplitMix64(state).flat_map(u64::to_le_bytes).skip((start % 8) as usize);
         prop_assert_eq!(bench.between(&memory), bytes.take(len).collect::<Vec<u8>>());
-    }
-
-    #[test]
-    fn checksums_are_what_the_definition_says(len in lens(), shift in 0u64..16, seed in any::<u64>()) {
-        let bench = Bench::new();
-        let content: Vec<u8> = SplitMix64(seed).flat_map(u64::to_le_bytes).take(len).collect();
-        let memory = bench.guarded(&content, shift);
-        let mut sum = bench.guarded(&[u64::MAX], 0);
-        bench.kernels.checksum(&bench.stream, &memory.part, &mut sum.part).unwrap();
-        let mix = |state: u64| SplitMix64(state.wrapping_sub(0x9E37_79B9_7F4A_7C15)).next().unwrap();
-        let mut should = mix(len as u64);
-        for (index, piece) in content.chunks(8).enumerate() {
-            let word = piece.iter().rev().fold(0u64, |word, &byte| word << 8 | u64::from(byte));
-            let state = word.wrapping_add((index as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-            should = should.wrapping_add(mix(state));
-        }
-        prop_assert_eq!(bench.between(&sum), [should]);
-        prop_assert_eq!(checksum_of(&content), should);
-        prop_assert_eq!(bench.between(&memory), content);
     }
 
     #[test]
@@ -162,16 +143,6 @@ fn findings_add_up_over_launches() {
     }
     let found = bench.kernels.mismatches(&bench.stream, &findings).unwrap().unwrap();
     assert_eq!((found.words, found.first), (16, low.ptr()));
-}
-
-#[test]
-fn checksums_depend_on_length_and_order_and_not_on_the_address() {
-    assert_ne!(checksum_of(&[0; 8]), checksum_of(&[0; 16]));
-    assert_ne!(checksum_of(&[0; 7]), checksum_of(&[0; 8]));
-    let (mut ab, mut ba) = ([1; 16], [2; 16]);
-    ab[8..].fill(2);
-    ba[8..].fill(1);
-    assert_ne!(checksum_of(&ab), checksum_of(&ba));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! `transpose`, `gather`, `scatter`.
+//! `gather`, `scatter`.
 
 use aquifer_kernels::Strided;
 use half::f16;
@@ -11,17 +11,6 @@ fn numbered<T: Plain>(len: usize) -> Vec<T> {
     (0..len as u64)
         .map(|index| T::of(&(index.wrapping_mul(0x9E37_79B9) >> 3).to_le_bytes()[..size_of::<T>()]))
         .collect()
-}
-
-fn check_transpose<T: Plain>(bench: &Bench, rows: usize, columns: usize, shift: u64) {
-    let from: Vec<T> = numbered(rows * columns);
-    let (memory, mut to) = (bench.guarded(&from, shift), bench.guarded(&from, shift / 2));
-    let (r, c) = (rows as u64, columns as u64);
-    bench.kernels.transpose(&bench.stream, &memory.part, &mut to.part, r, c).unwrap();
-    let should: Vec<T> =
-        (0..columns).flat_map(|c| (0..rows).map(move |r| (r, c))).map(|(r, c)| from[r * columns + c]).collect();
-    assert_agree(&bench.between(&to), &should, |_| false);
-    assert_agree(&bench.between(&memory), &from, |_| false);
 }
 
 /// The places of a layout's elements in order, by nested loops.
@@ -83,15 +72,6 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn rows_become_columns(rows in 0usize..140, columns in 0usize..140, shift in 0u64..8) {
-        let bench = Bench::new();
-        check_transpose::<u8>(&bench, rows, columns, shift);
-        check_transpose::<f16>(&bench, rows, columns, shift);
-        check_transpose::<f32>(&bench, rows, columns, shift);
-        check_transpose::<f64>(&bench, rows, columns, shift);
-    }
-
-    #[test]
     fn elements_go_where_layouts_say((extents, strides) in layouts(), shift in 0u64..8) {
         let bench = Bench::new();
         check_strided::<u8>(&bench, &extents, &strides, shift);
@@ -116,8 +96,6 @@ proptest! {
 #[test]
 fn long_rows_and_many_tiles() {
     let bench = Bench::new();
-    check_transpose::<u32>(&bench, 3, 70_001, 1);
-    check_transpose::<u64>(&bench, 1025, 257, 0);
     check_strided::<f32>(&bench, &[2, 70_001], &[70_010, 1], 0);
     check_strided::<f32>(&bench, &[70_001, 2], &[2, 1], 1);
 }

@@ -24,11 +24,12 @@ use std::time::Instant;
 use aquifer::kernels::Kernels;
 use aquifer::transfer::Transfer;
 use aquifer::{Allocator, Stream};
+use block::Block;
 use crossbeam::channel::{self, Sender};
 
 use crate::exit::Failure;
 use crate::subject::streams_of;
-use block::Block;
+
 pub use block::Compared;
 pub use counts::{Counts, Mismatch};
 use worker::Worker;

@@ -2,14 +2,13 @@
 
 use std::sync::Arc;
 
-use aquifer::memory::Config;
-use aquifer_device::{Device, RequestError};
-use aquifer_sim::{Fault, SimConfig, SimDriver};
-
 use aquifer::Allocator;
 use aquifer::Buffer;
 use aquifer::Error;
+use aquifer::memory::Config;
 use aquifer::transfer::{PinnedConfig, PinnedPool, Region, Transfer, TransferError};
+use aquifer_device::{Device, RequestError};
+use aquifer_sim::{Fault, SimConfig, SimDriver};
 
 fn bench() -> (Arc<SimDriver>, Transfer) {
     let sim = SimDriver::new(SimConfig::default());

@@ -1,13 +1,13 @@
 //! Regions of ordinary memory: for any strides, each element is copied to the place of its index,
 //! and no other bytes change.
 
-use aquifer_device::RequestError;
 use std::sync::Arc;
 
 use aquifer::Allocator;
 use aquifer::memory::Config;
 use aquifer::transfer::{PinnedConfig, PinnedPool, Region, Transfer, TransferConfig, TransferError};
 use aquifer::{Error, Pending};
+use aquifer_device::RequestError;
 use aquifer_device::{Code, Device};
 use aquifer_sim::{Fault, SimDriver};
 use bytemuck::Pod;

@@ -22,7 +22,7 @@ use crate::backing::growth::Growth;
 use crate::backing::headroom::{buyable, room};
 use crate::backing::paged::dedicated_memory::DedicatedMemory;
 use crate::backing::segments::grow_segment_of;
-use crate::core::growing::Refusal;
+use crate::core::limits::Refusal;
 use crate::core::paged::granules::POOL;
 use crate::core::pools::{PoolOptions, Private};
 use crate::error::AllocError;

@@ -15,7 +15,7 @@ use crate::backing::paged::dedicated::recycle_deferred_releases;
 use crate::backing::paged::lingering::unmap_lingering;
 use crate::backing::paged::wait::stall_for;
 use crate::core::Core;
-use crate::core::growing::Refusal;
+use crate::core::limits::Refusal;
 use crate::core::remap::commit::Committed;
 use crate::core::remap::draft::Draft;
 use crate::core::remap::plan::{Plan, Planned, Purchase, Terms};

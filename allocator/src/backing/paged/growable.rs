@@ -25,7 +25,7 @@ use crate::backing::paged::dedicated_memory::DedicatedMemory;
 use crate::backing::paged::gate::Gate;
 use crate::backing::paged::grow::ROUNDS;
 use crate::backing::paged::wait::stall_for;
-use crate::core::growing::Refusal;
+use crate::core::limits::Refusal;
 use crate::core::paged::deferred_release::DeferredRelease;
 use crate::core::paged::granules::POOL;
 use crate::core::pools::Which;

@@ -215,8 +215,9 @@ fn flags_say_how_they_are_written() {
 }
 
 #[test]
-fn a_rule_points_at_the_last_of_several() {
+fn a_wrong_value_is_refused_also_if_a_later_one_is_right() {
     assert_eq!(fault("granule_mb:4,granule_mb:3").offset(), Some(24));
+    assert_eq!(fault("granule_mb:3,granule_mb:4").offset(), Some(11));
 }
 
 #[test]

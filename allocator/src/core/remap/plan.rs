@@ -6,8 +6,8 @@ use std::ops::Range;
 use aquifer_device::PhysicalOptions;
 
 use crate::core::Core;
-use crate::core::growing::Refusal;
 use crate::core::heap::{Holding, State};
+use crate::core::limits::Refusal;
 use crate::core::paged::frames::{Frame, LooseFrames};
 use crate::core::paged::layout::Largest;
 use crate::core::remap::donors::{Donor, Donors};

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::accounting::attribution::Attribution;
-use crate::core::growing::Refusal;
+use crate::core::limits::Refusal;
 use crate::format::{Bytes, Exactly};
 use crate::recovery::oom::report::OomReport;
 

@@ -1,6 +1,7 @@
 //! The out-of-memory report: the request, the memory at that time (`seen.rs`), and what helps
 //! (`advice.rs`).
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
@@ -11,16 +12,14 @@ use crate::accounting::attribute::attribute;
 use crate::allocator::Allocator;
 use crate::backing::growth::growth_bytes;
 use crate::core::Core;
-use crate::core::growing::Refusal;
+use crate::core::limits::Refusal;
 use crate::error::AllocError;
 use crate::history::{Action, Subject};
 use crate::open::trim_others;
-use crate::recovery::oom::advise::{advice_to_cross_streams, advice_to_lend};
 use crate::size_class;
 use crate::types::Request;
 
 pub(crate) mod advice;
-mod advise;
 pub(crate) mod report;
 pub(crate) mod seen;
 
@@ -170,4 +169,30 @@ fn report(core: &Core, request: &Request, tried: &Tried) -> OomReport {
         kept_by_captures: 0,
         advice: Vec::new(),
     }
+}
+
+/// Advice to let streams reuse each other's blocks, if another one has a free block for the request.
+fn advice_to_cross_streams(core: &Core, request: &Request) -> Option<Advice> {
+    let others = core.heap().indexes(request.pool).filter(|(owner, _)| owner.stream != request.stream);
+    let mut sizes = others.filter_map(|(_, index)| Some(index.first_fit(request.size)?.size()));
+    sizes.next().map(|block| Advice::CrossStream { block })
+}
+
+/// Advice to let private pools lend their memory. As it is lent: only blocks of the stream itself,
+/// except those that graphs may use.
+fn advice_to_lend(core: &Core, request: &Request) -> Vec<Advice> {
+    if request.pool.is_private() {
+        return Vec::new();
+    }
+    let heap = core.heap();
+    let mut largest: BTreeMap<(u64, u64), u64> = BTreeMap::new();
+    for number in heap.pools().filter(|&number| number.kind() == request.pool.kind()) {
+        let private = core.pools.owner_of(number).filter(|private| private.open && !private.keeps_for_graphs(number));
+        let Some(private) = private else { continue };
+        let own = heap.indexes(number).filter(|(owner, _)| owner.stream == request.stream);
+        for size in own.flat_map(|(_, index)| index.iter_from(request.size)).map(|key| key.size()) {
+            largest.entry(private.id).and_modify(|largest| *largest = size.max(*largest)).or_insert(size);
+        }
+    }
+    largest.into_iter().map(|(pool, block)| Advice::PrivatePool { pool, block }).collect()
 }

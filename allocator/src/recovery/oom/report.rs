@@ -5,7 +5,7 @@ use std::fmt;
 use aquifer_device::MemoryInfo;
 
 use crate::accounting::attribution::{Attribution, write_holders};
-use crate::core::growing::Refusal;
+use crate::core::limits::Refusal;
 use crate::format::{Bytes, Exactly};
 use crate::recovery::oom::advice::Advice;
 
