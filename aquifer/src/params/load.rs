@@ -11,6 +11,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use aquifer_kernels::DType;
+use aquifer_transfer::internal::{PAGE, len_of, read_at};
+use aquifer_transfer::{Direction, HostSource, Owned, TransferError};
 
 use super::checkpoint::{Checkpoint, TensorEntry, fault, read_error};
 use super::errors::CheckpointFault;
@@ -20,14 +22,7 @@ use super::relocate::{Progress, ProgressCallback};
 use crate::error::Error;
 use crate::layout::Layout;
 use crate::tensor::{Converted, Memory, Place, Tensor, smaller};
-use crate::transfer::Pending;
-use crate::transfer::Transfer;
-use aquifer_transfer::Direction;
-use aquifer_transfer::Owned;
-use aquifer_transfer::internal::PAGE;
-use aquifer_transfer::internal::len_of;
-use aquifer_transfer::internal::read_at;
-use aquifer_transfer::{HostSource, TransferError};
+use crate::transfer::{Pending, Transfer};
 
 /// The most tensors in flight, in addition to the last one, and without small ones that are not
 /// sent yet.

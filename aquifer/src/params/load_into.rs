@@ -7,13 +7,14 @@
 
 use std::collections::{HashMap, HashSet};
 
+use aquifer_transfer::Direction;
+
 use super::checkpoint::Checkpoint;
 use super::load::{Load, Wanted};
 use super::param_set::ParamSet;
 use crate::error::Error;
 use crate::tensor::{Place, Tensor, Tie};
 use crate::transfer::Pending;
-use aquifer_transfer::Direction;
 
 impl Checkpoint {
     /// Loads tensors into a set of the same names, and waits on the host until they are there:

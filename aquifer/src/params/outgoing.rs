@@ -4,14 +4,12 @@ use std::collections::VecDeque;
 
 use aquifer_device::Stream;
 use aquifer_kernels::DType;
+use aquifer_transfer::Direction;
 
 use crate::error::Error;
 use crate::layout::Layout;
 use crate::tensor::Tensor;
-use crate::transfer::Pending;
-use crate::transfer::Transfer;
-use crate::transfer::TransferBatch;
-use aquifer_transfer::Direction;
+use crate::transfer::{Pending, Transfer, TransferBatch};
 
 /// The most bytes of a tensor in a batch, before and after conversion.
 pub(super) const SMALL_TENSOR_BYTES: u64 = 64 << 10;

@@ -1,14 +1,13 @@
 //! Values that a prefetcher sends to a device.
 
+use aquifer_transfer::Direction;
 use bytemuck::Pod;
 
 use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::pinned::PinnedBuffer;
 use crate::tensor::{Tensor, To};
-use crate::transfer::Transfer;
-use crate::transfer::{OnStreams, Pending};
-use aquifer_transfer::Direction;
+use crate::transfer::{OnStreams, Pending, Transfer};
 
 /// A value to send to a device: a [`Tensor`], a `Vec` of numbers, page-locked memory, or tuples,
 /// arrays and `Option`s of these. Structs implement it by sending their fields and joining the

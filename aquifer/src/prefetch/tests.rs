@@ -7,6 +7,7 @@ use aquifer_allocator::Config;
 use aquifer_device::{Code, Device, RequestError};
 use aquifer_kernels::Kernels;
 use aquifer_sim::{Fault, SimConfig, SimDriver};
+use aquifer_transfer::Direction;
 use proptest::prelude::*;
 
 use super::*;
@@ -15,7 +16,6 @@ use crate::buffer::Buffer;
 use crate::pinned::tests::assert_unused;
 use crate::tensor::Place;
 use crate::{PinnedBuffer, Tensor};
-use aquifer_transfer::Direction;
 
 struct Stand {
     driver: Arc<SimDriver>,

@@ -1,10 +1,10 @@
 //! Sources for the staging ring that convert elements while its threads read them.
 
 use aquifer_kernels::{DType, convert_host};
-
-use crate::error::Error;
 use aquifer_transfer::internal::zeroed;
 use aquifer_transfer::{HostSource, TransferError};
+
+use crate::error::Error;
 
 /// The elements of another source, converted.
 pub(crate) struct Converted<S> {

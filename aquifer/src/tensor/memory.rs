@@ -6,14 +6,14 @@ use std::sync::Arc;
 
 use aquifer_device::{Device, RequestError};
 use aquifer_kernels::{DType, Operand, Target};
+use aquifer_transfer::Owned;
+use aquifer_transfer::internal::{bytes_of, len_of, zeroed};
 
 use super::place::Place;
 use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::pinned::{PinnedBuffer, PinnedPool};
 use crate::transfer::Transfer;
-use aquifer_transfer::Owned;
-use aquifer_transfer::internal::{bytes_of, len_of, zeroed};
 
 /// Memory that tensors share.
 #[derive(Clone)]

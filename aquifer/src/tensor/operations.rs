@@ -16,6 +16,7 @@ use std::sync::Arc;
 
 use aquifer_device::{DeviceMismatch, Stream};
 use aquifer_kernels::{DType, Element, KernelError, Kernels, Operand, Target};
+use aquifer_transfer::Direction;
 
 use super::Tensor;
 use super::memory::{DeviceMemory, Memory, operand_of, target_of};
@@ -24,9 +25,7 @@ use super::place::device_name;
 use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::layout::Layout;
-use crate::transfer::Pending;
-use crate::transfer::Transfer;
-use aquifer_transfer::Direction;
+use crate::transfer::{Pending, Transfer};
 
 /// Operands of an operation, by name.
 pub(super) struct Operands<'a> {
@@ -150,12 +149,10 @@ impl Tensor {
     ///
     /// ```
     /// use aquifer::prelude::*;
-    /// use aquifer::transfer::Transfer;
     /// let device = aquifer::open("sim:24GiB")?;
-    /// let transfer = Transfer::new(&Allocator::of(&device)?)?;
-    /// let stream = device.stream()?;
+    /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
     ///
-    /// let matrix = Tensor::zeros(&[2, 3], DType::F32, &transfer)?;
+    /// let matrix = Tensor::zeros(&[2, 3], DType::F32, &memory)?;
     /// let column = Tensor::from_vec(vec![1.0f32, 2.0], &[2])?; // on the host
     /// matrix.select(1, 1)?.copy_from(&column, &stream)?.wait()?;
     /// assert_eq!(matrix.to_vec::<f32>()?, [0.0, 1.0, 0.0, 0.0, 2.0, 0.0]);

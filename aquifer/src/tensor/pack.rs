@@ -3,15 +3,14 @@
 
 use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::{DType, Element, Strided};
+use aquifer_transfer::internal::{Dimension, len_of, place_of};
 
 use super::memory::{DeviceMemory, operand_of, part_of, target_of};
 use crate::buffer::Buffer;
 use crate::error::Error;
-use aquifer_transfer::internal::{Dimension, place_of};
 
 use crate::layout::Layout;
 use crate::transfer::Transfer;
-use aquifer_transfer::internal::len_of;
 
 /// Dimensions that one launch of the gather or scatter kernel takes.
 const LAUNCH_DIMENSIONS: usize = 4;

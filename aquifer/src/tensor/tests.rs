@@ -7,14 +7,13 @@ use aquifer_allocator::Config;
 use aquifer_device::{Code, Device, Operation, RequestError, Stream};
 use aquifer_kernels::convert_host;
 use aquifer_sim::{Fault, SimConfig, SimDriver};
+use aquifer_transfer::Direction;
 use half::{bf16, f16};
 use proptest::prelude::*;
 
 use super::*;
 use crate::allocator::Allocator;
-use crate::transfer::Route;
-use crate::transfer::Transfer;
-use aquifer_transfer::Direction;
+use crate::transfer::{Route, Transfer};
 
 struct Stand {
     device: Device,

@@ -13,6 +13,8 @@ use std::sync::Arc;
 
 use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::{DType, convert_host};
+use aquifer_transfer::internal::{bytes_of, len_of, zeroed};
+use aquifer_transfer::{Direction, Owned, Region};
 
 use super::Tensor;
 use super::converted::Converted;
@@ -24,11 +26,7 @@ use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::layout::Layout;
 use crate::pinned::PinnedPool;
-use crate::transfer::Transfer;
-use crate::transfer::{OnStreams, Pending};
-use aquifer_transfer::Direction;
-use aquifer_transfer::internal::{bytes_of, len_of, zeroed};
-use aquifer_transfer::{Owned, Region};
+use crate::transfer::{OnStreams, Pending, Transfer};
 
 /// The most bytes of converted or packed elements that go to page-locked memory directly. More go
 /// through ordinary memory and the staging ring, so that no large piece is page-locked for one use.

@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
-use super::*;
 use aquifer_transfer::Direction;
+
+use super::*;
 
 fn saved(set: &ParamSet, directory: &Directory) -> PathBuf {
     let path = directory.0.join("model.safetensors");

@@ -10,6 +10,7 @@ use aquifer_allocator::Config;
 use aquifer_device::{Code, Device, Operation};
 use aquifer_kernels::DType;
 use aquifer_sim::{Fault, SimConfig, SimDriver};
+use aquifer_transfer::Direction;
 use half::bf16;
 
 use super::*;
@@ -17,7 +18,6 @@ use crate::allocator::Allocator;
 use crate::error::Error;
 use crate::tensor::{Place, Tensor, To};
 use crate::transfer::Transfer;
-use aquifer_transfer::Direction;
 
 fn transfer_of(config: SimConfig) -> Transfer {
     let device = Device::new(SimDriver::new(config));
