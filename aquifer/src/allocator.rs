@@ -312,7 +312,7 @@ impl Allocator {
         S::IntoIter: Send + 'static,
         S::Item: Batch,
     {
-        Prefetcher::new(source, &self.transfer()?, stream, AHEAD)
+        Prefetcher::new(source, self, stream, AHEAD)
     }
 
     /// The tensors of a safetensors file, in this allocator's memory. Waits until they are there.

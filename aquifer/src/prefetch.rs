@@ -16,6 +16,8 @@ use aquifer_allocator::{AllocError, Awake};
 use aquifer_device::fork::{Condvar, Mutex};
 use aquifer_device::internal::defer_panics_here;
 use aquifer_device::{Stream, Tick};
+use aquifer_transfer::TransferError;
+use aquifer_transfer::internal::{covered_tick, guarded};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded, unbounded};
 
 use crate::allocator::Allocator;
@@ -23,11 +25,7 @@ use crate::allocator::Allocator;
 pub use batch::Batch;
 
 use crate::error::Error;
-use crate::transfer::Pending;
-use crate::transfer::Transfer;
-use aquifer_transfer::TransferError;
-use aquifer_transfer::internal::covered_tick;
-use aquifer_transfer::internal::guarded;
+use crate::transfer::{Pending, Transfer};
 
 /// Brings batches to a device ahead of their use. It is an iterator of batches on the device.
 ///
@@ -59,15 +57,14 @@ use aquifer_transfer::internal::guarded;
 /// ```
 /// use aquifer::prelude::*;
 /// use aquifer::Error;
-/// use aquifer::transfer::{Prefetcher, Transfer};
+/// use aquifer::tensor::Place;
+/// use aquifer::transfer::Prefetcher;
 /// let device = aquifer::open("sim:24GiB")?;
-/// let transfer = Transfer::new(&Allocator::of(&device)?)?;
-/// let stream = device.stream()?;
+/// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
 ///
-/// let pool = transfer.pinned().clone();
-/// let loader = (0..10).map(move |n| Tensor::full(&[1000], n as f32, &pool));
+/// let loader = (0..10).map(|n| Tensor::full(&[1000], n as f32, Place::Host));
 /// let mut sums = Vec::new();
-/// for batch in Prefetcher::try_new(loader, &transfer, &stream, 2)? {
+/// for batch in Prefetcher::try_new(loader, &memory, &stream, 2)? {
 ///     sums.push(batch?.sum(&stream)?);
 /// }
 /// assert_eq!((sums.len(), sums[9].item::<f32>()?), (10, 9000.0));
@@ -120,18 +117,23 @@ enum WorkerState {
 }
 
 impl<B: Batch> Prefetcher<B> {
-    /// Begins to bring batches to the runtime's device, `ahead` batches before they are asked for,
-    /// for use on `stream`. An `ahead` below 1 counts as 1, and one above 1024 as 1024.
+    /// Begins to bring batches to memory of an allocator (`&memory`), or by the runtime of a
+    /// `&transfer`, `ahead` batches before they are asked for, for use on `stream`. An `ahead` below 1 counts as 1, and one above 1024 as 1024.
     ///
     /// # Errors
     /// A stream of another device, and when a stream or a thread cannot be had.
     #[track_caller]
-    pub fn new<S>(source: S, transfer: &Transfer, stream: &Stream, ahead: usize) -> Result<Prefetcher<B>, Error>
+    pub fn new<S>(
+        source: S,
+        by: impl TryInto<Transfer, Error: Into<Error>>,
+        stream: &Stream,
+        ahead: usize,
+    ) -> Result<Prefetcher<B>, Error>
     where
         S: IntoIterator<Item = B>,
         S::IntoIter: Send + 'static,
     {
-        Prefetcher::begin(source.into_iter().map(Ok), transfer, stream, ahead)
+        Prefetcher::begin(source.into_iter().map(Ok), by.try_into().map_err(Into::into)?, stream, ahead)
     }
 
     /// As [`Prefetcher::new`], for a source that may fail. After an error it is asked for its next
@@ -140,20 +142,26 @@ impl<B: Batch> Prefetcher<B> {
     /// # Errors
     /// As [`Prefetcher::new`].
     #[track_caller]
-    pub fn try_new<S, E>(source: S, transfer: &Transfer, stream: &Stream, ahead: usize) -> Result<Prefetcher<B>, Error>
+    pub fn try_new<S, E>(
+        source: S,
+        by: impl TryInto<Transfer, Error: Into<Error>>,
+        stream: &Stream,
+        ahead: usize,
+    ) -> Result<Prefetcher<B>, Error>
     where
         S: IntoIterator<Item = Result<B, E>>,
         S::IntoIter: Send + 'static,
         E: Into<Box<dyn std::error::Error + Send + Sync>> + 'static,
     {
         let failed = |error: E| Error::Source { cause: Arc::from(error.into()) };
-        Prefetcher::begin(source.into_iter().map(move |item| item.map_err(failed)), transfer, stream, ahead)
+        let source = source.into_iter().map(move |item| item.map_err(failed));
+        Prefetcher::begin(source, by.try_into().map_err(Into::into)?, stream, ahead)
     }
 
     #[track_caller]
     fn begin(
         source: impl Iterator<Item = Result<B, Error>> + Send + 'static,
-        transfer: &Transfer,
+        transfer: Transfer,
         stream: &Stream,
         ahead: usize,
     ) -> Result<Prefetcher<B>, Error> {

@@ -37,19 +37,17 @@ use crate::transfer::Transfer;
 ///
 /// ```
 /// use aquifer::prelude::*;
-/// use aquifer::transfer::{Spiller, Transfer};
+/// use aquifer::transfer::Spiller;
 /// let device = aquifer::open("sim:64MiB")?;
-/// let allocator = Allocator::of(&device)?;
-/// let transfer = Transfer::new(&allocator)?;
-/// let stream = device.stream()?;
+/// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
 ///
-/// let spiller = Spiller::new(&transfer, 0);
-/// let cache = spiller.add(transfer.to_device(vec![7u8; 40 << 20], &stream)?.wait()?, 0)?;
-/// let activations = allocator.alloc_bytes(40 << 20, &stream)?; // does not fit next to the cache, which is spilled
+/// let spiller = Spiller::new(&memory, 0)?;
+/// let cache = spiller.add(memory.from_slice(&vec![7u8; 40 << 20], &stream)?, 0)?;
+/// let activations = memory.alloc_bytes(40 << 20, &stream)?; // does not fit next to the cache, which is spilled
 /// assert!(!cache.is_on_device());
 /// drop(activations);
 /// let access = cache.access(&stream)?; // comes back
-/// assert_eq!(transfer.item(&access.slice(12345..=12345))?, 7);
+/// assert_eq!(access.slice(12345..=12345).item(&stream)?, 7);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
@@ -117,20 +115,24 @@ pub struct Resident<'a, T> {
 }
 
 impl Spiller {
-    /// A spiller for the runtime's device and allocator. It is a reclaimer of the given priority,
+    /// A spiller for an allocator (`&memory`), which copies by its runtime, or by that of a
+    /// `&transfer`. It is a reclaimer of the given priority,
     /// asked before those of lower priority, and spills as much as is lacking. If the freed memory
     /// does not serve the request, because it is in pieces, the spiller is asked again after all
     /// other reclaimers: first for as much as was requested, then for all that it can spill.
-    pub fn new(transfer: &Transfer, priority: i32) -> Spiller {
+    ///
+    /// # Errors
+    /// Errors of the driver, at the first use of the allocator's runtime.
+    pub fn new(by: impl TryInto<Transfer, Error: Into<Error>>, priority: i32) -> Result<Spiller, Error> {
         let inner = Arc::new(SpillerState {
-            transfer: transfer.clone(),
+            transfer: by.try_into().map_err(Into::into)?,
             entries: Mutex::default(),
             clock: AtomicU64::new(0),
             spills: AtomicU64::new(0),
             returns: AtomicU64::new(0),
             failures: AtomicU64::new(0),
         });
-        let allocator = transfer.allocator();
+        let allocator = inner.transfer.allocator();
         // A weak reference: the spiller owns the allocator that it is registered with.
         let registered = |priority, bytes: fn(&SpillerState, u64) -> u64| {
             let spiller = Arc::downgrade(&inner);
@@ -146,7 +148,7 @@ impl Spiller {
             registered(i32::MIN, |_, requested| requested),
             registered(i32::MIN, |_, _| u64::MAX),
         ];
-        Spiller { inner, _registrations: Arc::new(registrations) }
+        Ok(Spiller { inner, _registrations: Arc::new(registrations) })
     }
 
     /// Takes over a buffer. Of several buffers that could be spilled, one of lower `priority` goes

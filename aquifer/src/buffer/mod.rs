@@ -323,6 +323,18 @@ impl<T: Pod + Send + Sync> Buffer<T> {
 
     /// Enqueues a copy to the host; see [`Target`].
     ///
+    /// ```
+    /// # #![deny(warnings)]
+    /// # use aquifer::prelude::*;
+    /// # let device = aquifer::open("sim:24GiB")?;
+    /// # let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+    /// let x = memory.from_slice(&[1.0_f32, 2.0], &stream)?;
+    /// let mut pinned = memory.pinned::<f32>(2)?;
+    /// x.download(&mut pinned, &stream)?; // returns at once
+    /// assert_eq!(pinned.read()?, [1.0, 2.0]); // waits
+    /// # Ok::<(), aquifer::Error>(())
+    /// ```
+    ///
     /// # Errors
     /// As [`Buffer::upload`].
     #[track_caller]

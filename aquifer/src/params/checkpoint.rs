@@ -32,9 +32,7 @@ const INDEX: &str = "model.safetensors.index.json";
 /// ```
 /// use aquifer::prelude::*;
 /// use aquifer::tensor::{Checkpoint, Load, ParamSet};
-/// use aquifer::transfer::Transfer;
-/// let device = aquifer::open("sim:24GiB")?;
-/// let transfer = Transfer::new(&Allocator::of(&device)?)?;
+/// let memory = Allocator::of(&aquifer::open("sim:24GiB")?)?;
 /// let path = std::env::temp_dir().join(format!("aquifer-doc-{}.safetensors", std::process::id()));
 ///
 /// let mut model = ParamSet::new();
@@ -43,7 +41,7 @@ const INDEX: &str = "model.safetensors.index.json";
 ///
 /// let checkpoint = Checkpoint::open(&path)?;
 /// assert_eq!(checkpoint.bytes(), 8);
-/// let loaded = checkpoint.load_blocking(&transfer, Load::new())?;
+/// let loaded = checkpoint.load_blocking(&memory, Load::new())?;
 /// assert_eq!(loaded.get("embed.weight").unwrap().to_vec::<f32>()?, [1.0, 2.0]);
 /// # std::fs::remove_file(&path)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())

@@ -11,12 +11,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use aquifer_kernels::DType;
-use aquifer_transfer::Direction;
-use aquifer_transfer::Owned;
-use aquifer_transfer::internal::PAGE;
-use aquifer_transfer::internal::len_of;
-use aquifer_transfer::internal::read_at;
-use aquifer_transfer::{HostSource, TransferError};
+use aquifer_transfer::internal::{PAGE, len_of, read_at};
+use aquifer_transfer::{Direction, HostSource, Owned, TransferError};
 
 use super::checkpoint::{Checkpoint, TensorEntry, fault, read_error};
 use super::errors::CheckpointFault;

@@ -26,18 +26,16 @@ pub(super) struct Param {
 /// ```
 /// use aquifer::prelude::*;
 /// use aquifer::tensor::{ParamSet, Place};
-/// use aquifer::transfer::Transfer;
-/// let device = aquifer::open("sim:24GiB")?;
-/// let transfer = Transfer::new(&Allocator::of(&device)?)?;
+/// let memory = Allocator::of(&aquifer::open("sim:24GiB")?)?;
 ///
 /// let mut model = ParamSet::new();
 /// model.insert("linear.weight", Tensor::from_vec(vec![1.0f32; 6], &[2, 3])?)?;
 /// model.insert("linear.bias", Tensor::from_vec(vec![0.0f32; 2], &[2])?)?;
-/// model.move_blocking(&transfer)?; // all or none
-/// assert!(model.strays(&transfer).is_empty());
+/// model.move_blocking(&memory)?; // all or none
+/// assert!(model.strays(&memory).is_empty());
 ///
 /// model.insert("head.weight", Tensor::from_vec(vec![1.0f32; 2], &[2])?)?;
-/// let error = model.check_all_on(&transfer).unwrap_err().to_string();
+/// let error = model.check_all_on(&memory).unwrap_err().to_string();
 /// assert!(error.contains("head.weight (8 bytes on cpu)"), "{error}");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```

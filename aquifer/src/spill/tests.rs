@@ -55,7 +55,7 @@ impl Stand {
 #[test]
 fn under_pressure_the_least_recently_used_buffer_is_spilled() {
     let stand = stand(64);
-    let spiller = Spiller::new(&stand.transfer, 0);
+    let spiller = Spiller::new(&stand.transfer, 0).unwrap();
     let buffers: Vec<Spillable<u32>> = (0..4).map(|n| spiller.add(stand.filled(12, n), 0).unwrap()).collect();
     drop(buffers[0].access(&stand.stream).unwrap()); // used last
     let wanted = stand.transfer.allocator().alloc_bytes(20 * MIB, &stand.stream).unwrap();
@@ -74,7 +74,7 @@ fn under_pressure_the_least_recently_used_buffer_is_spilled() {
 #[test]
 fn lower_priorities_are_spilled_first() {
     let stand = stand(64);
-    let spiller = Spiller::new(&stand.transfer, 0);
+    let spiller = Spiller::new(&stand.transfer, 0).unwrap();
     let precious = spiller.add(stand.filled(20, 1), 10).unwrap();
     let cheap = spiller.add(stand.filled(20, 2), 0).unwrap(); // used later
     let _wanted = stand.transfer.allocator().alloc_bytes(30 * MIB, &stand.stream).unwrap();
@@ -84,7 +84,7 @@ fn lower_priorities_are_spilled_first() {
 #[test]
 fn buffers_in_use_or_with_other_handles_stay() {
     let stand = stand(64);
-    let spiller = Spiller::new(&stand.transfer, 0);
+    let spiller = Spiller::new(&stand.transfer, 0).unwrap();
     let (used, shared) = (stand.filled(20, 1), stand.filled(20, 2));
     let other = shared.share();
     let (used, shared) = (spiller.add(used, 0).unwrap(), spiller.add(shared, 0).unwrap());
@@ -108,7 +108,7 @@ fn buffers_of_another_allocator_are_refused() {
     let stand = stand(64);
     let other = Allocator::new(stand.transfer.device(), Config::default()).unwrap();
     let theirs: Buffer<u8> = other.alloc(1000, &stand.stream).unwrap();
-    let refused = Spiller::new(&stand.transfer, 0).add(theirs, 0).unwrap_err();
+    let refused = Spiller::new(&stand.transfer, 0).unwrap().add(theirs, 0).unwrap_err();
     assert!(refused.to_string().contains("the buffer belongs to another allocator of"), "{refused}");
     stand.quiet();
 }
@@ -118,7 +118,7 @@ fn buffers_of_another_allocator_are_refused() {
 #[test]
 fn a_returning_buffer_spills_another_without_a_deadlock() {
     let stand = stand(64);
-    let spiller = Spiller::new(&stand.transfer, 0);
+    let spiller = Spiller::new(&stand.transfer, 0).unwrap();
     let buffers: Vec<Spillable<u32>> = (0..3)
         .map(|n| spiller.add(stand.filled(40, n), 0).unwrap()) // each needs the place of the one before
         .collect();
@@ -140,7 +140,7 @@ fn a_returning_buffer_spills_another_without_a_deadlock() {
 #[test]
 fn writes_during_an_access_are_kept() {
     let stand = stand(64);
-    let spiller = Spiller::new(&stand.transfer, 0);
+    let spiller = Spiller::new(&stand.transfer, 0).unwrap();
     let buffer = spiller.add(stand.filled(16, 1), 0).unwrap();
     for value in 2..6u32 {
         let mut access = buffer.access(&stand.stream).unwrap();
@@ -158,7 +158,7 @@ fn writes_during_an_access_are_kept() {
 #[test]
 fn spilling_goes_on_after_memory_was_freed_in_pieces() {
     let stand = stand_with(SimConfig::new(64 * MIB), Config::parse("expandable_segments:False").unwrap());
-    let spiller = Spiller::new(&stand.transfer, 0);
+    let spiller = Spiller::new(&stand.transfer, 0).unwrap();
     let mut order: Vec<(u64, Spillable<u32>)> = Vec::new();
     for n in 0..6u32 {
         order.push((u64::from(n), spiller.add(stand.filled(10, n), 0).unwrap()));
@@ -179,7 +179,7 @@ fn spilling_goes_on_after_memory_was_freed_in_pieces() {
 #[test]
 fn without_host_memory_no_buffer_is_spilled_or_lost() {
     let stand = stand(64);
-    let spiller = Spiller::new(&stand.transfer, 0);
+    let spiller = Spiller::new(&stand.transfer, 0).unwrap();
     let buffer = spiller.add(stand.filled(40, 3), 0).unwrap();
     stand.transfer.pinned().set_limit(Some(MIB));
     let refused = stand.transfer.allocator().alloc_bytes(40 * MIB, &stand.stream).unwrap_err().to_string();
@@ -204,7 +204,7 @@ fn failures_of_copies_lose_nothing() {
     ] {
         for nth in 1..4 {
             let stand = stand(64);
-            let spiller = Spiller::new(&stand.transfer, 0);
+            let spiller = Spiller::new(&stand.transfer, 0).unwrap();
             let buffers = [spiller.add(stand.filled(30, 1), 0).unwrap(), spiller.add(stand.filled(20, 2), 0).unwrap()];
             stand.driver.inject(Fault::Nth { operation: Some(operation), nth, code });
             for buffer in &buffers {
@@ -223,7 +223,7 @@ fn failures_of_copies_lose_nothing() {
 #[test]
 fn a_spiller_can_be_dropped_in_any_state() {
     let stand = stand(64);
-    let spiller = Spiller::new(&stand.transfer, 0);
+    let spiller = Spiller::new(&stand.transfer, 0).unwrap();
     let buffers: Vec<Spillable<u32>> = (0..3).map(|n| spiller.add(stand.filled(10, n), 0).unwrap()).collect();
     buffers[1].spill().unwrap();
     buffers[2].spill().unwrap();
@@ -243,7 +243,7 @@ fn a_spiller_can_be_dropped_in_any_state() {
 #[test]
 fn many_threads_share_less_memory_than_they_need() {
     let stand = stand(64);
-    let spiller = Spiller::new(&stand.transfer, 0);
+    let spiller = Spiller::new(&stand.transfer, 0).unwrap();
     let buffers: Vec<Spillable<u32>> = (0..8).map(|n| spiller.add(stand.filled(12, n), 0).unwrap()).collect();
     std::thread::scope(|scope| {
         for thread in 0..4usize {
@@ -302,7 +302,7 @@ proptest! {
     fn random_programs_keep_contents(steps in prop::collection::vec(step(), 1..30), seed in 0u64..1000, segments in any::<bool>()) {
         let config = if segments { Config::parse("expandable_segments:False").unwrap() } else { Config::default() };
         let stand = stand_with(SimConfig::new(64 * MIB).seed(seed), config);
-        let spiller = Spiller::new(&stand.transfer, 0);
+        let spiller = Spiller::new(&stand.transfer, 0).unwrap();
         let mut model: Vec<(Arc<Spillable<u32>>, u32)> = Vec::new();
         let mut allocated = Vec::new();
         let mut held: Vec<Buffer<u32>> = Vec::new();

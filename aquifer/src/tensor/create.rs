@@ -1,11 +1,9 @@
 //! Making tensors of elements, and reading elements back on the host.
 
-use aquifer_allocator::AccessGuard;
-use aquifer_device::{AccessKind, RequestError, Stream};
+use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::{DType, Element, convert_host};
-use aquifer_transfer::Direction;
-use aquifer_transfer::Owned;
 use aquifer_transfer::internal::zeroed;
+use aquifer_transfer::{Direction, Owned};
 use half::{bf16, f16};
 
 use super::Tensor;
@@ -138,13 +136,7 @@ impl Tensor {
                 bytes.fill(0)
             }
         };
-        Tensor::written(place, dtype, shape, write, |_, stream, buffer| {
-            if buffer.is_empty() {
-                return Ok(());
-            }
-            let _access = AccessGuard::acquire(stream, &[(buffer.storage(), AccessKind::Write)])?;
-            Ok(stream.fill(buffer.ptr(), 0, buffer.bytes())?)
-        })
+        Tensor::written(place, dtype, shape, write, |_, stream, buffer| buffer.zero(stream))
     }
 
     /// A tensor of which every element is `value`. On a device they are enqueued to be written.

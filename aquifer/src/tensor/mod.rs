@@ -35,8 +35,7 @@ pub use crate::params::{Checkpoint, CheckpointFault, Load, ParamSet, Progress, T
 pub(crate) use transport::smaller;
 
 use crate::error::Error;
-use crate::transfer::OnStreams;
-use crate::transfer::Transfer;
+use crate::transfer::{OnStreams, Transfer};
 
 /// Elements of one dtype in a shape, in host memory, page-locked host memory or the memory of a
 /// device.
@@ -58,13 +57,11 @@ use crate::transfer::Transfer;
 ///
 /// ```
 /// use aquifer::prelude::*;
-/// use aquifer::transfer::Transfer;
 /// let device = aquifer::open("sim:24GiB")?;
-/// let transfer = Transfer::new(&Allocator::of(&device)?)?;
-/// let stream = device.stream()?;
+/// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
 ///
 /// let host = Tensor::from_vec(vec![1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0], &[2, 3])?;
-/// let x = host.to(&transfer)?.wait()?;
+/// let x = host.to(&memory)?.wait()?;
 /// let sums = x.add(&x, &stream)?;
 /// assert_eq!(sums.transpose(0, 1)?.to_vec::<f32>()?, [2.0, 8.0, 4.0, 10.0, 6.0, 12.0]);
 ///

@@ -149,12 +149,10 @@ impl Tensor {
     ///
     /// ```
     /// use aquifer::prelude::*;
-    /// use aquifer::transfer::Transfer;
     /// let device = aquifer::open("sim:24GiB")?;
-    /// let transfer = Transfer::new(&Allocator::of(&device)?)?;
-    /// let stream = device.stream()?;
+    /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
     ///
-    /// let matrix = Tensor::zeros(&[2, 3], DType::F32, &transfer)?;
+    /// let matrix = Tensor::zeros(&[2, 3], DType::F32, &memory)?;
     /// let column = Tensor::from_vec(vec![1.0f32, 2.0], &[2])?; // on the host
     /// matrix.select(1, 1)?.copy_from(&column, &stream)?.wait()?;
     /// assert_eq!(matrix.to_vec::<f32>()?, [0.0, 1.0, 0.0, 0.0, 2.0, 0.0]);

@@ -3,12 +3,12 @@
 
 use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::{DType, Element, Strided};
-use aquifer_transfer::internal::len_of;
-use aquifer_transfer::internal::{Dimension, place_of};
+use aquifer_transfer::internal::{Dimension, len_of, place_of};
 
 use super::memory::{DeviceMemory, operand_of, part_of, target_of};
 use crate::buffer::Buffer;
 use crate::error::Error;
+
 use crate::layout::Layout;
 use crate::transfer::Transfer;
 

@@ -25,12 +25,10 @@ use crate::transfer::Transfer;
 /// ```
 /// use aquifer::prelude::*;
 /// use aquifer::tensor::Place;
-/// use aquifer::transfer::Transfer;
-/// let device = aquifer::open("sim:24GiB")?;
-/// let transfer = Transfer::new(&Allocator::of(&device)?)?;
-/// assert_eq!(Place::from(&transfer).to_string(), "sim:0");
-/// assert_eq!(Place::try_from(transfer.allocator())?.to_string(), "sim:0");
-/// assert!(Place::Host.is_host() && Place::from(transfer.pinned()).is_host());
+/// let memory = Allocator::of(&aquifer::open("sim:24GiB")?)?;
+/// let (on_device, pinned) = (Place::try_from(&memory)?, Place::from(memory.transfer()?.pinned()));
+/// assert_eq!((on_device.to_string(), pinned.to_string()), ("sim:0".to_owned(), "pinned cpu".to_owned()));
+/// assert!(Place::Host.is_host() && pinned.is_host());
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug)]

@@ -13,9 +13,8 @@ use std::sync::Arc;
 
 use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::{DType, convert_host};
-use aquifer_transfer::Direction;
 use aquifer_transfer::internal::{bytes_of, len_of, zeroed};
-use aquifer_transfer::{Owned, Region};
+use aquifer_transfer::{Direction, Owned, Region};
 
 use super::Tensor;
 use super::converted::Converted;

@@ -73,6 +73,21 @@ impl Deref for Transfer {
     }
 }
 
+impl From<&Transfer> for Transfer {
+    fn from(transfer: &Transfer) -> Transfer {
+        transfer.clone()
+    }
+}
+
+/// The runtime of the allocator's buffers.
+impl TryFrom<&Allocator> for Transfer {
+    type Error = Error;
+
+    fn try_from(memory: &Allocator) -> Result<Transfer, Error> {
+        memory.transfer()
+    }
+}
+
 impl Transfer {
     /// A runtime for the allocator's device.
     ///

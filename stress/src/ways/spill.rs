@@ -31,7 +31,7 @@ pub(super) fn spill(stand: &mut Stand) -> Result<Story, Failure> {
     }
     let wanted = in_steps(CACHES / 4 * 3 * bytes + spare);
     let refusal = stand.request(wanted)?;
-    let spiller = Spiller::new(&transfer, 0);
+    let spiller = Spiller::new(&transfer, 0)?;
     let caches: Vec<Spillable<u8>> = caches.into_iter().map(|cache| spiller.add(cache, 0)).collect::<Result<_, _>>()?;
     let served = stand.is_served(wanted)?;
     let spilled = spiller.stats().host_bytes;

@@ -255,7 +255,7 @@ fn sleep_keeps_or_discards_contents() {
 fn spilled_buffers_come_back_as_they_went() {
     let bench = bench("");
     let transfer = Transfer::new(&bench.allocator).unwrap();
-    let spiller = Spiller::new(&transfer, 0);
+    let spiller = Spiller::new(&transfer, 0).unwrap();
     let buffer: Buffer<u8> = bench.allocator.alloc(8192, &bench.stream).unwrap();
     bench.stream.fill(buffer.ptr(), 1, 4096).unwrap();
     let spillable = spiller.add(buffer, 0).unwrap();

@@ -60,7 +60,7 @@ impl Program {
         let bench = Bench::seeded(seed);
         let streams = (0..3).map(|_| bench.device.stream().unwrap()).collect();
         let pool = bench.transfer.allocator().create_pool(PoolOptions::default()).unwrap();
-        let spiller = Spiller::new(&bench.transfer, 0);
+        let spiller = Spiller::new(&bench.transfer, 0).unwrap();
         Program { bench, streams, pool, held: Vec::new(), spiller, spillable: Vec::new(), byte: 0 }
     }
 

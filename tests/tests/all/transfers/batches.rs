@@ -102,7 +102,7 @@ fn elements_without_bytes_are_as_many_as_they_were() {
     assert_eq!(transfer.to_vec(&buffer).unwrap().wait().unwrap().len(), 5);
     assert_eq!(transfer.pinned().register(vec![(); 5]).unwrap().into_vec().unwrap().len(), 5);
     assert_eq!(transfer.pinned().alloc::<()>(5).unwrap().into_vec().unwrap().len(), 5);
-    let refused = aquifer::transfer::Spiller::new(transfer, 0).add(buffer, 0).map(drop).unwrap_err();
+    let refused = aquifer::transfer::Spiller::new(transfer, 0).unwrap().add(buffer, 0).map(drop).unwrap_err();
     assert!(matches!(refused, Error::Request(RequestError::Unsupported { .. })), "{refused}");
     bench.finish();
 }

@@ -246,7 +246,7 @@ fn a_reclaimer_may_ask_about_the_buffer_that_comes_back() {
     ends(|| {
         let bench = Bench::new();
         let allocator = bench.transfer.allocator().clone();
-        let spiller = Spiller::new(&bench.transfer, 0);
+        let spiller = Spiller::new(&bench.transfer, 0).unwrap();
         let buffer = spiller.add(bench.alloc(64 << 20), 0).unwrap();
         buffer.spill().unwrap();
         let (buffer, asked) = (Arc::new(buffer), Arc::new(Mutex::new(Vec::new())));

@@ -54,7 +54,7 @@ impl Interpreter {
             bench.transfer.batch_calls_pay_below(direction).unwrap();
         }
         bench.transfer.at_priority(BACKGROUND).unwrap();
-        let spiller = Spiller::new(&bench.transfer, 0);
+        let spiller = Spiller::new(&bench.transfer, 0).unwrap();
         let mut interpreter = Interpreter {
             bench,
             streams,

@@ -42,7 +42,7 @@ fn pending_transfers_are_enqueued_before_the_memory_goes() {
 fn refusing_to_spill_while_it_falls_asleep_is_no_failure_to_spill() {
     let bench = Bench::new();
     let allocator = bench.transfer.allocator().clone();
-    let spiller = Spiller::new(&bench.transfer, 0);
+    let spiller = Spiller::new(&bench.transfer, 0).unwrap();
     let spillable = spiller.add(allocator.alloc::<u8>(32 << 20, &bench.stream).unwrap(), 0).unwrap();
     let awake = allocator.keep_awake().unwrap();
     thread::scope(|scope| {
