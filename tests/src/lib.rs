@@ -62,7 +62,6 @@ pub struct Embedding;
 #[doc = include_str!("../../aquifer/README.md")]
 #[doc = include_str!("../../device/README.md")]
 #[doc = include_str!("../../allocator/README.md")]
-#[doc = include_str!("../../transfer/README.md")]
 #[doc = include_str!("../../kernels/README.md")]
 #[derive(Debug)]
 pub struct PackageReadmes;
