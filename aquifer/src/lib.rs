@@ -240,7 +240,18 @@ pub mod kernels {
     pub use aquifer_kernels::{DType, Element, KernelError, Kernels};
 }
 
-/// The code of the guide, as documentation tests.
+/// The code of the pages for users, as documentation tests.
 #[cfg(doctest)]
-#[doc = include_str!("../../docs/guide.md")]
-struct Guide;
+#[doc = include_str!("../../docs/errors.md")]
+#[doc = include_str!("../../docs/exporting-memory.md")]
+#[doc = include_str!("../../docs/from-cudarc.md")]
+#[doc = include_str!("../../docs/from-pytorch.md")]
+#[doc = include_str!("../../docs/kv-cache.md")]
+#[doc = include_str!("../../docs/loading-a-model.md")]
+#[doc = include_str!("../../docs/options.md")]
+#[doc = include_str!("../../docs/out-of-memory.md")]
+#[doc = include_str!("../../docs/statistics.md")]
+#[doc = include_str!("../../docs/streams.md")]
+#[doc = include_str!("../../docs/testing.md")]
+#[doc = include_str!("../../docs/unloading-a-model.md")]
+struct Pages;

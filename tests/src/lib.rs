@@ -61,8 +61,9 @@ pub struct Embedding;
 #[cfg(doctest)]
 #[doc = include_str!("../../aquifer/README.md")]
 #[doc = include_str!("../../device/README.md")]
+#[doc = include_str!("../../device/cuda/README.md")]
+#[doc = include_str!("../../device/sim/README.md")]
 #[doc = include_str!("../../allocator/README.md")]
-#[doc = include_str!("../../transfer/README.md")]
 #[doc = include_str!("../../kernels/README.md")]
 #[derive(Debug)]
 pub struct PackageReadmes;
