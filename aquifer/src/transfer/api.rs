@@ -229,7 +229,7 @@ impl Transfer {
         to: &mut Buffer<T>,
     ) -> Result<Pending<S::Report>, Error> {
         let _place = self.called_here();
-        from.upload_to(self, to, None)
+        from.upload_to(&self.copies, to, None)
     }
 
     /// Allocates device memory for `stream` and fills it as [`Transfer::upload`] does, with all of
@@ -246,7 +246,7 @@ impl Transfer {
         let _place = self.called_here();
         self.check_device("stream", stream.device_id())?;
         let mut buffer = self.allocator().alloc(from.elements()?, stream)?;
-        Ok(from.upload_to(self, &mut buffer, None)?.map(|_report| buffer))
+        Ok(from.upload_to(&self.copies, &mut buffer, None)?.map(|_report| buffer))
     }
 
     /// Begins a copy of device memory to the host; see [`Target`].
@@ -279,7 +279,7 @@ impl Transfer {
         to: D,
     ) -> Result<Pending<D::Output>, Error> {
         let _place = self.called_here();
-        to.download_from(self, from, None)
+        to.download_from(&self.copies, from, None)
     }
 
     /// Copies device memory to new page-locked memory.
