@@ -367,7 +367,7 @@ impl<T: Pod + Send + Sync> Buffer<T> {
         let copies = self.copies(stream)?;
         let _place = copies.called_here();
         let (copied, values) = copies.download_new_vec(self.device_part(), self.len)?;
-        copied.wait(false)?;
+        copied.wait()?;
         Ok(values()?)
     }
 
@@ -384,7 +384,7 @@ impl<T: Pod + Send + Sync> Buffer<T> {
         let copies = self.copies(stream)?;
         let _place = copies.called_here();
         let (copied, values) = copies.download_new_vec(self.device_part(), 1)?;
-        copied.wait(true)?;
+        copied.wait_counted()?;
         Ok(values()?[0])
     }
 
