@@ -30,8 +30,9 @@ use crate::pinned::{PinnedBuffer, PinnedPool, PinnedSliceMut};
 /// touched: see [`crate::PinnedBuffer`].
 ///
 /// *Waiting.* Calls that make the host wait for the device say so in their name or documentation,
-/// and [`Transfer::counters`] counts them. [`HostMemoryStats::num_waits`] counts waits for
-/// page-locked memory that a copy still uses.
+/// and [`counters`](aquifer_transfer::Transfer::counters) counts them.
+/// [`num_waits`](aquifer_transfer::HostMemoryStats::num_waits) counts waits for page-locked memory
+/// that a copy still uses.
 ///
 /// Streams that capture a graph are refused, because a graph's work runs later, and may run many
 /// times.
@@ -295,8 +296,8 @@ impl Transfer {
     /// Copies device memory to a new `Vec`.
     ///
     /// # Errors
-    /// As [`Transfer::download`], and [`OutOfHostMemory`](super::TransferError::OutOfHostMemory) when the system has no
-    /// memory for it.
+    /// As [`Transfer::download`], and [`OutOfHostMemory`](super::TransferError::OutOfHostMemory)
+    /// when the system has no memory for it.
     #[track_caller]
     pub fn to_vec<T: Pod + Send + Sync>(&self, from: &Buffer<T>) -> Result<Pending<Vec<T>>, Error> {
         let _place = self.called_here();
