@@ -73,7 +73,16 @@ fn services_of(memory: &aquifer_allocator::Allocator) -> Arc<Services> {
 }
 
 impl Services {
-    fn runtime(&self) -> Result<&Runtime, Error> {
+    /// Copies to and from memory of an allocator that has these services, on `stream`.
+    pub(crate) fn copies(
+        &self,
+        memory: &aquifer_allocator::Allocator,
+        stream: &Stream,
+    ) -> Result<aquifer_transfer::Transfer, Error> {
+        Ok(self.runtime()?.transfer(memory)?.on(stream)?)
+    }
+
+    pub(crate) fn runtime(&self) -> Result<&Runtime, Error> {
         if let Some(runtime) = self.runtime.get() {
             return Ok(runtime);
         }

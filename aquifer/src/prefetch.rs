@@ -33,8 +33,8 @@ use crate::transfer::{Pending, Transfer};
 /// consumer's stream is ordered after each copy without waiting on the host.
 ///
 /// **Using a batch.** It is ready on the stream that the prefetcher was made for
-/// ([`crate::transfer::OnStreams::ready_on`]): any work of that stream may use it, with or without access
-/// guards, and it may be dropped at any time. Other streams use access guards
+/// ([`crate::transfer::OnStreams::ready_on`]): any work of that stream may use it, with or without
+/// access guards, and it may be dropped at any time. Other streams use access guards
 /// ([`aquifer_allocator::AccessGuard`]). The bound below counts the batch's memory as free once
 /// that stream is done with the work enqueued before the next batch was asked for, so enqueue the
 /// work before that, and drop the batch.
@@ -118,7 +118,8 @@ enum WorkerState {
 
 impl<B: Batch> Prefetcher<B> {
     /// Begins to bring batches to memory of an allocator (`&memory`), or by the runtime of a
-    /// `&transfer`, `ahead` batches before they are asked for, for use on `stream`. An `ahead` below 1 counts as 1, and one above 1024 as 1024.
+    /// `&transfer`, `ahead` batches before they are asked for, for use on `stream`. An `ahead`
+    /// below 1 counts as 1, and one above 1024 as 1024.
     ///
     /// # Errors
     /// A stream of another device, and when a stream or a thread cannot be had.

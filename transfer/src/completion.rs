@@ -73,15 +73,28 @@ impl Completion {
     }
 
     /// Waits on the host until the transfer is complete. Counted as a synchronisation if it was
-    /// not, and `always` if that is set: for calls that begin a transfer only to wait for it.
+    /// not.
     ///
     /// # Errors
     /// Errors of the transfer and of the driver, such as a lost device.
-    pub fn wait(&self, always: bool) -> Result<(), TransferError> {
+    pub fn wait(&self) -> Result<(), TransferError> {
+        self.wait_as(false)
+    }
+
+    /// As [`Completion::wait`], always counted as a synchronisation: for calls that begin a
+    /// transfer only to wait for it.
+    ///
+    /// # Errors
+    /// As [`Completion::wait`].
+    pub fn wait_counted(&self) -> Result<(), TransferError> {
+        self.wait_as(true)
+    }
+
+    fn wait_as(&self, is_counted: bool) -> Result<(), TransferError> {
         fork::check(Operation::SynchronizeEvent)?;
         let Completion { steps, shared, started, .. } = self;
         if let Some(Shared { counters, .. }) = shared.as_deref().filter(|_| !steps.is_empty()) {
-            if always || !self.is_done()? {
+            if is_counted || !self.is_done()? {
                 counters.waiting(*started, || steps.iter().try_for_each(Step::wait))?;
             } else {
                 counters.flew(*started);

@@ -19,7 +19,7 @@ pub enum Direction {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Traffic {
-    /// Transfers; of a [`crate::TransferBatch`], each copy that was added.
+    /// Transfers; of a [`crate::Batch`], each copy that was added.
     pub copies: u64,
     /// Their bytes.
     pub bytes: u64,

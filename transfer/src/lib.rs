@@ -26,7 +26,7 @@
 //! let memory = allocator.alloc_storage(1000, ALIGNMENT, &stream)?;
 //! let elements = Elements { size: 1, from: 1000, to: 1000, region: None };
 //! let upload = transfer.upload_pinned(host.all(), DevicePart::all(&memory), &elements)?; // returns at once
-//! upload.wait(false)?;
+//! upload.wait()?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 #![deny(unsafe_code)]

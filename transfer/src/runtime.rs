@@ -10,6 +10,7 @@ use aquifer_device::internal::CalledFrom;
 use aquifer_device::{AccessKind, Device, DeviceError, RawStream, RequestError, Stream, Tick};
 
 use crate::completion::{Completion, Shared};
+use crate::copy::DevicePart;
 use crate::counters::{Counters, Direction};
 use crate::enqueue::{covered_tick, hold_off_captures, refuse_capture};
 use crate::error::TransferError;
@@ -311,6 +312,21 @@ impl Transfer {
     pub fn check_device(&self, what: &'static str, is: u32) -> Result<(), TransferError> {
         let needed = self.device().id();
         if is == needed { Ok(()) } else { Err(RequestError::wrong_device(what, is, needed).into()) }
+    }
+
+    /// Checks that memory is of this device, and lies in its storage.
+    ///
+    /// # Errors
+    /// [`RequestError::WrongDevice`], [`RequestError::OutOfBounds`].
+    pub(crate) fn check_part(&self, part: DevicePart<'_>) -> Result<(), TransferError> {
+        self.check_device("buffer", part.storage.device_id())?;
+        let (first, len) = (part.storage.ptr().0, part.storage.bytes());
+        let start = part.ptr.0.wrapping_sub(first);
+        let end = start.saturating_add(part.bytes);
+        if part.bytes > 0 && (part.ptr.0 < first || end > len) {
+            return Err(RequestError::OutOfBounds { start, end, len }.into());
+        }
+        Ok(())
     }
 
     /// Checks that a stream does not capture.

@@ -8,12 +8,12 @@ use std::sync::Arc;
 use aquifer_allocator::{AccessGuard, Storage};
 use aquifer_device::{AccessKind, DevicePtr, RequestError, Stream};
 use aquifer_kernels::{Element, Kernels, Operand};
-use aquifer_transfer::DevicePart;
+use aquifer_transfer::{DevicePart, Transfer};
 use bytemuck::Pod;
 
 use crate::allocator::{Allocator, Services};
 use crate::error::Error;
-use crate::transfer::{DeviceSource, Pending, Source, Target, Transfer};
+use crate::transfer::{DeviceSource, Pending, Source, Target, bytes_of_mut, elements};
 
 mod access;
 mod view;
@@ -318,7 +318,9 @@ impl<T: Pod + Send + Sync> Buffer<T> {
     /// captures, and errors of the driver. When page-locked memory for staging runs out.
     #[track_caller]
     pub fn upload<S: Source<T>>(&mut self, from: S, stream: &Stream) -> Result<Pending<S::Report>, Error> {
-        self.transfer(stream)?.upload(from, self)
+        let copies = self.copies(stream)?;
+        let _place = copies.called_here();
+        from.upload_to(&copies, self, None)
     }
 
     /// Enqueues a copy to the host; see [`Target`].
@@ -339,7 +341,9 @@ impl<T: Pod + Send + Sync> Buffer<T> {
     /// As [`Buffer::upload`].
     #[track_caller]
     pub fn download<D: Target<T>>(&self, to: D, stream: &Stream) -> Result<Pending<D::Output>, Error> {
-        self.transfer(stream)?.download(self, to)
+        let copies = self.copies(stream)?;
+        let _place = copies.called_here();
+        to.download_from(&copies, self, None)
     }
 
     /// Copies to borrowed host memory, and waits until it is there.
@@ -348,7 +352,10 @@ impl<T: Pod + Send + Sync> Buffer<T> {
     /// As [`Buffer::upload`].
     #[track_caller]
     pub fn download_blocking(&self, to: &mut [T], stream: &Stream) -> Result<(), Error> {
-        self.transfer(stream)?.download_blocking(self, to)
+        let copies = self.copies(stream)?;
+        let _place = copies.called_here();
+        let elements = elements::<T>(self.len, to.len(), None);
+        Ok(copies.download_blocking(self.device_part(), bytes_of_mut(to), &elements)?)
     }
 
     /// Copies to a new `Vec`, and waits until it is there.
@@ -357,7 +364,11 @@ impl<T: Pod + Send + Sync> Buffer<T> {
     /// As [`Buffer::upload`], and when host memory runs out.
     #[track_caller]
     pub fn to_vec(&self, stream: &Stream) -> Result<Vec<T>, Error> {
-        self.transfer(stream)?.to_vec(self)?.wait()
+        let copies = self.copies(stream)?;
+        let _place = copies.called_here();
+        let (copied, values) = copies.download_new_vec(self.device_part(), self.len)?;
+        copied.wait()?;
+        Ok(values()?)
     }
 
     /// The element of a buffer of one; of a longer one, `x.slice(..1).item(&stream)` is the first.
@@ -367,7 +378,14 @@ impl<T: Pod + Send + Sync> Buffer<T> {
     /// [`Error::NotOneElement`], and as [`Buffer::upload`].
     #[track_caller]
     pub fn item(&self, stream: &Stream) -> Result<T, Error> {
-        self.transfer(stream)?.item(self)
+        if self.len != 1 {
+            return Err(Error::NotOneElement { shape: vec![self.len] });
+        }
+        let copies = self.copies(stream)?;
+        let _place = copies.called_here();
+        let (copied, values) = copies.download_new_vec(self.device_part(), 1)?;
+        copied.wait_counted()?;
+        Ok(values()?[0])
     }
 
     /// Enqueues filling the buffer from device memory, also of another device. Between devices the
@@ -377,7 +395,16 @@ impl<T: Pod + Send + Sync> Buffer<T> {
     /// Ends of different lengths, or that overlap, and as [`Buffer::upload`].
     #[track_caller]
     pub fn copy_from(&mut self, from: impl DeviceSource<T>, stream: &Stream) -> Result<(), Error> {
-        self.transfer(stream)?.fill_from(from, self)
+        let copies = self.copies(stream)?;
+        let _place = copies.called_here();
+        let (from, region) = from.parts();
+        let elements = elements::<T>(from.len, self.len, region);
+        let source = if from.storage.device_id() == self.storage.device_id() {
+            copies.clone()
+        } else {
+            from.services.runtime()?.transfer(from.storage.allocator())?
+        };
+        Ok(copies.copy_in_order(&source, from.device_part(), self.device_part(), &elements)?)
     }
 
     /// A copy in memory of another allocator, such as another device's, enqueued on `stream` of
@@ -392,8 +419,8 @@ impl<T: Pod + Send + Sync> Buffer<T> {
         Ok(to)
     }
 
-    fn transfer(&self, stream: &Stream) -> Result<Transfer, Error> {
-        self.allocator().transfer()?.on(stream)
+    fn copies(&self, stream: &Stream) -> Result<Transfer, Error> {
+        self.services.copies(self.storage.allocator(), stream)
     }
 }
 

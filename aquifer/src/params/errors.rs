@@ -40,7 +40,8 @@ pub enum CheckpointFault {
         has: u64,
     },
     /// A tensor is of a dtype that tensors here do not have. Leave it out by a filter, or load it
-    /// as bytes ([`Load::others_as_bytes`]) unless its elements are less than a byte.
+    /// as bytes ([`others_as_bytes`](super::Load::others_as_bytes)) unless its elements are less
+    /// than a byte.
     #[error(
         "tensor {tensor:?} is of dtype {dtype}, which tensors here do not have; leave it out{}",
         if *element_bytes > 0 { " or load it as bytes" } else { ": its elements are less than a byte" }

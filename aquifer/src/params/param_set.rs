@@ -133,8 +133,8 @@ impl ParamSet {
         self.params.iter().fold(0, |bytes, param| bytes.saturating_add(param.tensor.bytes()))
     }
 
-    /// As [`Transfer::called_here`](crate::transfer::Transfer::called_here), where one of the tensors is on a
-    /// device.
+    /// As [`Transfer::called_here`](crate::transfer::Transfer::called_here), where one of the
+    /// tensors is on a device.
     #[track_caller]
     pub(super) fn called_here(&self) -> Option<CalledFrom> {
         let at = Location::caller();

@@ -27,9 +27,9 @@ impl ParamSet {
     /// replaces.
     ///
     /// # Errors
-    /// [`TransferError::File`](aquifer_transfer::TransferError::File) where the file cannot be written or is a directory,
-    /// [`RequestError::LengthOverflow`] where broadcast tensors are more bytes than a file can
-    /// have, and as [`Tensor::to`].
+    /// [`TransferError::File`](aquifer_transfer::TransferError::File) where the file cannot be
+    /// written or is a directory, [`RequestError::LengthOverflow`] where broadcast tensors are more
+    /// bytes than a file can have, and as [`Tensor::to`].
     #[track_caller]
     pub fn save_blocking(&self, path: impl AsRef<Path>) -> Result<(), Error> {
         let _place = self.called_here();

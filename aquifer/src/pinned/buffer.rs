@@ -190,9 +190,10 @@ impl<T: Pod + Send> PinnedBuffer<T> {
     /// device; other buffers are copied from.
     ///
     /// # Errors
-    /// Errors of the driver, and [`OutOfHostMemory`](aquifer_transfer::TransferError::OutOfHostMemory)
-    /// where a copy is made; they return the buffer. A lost device never says that it is done with the memory, so it cannot
-    /// come back.
+    /// Errors of the driver, and
+    /// [`OutOfHostMemory`](aquifer_transfer::TransferError::OutOfHostMemory) where a copy is made;
+    /// they return the buffer. A lost device never says that it is done with the memory, so it
+    /// cannot come back.
     pub fn into_vec(self) -> Result<Vec<T>, Box<Returned<PinnedBuffer<T>>>> {
         let len = self.len;
         self.block

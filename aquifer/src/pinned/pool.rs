@@ -109,8 +109,8 @@ impl PinnedPool {
     /// ```
     ///
     /// # Errors
-    /// [`AlreadyPinned`](aquifer_transfer::TransferError::AlreadyPinned) when a page of it is page-locked already; errors of the
-    /// driver. They return the memory.
+    /// [`AlreadyPinned`](aquifer_transfer::TransferError::AlreadyPinned) when a page of it is
+    /// page-locked already; errors of the driver. They return the memory.
     pub fn register<T: Pod + Send>(&self, memory: Vec<T>) -> Result<PinnedBuffer<T>, Box<Returned<Vec<T>>>> {
         let len = memory.len();
         match self.0.register(memory) {

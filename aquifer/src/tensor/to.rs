@@ -3,8 +3,8 @@
 use aquifer_device::Stream;
 use aquifer_kernels::DType;
 
-/// Options of moving a tensor, or a set of them: the new dtype, the stream of the copy, and the fallback when memory
-/// runs out.
+/// Options of moving a tensor, or a set of them: the new dtype, the stream of the copy, and the
+/// fallback when memory runs out.
 ///
 /// ```
 /// use aquifer::prelude::*;

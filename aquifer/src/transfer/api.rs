@@ -30,8 +30,9 @@ use crate::pinned::{PinnedBuffer, PinnedPool, PinnedSliceMut};
 /// touched: see [`crate::PinnedBuffer`].
 ///
 /// *Waiting.* Calls that make the host wait for the device say so in their name or documentation,
-/// and [`Transfer::counters`] counts them. [`HostMemoryStats::num_waits`] counts waits for
-/// page-locked memory that a copy still uses.
+/// and [`counters`](aquifer_transfer::Transfer::counters) counts them.
+/// [`num_waits`](aquifer_transfer::HostMemoryStats::num_waits) counts waits for page-locked memory
+/// that a copy still uses.
 ///
 /// Streams that capture a graph are refused, because a graph's work runs later, and may run many
 /// times.
@@ -229,7 +230,7 @@ impl Transfer {
         to: &mut Buffer<T>,
     ) -> Result<Pending<S::Report>, Error> {
         let _place = self.called_here();
-        from.upload_to(self, to, None)
+        from.upload_to(&self.copies, to, None)
     }
 
     /// Allocates device memory for `stream` and fills it as [`Transfer::upload`] does, with all of
@@ -246,7 +247,7 @@ impl Transfer {
         let _place = self.called_here();
         self.check_device("stream", stream.device_id())?;
         let mut buffer = self.allocator().alloc(from.elements()?, stream)?;
-        Ok(from.upload_to(self, &mut buffer, None)?.map(|_report| buffer))
+        Ok(from.upload_to(&self.copies, &mut buffer, None)?.map(|_report| buffer))
     }
 
     /// Begins a copy of device memory to the host; see [`Target`].
@@ -279,7 +280,7 @@ impl Transfer {
         to: D,
     ) -> Result<Pending<D::Output>, Error> {
         let _place = self.called_here();
-        to.download_from(self, from, None)
+        to.download_from(&self.copies, from, None)
     }
 
     /// Copies device memory to new page-locked memory.
@@ -295,8 +296,8 @@ impl Transfer {
     /// Copies device memory to a new `Vec`.
     ///
     /// # Errors
-    /// As [`Transfer::download`], and [`OutOfHostMemory`](super::TransferError::OutOfHostMemory) when the system has no
-    /// memory for it.
+    /// As [`Transfer::download`], and [`OutOfHostMemory`](super::TransferError::OutOfHostMemory)
+    /// when the system has no memory for it.
     #[track_caller]
     pub fn to_vec<T: Pod + Send + Sync>(&self, from: &Buffer<T>) -> Result<Pending<Vec<T>>, Error> {
         let _place = self.called_here();

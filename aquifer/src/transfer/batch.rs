@@ -16,8 +16,9 @@ use crate::error::Error;
 /// Elements to upload are copied when they are added, into one buffer; downloads return in one.
 /// Pieces that are adjacent at both ends become one copy. Copies of one direction that were added
 /// one after the other go to the driver in one call, if the driver has such a call and it pays on
-/// this device ([`aquifer_transfer::Transfer::batch_calls_pay_below`]), else in one call each. So add copies of one
-/// direction together. Copies of which one writes what another one uses are made one by one.
+/// this device ([`aquifer_transfer::Transfer::batch_calls_pay_below`]), else in one call each. So
+/// add copies of one direction together. Copies of which one writes what another one uses are made
+/// one by one.
 ///
 /// ```
 /// use aquifer::prelude::*;

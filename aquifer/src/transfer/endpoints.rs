@@ -7,10 +7,9 @@ use std::sync::Arc;
 
 use aquifer_device::RequestError;
 use aquifer_transfer::internal::{len_of, open_regular};
-use aquifer_transfer::{Elements, FileReport, InRegion, Owned, Region, TransferError};
+use aquifer_transfer::{Elements, FileReport, InRegion, Owned, Region, Transfer, TransferError};
 use bytemuck::Pod;
 
-use super::api::Transfer;
 use super::pending::Pending;
 use crate::buffer::{Buffer, View, ViewMut};
 use crate::error::Error;
@@ -321,7 +320,7 @@ impl<T, S: DeviceSource<T>> DeviceSource<T> for InRegion<'_, S> {
 }
 
 /// The elements of type `T` that a copy moves.
-pub(super) fn elements<'r, T>(from: usize, to: usize, region: Option<&'r Region<'r>>) -> Elements<'r> {
+pub(crate) fn elements<'r, T>(from: usize, to: usize, region: Option<&'r Region<'r>>) -> Elements<'r> {
     Elements { size: size_of::<T>(), from, to, region }
 }
 
@@ -331,6 +330,6 @@ pub(super) fn bytes_of<T: Pod>(elements: &[T]) -> &[u8] {
 }
 
 /// As [`bytes_of`], to be written.
-pub(super) fn bytes_of_mut<T: Pod>(elements: &mut [T]) -> &mut [u8] {
+pub(crate) fn bytes_of_mut<T: Pod>(elements: &mut [T]) -> &mut [u8] {
     if size_of_val(elements) == 0 { &mut [] } else { bytemuck::cast_slice_mut(elements) }
 }

@@ -22,6 +22,7 @@ pub use aquifer_transfer::{
 pub use api::Transfer;
 pub use batch::{Downloaded, TransferBatch};
 pub use endpoints::{DeviceSource, FilePart, Owner, Source, Target};
+pub(crate) use endpoints::{bytes_of_mut, elements};
 pub use pending::{OnStreams, Pending};
 
 pub use crate::pinned::{PinnedBuffer, PinnedPool, PinnedSlice, PinnedSliceMut, Returned};

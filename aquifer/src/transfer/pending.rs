@@ -81,14 +81,14 @@ impl<T> Pending<T> {
     /// # Errors
     /// Errors of the transfer and of the driver, such as a lost device.
     pub fn wait(mut self) -> Result<T, Error> {
-        self.completion.wait(false)?;
+        self.completion.wait()?;
         self.value.take()
     }
 
     /// As [`Pending::wait`], always counted as a synchronisation: for calls that begin a transfer
     /// only to wait for it.
     pub(crate) fn wait_counted(mut self) -> Result<T, Error> {
-        self.completion.wait(true)?;
+        self.completion.wait_counted()?;
         self.value.take()
     }
 

@@ -115,7 +115,7 @@ impl Batch {
     /// The batch is then unchanged.
     pub fn upload(&mut self, from: &[u8], to: DevicePart<'_>) -> Result<(), TransferError> {
         check_lengths(from.len() as u64, to.bytes)?;
-        self.transfer.check_device("buffer", to.storage.device_id())?;
+        self.transfer.check_part(to)?;
         if from.is_empty() {
             return Ok(());
         }
@@ -130,8 +130,8 @@ impl Batch {
     /// Ends of different lengths, that overlap, or of another device. The batch is then unchanged.
     pub fn copy(&mut self, from: DevicePart<'_>, to: DevicePart<'_>) -> Result<(), TransferError> {
         check_lengths(from.bytes, to.bytes)?;
-        self.transfer.check_device("buffer", from.storage.device_id())?;
-        self.transfer.check_device("buffer", to.storage.device_id())?;
+        self.transfer.check_part(from)?;
+        self.transfer.check_part(to)?;
         if to.bytes == 0 {
             return Ok(());
         }
@@ -145,7 +145,7 @@ impl Batch {
     /// # Errors
     /// Memory of another device, or too long for the host. The batch is then unchanged.
     pub fn download(&mut self, from: DevicePart<'_>) -> Result<usize, TransferError> {
-        self.transfer.check_device("buffer", from.storage.device_id())?;
+        self.transfer.check_part(from)?;
         let bytes = host_memory::len_of(from.bytes, 1)?;
         if bytes == 0 {
             return Ok(0);

@@ -46,8 +46,8 @@ impl Transfer {
     }
 }
 
-/// As [`Transfer::batch_calls_pay_below`], for a batch: `None` if the measurement fails, as single copies do
-/// as well. After a refusal of the driver there is no other attempt.
+/// As [`Transfer::batch_calls_pay_below`], for a batch: `None` if the measurement fails, as single
+/// copies do as well. After a refusal of the driver there is no other attempt.
 pub(super) fn batched_below(transfer: &Transfer, direction: Direction) -> Result<Option<u64>, TransferError> {
     // While one thread measures, others do without.
     let Some(mut known) = transfer.inner.crossovers[direction as usize].try_lock() else { return Ok(None) };

@@ -45,7 +45,7 @@ impl Transfer {
         elements: &Elements<'_>,
     ) -> Result<Completion, TransferError> {
         let part = from.host();
-        self.check_device("buffer", to.storage.device_id())?;
+        self.check_part(to)?;
         self.check_device("page-locked memory", part.memory.device_id())?;
         let Some(plan) = Plan::of(elements, part.bytes as u64, to.bytes)? else { return Ok(Completion::complete()) };
         if !part.memory.is_pinned() {
@@ -123,7 +123,7 @@ impl Transfer {
     /// # Errors
     /// A source of another length, a stream that captures, and errors of the driver.
     pub fn upload_source(&self, source: Arc<dyn HostSource>, to: DevicePart<'_>) -> Result<Completion, TransferError> {
-        self.check_device("buffer", to.storage.device_id())?;
+        self.check_part(to)?;
         super::on_device::check_lengths(source.bytes(), to.bytes)?;
         Ok(self.staged(self.stage_rows(HostEndpoint::Source(source), to, Rows::dense(to.bytes))?))
     }
@@ -139,7 +139,7 @@ impl Transfer {
         elements: &Elements<'_>,
     ) -> Result<Completion, TransferError> {
         let part = to.host();
-        self.check_device("buffer", from.storage.device_id())?;
+        self.check_part(from)?;
         self.check_device("page-locked memory", part.memory.device_id())?;
         let Some(plan) = Plan::of(elements, from.bytes, part.bytes as u64)? else { return Ok(Completion::complete()) };
         if !part.memory.is_pinned() {
@@ -206,7 +206,7 @@ impl Transfer {
         let Some(plan) = self.plan(from, elements, from.bytes, to.len() as u64)? else { return Ok(()) };
         if plan.bytes() <= UNSTAGED_BYTES {
             let mut host = self.pinned().alloc(to.len(), 1)?;
-            self.download_pinned(from, host.all_mut(), elements)?.wait(false)?;
+            self.download_pinned(from, host.all_mut(), elements)?.wait()?;
             to.copy_from_slice(host.read()?);
             return Ok(());
         }
@@ -216,7 +216,7 @@ impl Transfer {
         let lent = unsafe { Lent::to_write(to) };
         let job = self.stage_plan(HostEndpoint::Target(Arc::new(lent)), from, &plan)?;
         job.wait();
-        self.staged(job).wait(false)
+        self.staged(job).wait()
     }
 
     /// Copies host memory to page-locked memory. The calling thread waits until no copy uses `to`,
@@ -247,7 +247,7 @@ impl Transfer {
         from_bytes: u64,
         to_bytes: u64,
     ) -> Result<Option<Plan>, TransferError> {
-        self.check_device("buffer", device.storage.device_id())?;
+        self.check_part(device)?;
         Plan::of(elements, from_bytes, to_bytes)
     }
 

@@ -18,8 +18,8 @@ pub(super) fn enqueue<'a>(
     to: DevicePart<'_>,
     elements: &Elements<'_>,
 ) -> Result<Option<&'a Stream>, TransferError> {
-    transfer.check_device("buffer", from.storage.device_id())?;
-    transfer.check_device("buffer", to.storage.device_id())?;
+    transfer.check_part(from)?;
+    transfer.check_part(to)?;
     let Some(plan) = Plan::of(elements, from.bytes, to.bytes)? else { return Ok(None) };
     if elements.region.is_none() {
         check_apart(from, to)?;

@@ -65,8 +65,8 @@ impl Transfer {
         to: DevicePart<'_>,
         elements: &Elements<'_>,
     ) -> Result<(Completion, Route), TransferError> {
-        source.check_device("buffer", from.storage.device_id())?;
-        self.check_device("buffer", to.storage.device_id())?;
+        source.check_part(from)?;
+        self.check_part(to)?;
         let route = self.route_from(source)?;
         let copied = match (route, elements.region) {
             (Route::Same, _) => match on_device::enqueue(self, from, to, elements)? {
@@ -162,7 +162,7 @@ fn copy_region(
     let copied = copy_dense(transfer, peer, dense, DevicePart::all(&arrived), route)?;
     if !copied.is_enqueued() {
         // It may still fail, and then there is nothing to unpack.
-        copied.wait(false)?;
+        copied.wait()?;
     }
     on_device::enqueue_on(transfer, stream, DevicePart::all(&arrived), to, &scattering, plan.size)?;
     Ok(Completion::enqueued(transfer.shared(), [covered_tick(stream)]))
@@ -179,7 +179,7 @@ fn copy_dense(
     if route == Route::ViaHost {
         let len = host_memory::len_of(from.bytes, 1)?;
         let (downloaded, bytes) = peer.download_new_vec::<u8>(from, len)?;
-        downloaded.wait(false)?;
+        downloaded.wait()?;
         return transfer.upload_owned(
             Owned::new::<u8, _>(bytes()?),
             to,

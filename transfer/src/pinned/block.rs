@@ -120,9 +120,9 @@ impl PinnedBlock {
     /// copied from.
     ///
     /// # Errors
-    /// A block of fewer bytes, errors of the driver, and [`TransferError::OutOfHostMemory`] where a copy is made; they
-    /// return the block. A lost device never says that it is done with the memory, so it cannot
-    /// come back.
+    /// A block of fewer bytes, errors of the driver, and [`TransferError::OutOfHostMemory`] where a
+    /// copy is made; they return the block. A lost device never says that it is done with the
+    /// memory, so it cannot come back.
     pub fn into_vec<T: Pod + Send>(mut self, len: usize) -> Result<Vec<T>, (PinnedBlock, TransferError)> {
         match self.take_values(len) {
             Ok(values) => Ok(values),

@@ -33,7 +33,7 @@ pub struct StagingConfig {
     pub direct_io: DirectIo,
 }
 
-/// Whether an upload of a [`crate::FilePart`] bypasses the page cache (`O_DIRECT`), where the
+/// Whether an upload of a file bypasses the page cache (`O_DIRECT`), where the
 /// system and the file system support that. Where they do not, and at the unaligned ends of a read,
 /// files are read through the cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

@@ -6,7 +6,7 @@ use aquifer::kernels::DType;
 use aquifer::memory::Config;
 use aquifer::transfer::{PinnedConfig, PinnedPool, StagingConfig, Transfer, TransferConfig};
 use aquifer::{Allocator, Error, Tensor};
-use aquifer_device::Device;
+use aquifer_device::{Device, DevicePtr, RequestError};
 use aquifer_sim::{SimConfig, SimDriver};
 use aquifer_transfer::{DevicePart, HostSource, TransferError};
 
@@ -84,7 +84,7 @@ fn a_busy_ring_leaves_memory_to_small_copies() {
         let ring = transfer.staging_stats();
         assert!(ring.chunks >= 2 && ring.chunks * ring.chunk_bytes <= limit / 2, "{limit}: {ring:?}");
         *source.open.lock().unwrap() = true;
-        uploaded.wait(false).unwrap();
+        uploaded.wait().unwrap();
         assert_eq!(transfer.item(&large.slice(1 << 20..=1 << 20)).unwrap(), 3);
         assert_eq!(sim.take_violations(), []);
     }
@@ -140,4 +140,24 @@ fn reading_device_memory_larger_than_host_memory_is_an_error() {
     for error in [tensor.to_host().map(drop).unwrap_err(), tensor.to_vec::<f32>().map(drop).unwrap_err()] {
         assert!(error.is_out_of_memory(), "{error}");
     }
+}
+
+#[test]
+fn parts_outside_of_their_storage_are_refused() {
+    let (_, transfer) = runtime(small());
+    let stream = transfer.device().stream().unwrap();
+    let buffer = transfer.allocator().alloc_zeros::<u8>(1000, &stream).unwrap();
+    let part = |start: i64, bytes: u64| {
+        let ptr = DevicePtr(buffer.ptr().0.wrapping_add_signed(start));
+        DevicePart { storage: buffer.storage(), ptr, bytes }
+    };
+    let copies: &aquifer_transfer::Transfer = &transfer;
+    for (start, bytes) in [(0, 1001), (1, 1000), (-1, 10), (2000, 1), (1, u64::MAX)] {
+        let refused = copies.download_new_vec::<u8>(part(start, bytes), 1).map(drop).unwrap_err();
+        assert!(matches!(refused, TransferError::Request(RequestError::OutOfBounds { len: 1000, .. })), "{refused}");
+    }
+    let (copied, values) = copies.download_new_vec::<u8>(part(990, 10), 10).unwrap();
+    copied.wait().unwrap();
+    assert_eq!(values().unwrap(), [0; 10]);
+    assert!(copies.download_new_vec::<u8>(part(5000, 0), 0).is_ok(), "nothing is copied");
 }

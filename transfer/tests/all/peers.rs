@@ -20,7 +20,7 @@ fn copy_from(transfer: &Transfer, peer: &Transfer, from: &Buffer<u32>, to: &mut 
     );
     let elements = Elements { size: 4, from: from.len(), to: to.len(), region: None };
     let (copied, route) = aquifer_transfer::Transfer::copy(transfer, peer, from_end, to_end, &elements)?;
-    copied.wait(false)?;
+    copied.wait()?;
     Ok(route)
 }
 

@@ -70,7 +70,8 @@ fn memory_that_cannot_be_unregistered_stays_a_buffer() {
 fn other_buffers_become_vectors_by_a_copy_and_empty_memory_can_be_registered() {
     let bench = Bench::new(PinnedConfig::default());
     assert_eq!(bench.pool.alloc_from(&[1, 2, 3], 1).unwrap().into_vec::<u8>(2).unwrap(), [1, 2]);
-    // The values of a registered vector are not those of another type, and a block has no more than its bytes.
+    // The values of a registered vector are not those of another type, and a block has no more than
+    // its bytes.
     let registered = bench.pool.register(vec![5_u8; 8]).unwrap();
     let (registered, error) = registered.into_vec::<u64>(2).unwrap_err();
     assert!(matches!(error, TransferError::Request(RequestError::OutOfBounds { end: 16, len: 8, .. })), "{error}");
