@@ -79,7 +79,7 @@ pub enum AllocError {
     /// before, or take one guard with all the memory that is used. Parts of one buffer count as the
     /// same memory.
     #[error(
-        "this thread is within `Stream::with`, or holds an `AccessGuard`, on the same memory and would wait for \
+        "this thread is within `with`, or holds an `AccessGuard`, on the same memory and would wait for \
          itself: end that first, or name all buffers in one call"
     )]
     AccessHeld,

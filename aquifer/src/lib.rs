@@ -13,7 +13,7 @@
 //! | know where memory went | [statistics](#statistics): [`Allocator::stats`](aquifer_allocator::Allocator::stats), [`Allocator::snapshot`](aquifer_allocator::Allocator::snapshot) |
 //! | test without a GPU | [test without a GPU](#test-without-a-gpu): [`device::sim`] |
 //! | share a context or a stream with cudarc | `device::cuda` |
-//! | find what I know from PyTorch or cudarc | the guide, `docs/guide.md` |
+//! | find what I know from PyTorch or cudarc | `docs/from-pytorch.md`, `docs/from-cudarc.md` |
 //!
 //! [`prelude`] has what programs import. The modules hold what libraries and adapters need beside
 //! it.
@@ -172,7 +172,7 @@
 //! | `sim` | yes | the simulated GPU |
 //! | `metrics` | no | `aquifer::metrics` records statistics through the crate `metrics` |
 //!
-//! Events go to `tracing` whatever the features; the guide lists targets and fields.
+//! Events go to `tracing` whatever the features; `docs/statistics.md` lists targets and fields.
 
 #![deny(unsafe_code)]
 

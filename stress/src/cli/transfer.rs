@@ -42,20 +42,16 @@ pub enum Part {
 const TRANSFER_KEYS: &str = "\
 Methods:
   driver pageable   the driver's own copy of ordinary memory, which waits
-  driver pinned     the driver's own copy of page-locked memory, waited for: the reference for the
+  driver pinned     the driver's own copy of pinned memory, waited for: the reference for the
                     others
-  pinned            Transfer::upload, Transfer::download, and on the device Transfer::copy, waited
-                    for
+  pinned            uploads and downloads of pinned memory, and copies on the device, waited for
   staged            ordinary memory through the staging ring, waited for
-  rows              every other 4 KiB of page-locked memory, by Transfer::upload_region and
-                    download_region, or of device memory, by copy_region
-  staged rows       every other 4 KiB of ordinary memory through the staging ring, waited for:
-                    Transfer::upload_region_from and download_region_to
-  file              Transfer::read_file_to_device of a temporary file
-  copy, rows        from a peer, that is the memory of another device: Transfer::copy_from_peer and
-                    copy_region_from_peer, where there is a second GPU, or from a second simulated
-                    device; on the host, between page-locked memory, by the calling thread:
-                    Transfer::copy_on_host and copy_region_on_host
+  rows              every other 4 KiB of pinned memory, or of device memory, as one region
+  staged rows       every other 4 KiB of ordinary memory through the staging ring, waited for
+  file              a temporary file, uploaded
+  copy, rows        from a peer, that is the memory of another device, where there is a second GPU,
+                    or from a second simulated device; on the host, between pinned memory, by the
+                    calling thread
 On a real device, times are measured on the host, from before the calls until it has waited for what
 they enqueued, so calling and waiting count. On a simulated device they are its virtual time, which
 covers driver calls and the device's own work but not the host's. So staged copies and files are not

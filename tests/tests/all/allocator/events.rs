@@ -1,4 +1,4 @@
-//! The events that the guide documents, with their targets and fields.
+//! The events that `docs/statistics.md` documents, with their targets and fields.
 
 use std::fmt::Debug;
 
