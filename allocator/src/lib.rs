@@ -94,7 +94,7 @@ pub use raw::{RawOwner, owner_of};
 pub use recovery::{Advice, MappingChange, OomReport, ReclaimRequest, Reclaimed, Registration};
 pub use snapshot::Snapshot;
 pub use state::close_abandoned;
-pub use storage::{AccessGuard, Reservation, Storage};
+pub use storage::{AccessGuard, GraphUses, Reservation, Storage};
 pub use tags::TagScope;
 
 /// For the other crates of Aquifer. It may change in any release.

@@ -212,6 +212,18 @@ pub enum Error {
     /// results of the batch that it was added to.
     #[error("the download belongs to another batch of copies than these results")]
     OtherBatch,
+    /// The caller updates a buffer that the graph does not use, which would have no effect on it. Update
+    /// the buffer that its work was given.
+    #[error(
+        "the graph does not use this buffer, so updating it for the graph has no effect: update the one that its work used"
+    )]
+    NotOfGraph,
+    /// The caller's own work failed: [`Error::other`].
+    #[error("{cause}")]
+    Other {
+        /// The error of the caller's work.
+        cause: Arc<dyn std::error::Error + Send + Sync>,
+    },
     /// The source of batches that the caller gave failed.
     #[error("the source of batches failed: {cause}")]
     Source {
@@ -258,6 +270,18 @@ impl Error {
         let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
         let message = text.or_else(|| panic.downcast_ref::<String>().cloned());
         Error::Panicked { what, message: message.unwrap_or_else(|| "no message".to_owned()) }
+    }
+
+    /// The error of the caller's own work, or of another library, where a closure must return an error
+    /// of Aquifer.
+    ///
+    /// ```
+    /// use aquifer::Error;
+    /// let error = Error::other("the tokenizer failed");
+    /// assert_eq!(error.to_string(), "the tokenizer failed");
+    /// ```
+    pub fn other(cause: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
+        Error::Other { cause: Arc::from(cause.into()) }
     }
 
     /// Whether memory ran out, on the host or on the device: freeing some may help.

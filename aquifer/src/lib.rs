@@ -179,6 +179,7 @@
 mod allocator;
 pub mod buffer;
 mod error;
+mod graph;
 mod layout;
 #[cfg(feature = "metrics")]
 pub mod metrics;
@@ -193,6 +194,7 @@ pub use allocator::Allocator;
 pub use aquifer_device::{Device, Stream};
 pub use buffer::{Buffer, View, ViewMut};
 pub use error::Error;
+pub use graph::Graph;
 pub use open::{open, open_best};
 pub use tensor::Tensor;
 pub use transfer::{Pending, PinnedBuffer};

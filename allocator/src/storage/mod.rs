@@ -35,12 +35,14 @@ use crate::state::AllocatorState;
 use crate::state::awake::KeptAwake;
 
 pub(crate) mod foreign;
+mod graph_uses;
 mod guard;
 pub(crate) mod held;
 pub(crate) mod ranges;
 pub(crate) mod record;
 mod reservation;
 
+pub use graph_uses::GraphUses;
 pub use guard::AccessGuard;
 pub use reservation::Reservation;
 
@@ -79,6 +81,8 @@ pub(crate) struct Uses {
     free: Vec<Arc<Timeline>>,
     /// The stream that the memory was handed out for.
     first: u32,
+    /// The number of the graph whose capture the memory was handed out in ([`Launches::number`]).
+    captured_in: Option<u64>,
     /// Other streams that are recorded with the allocation.
     recorded: Vec<u32>,
 }
@@ -131,6 +135,7 @@ impl Storage {
             record: AccessRecord::new(stream.tick()),
             free: Vec::new(),
             first: stream.id(),
+            captured_in: stream.launches_of_capture().map(|launches| launches.number()),
             recorded: Vec::new(),
         };
         let (uses, unreserved, holder) = (Mutex::new(uses), Condvar::new(), Holder::default());
@@ -317,6 +322,11 @@ impl Uses {
         for tick in self.record.before(kind) {
             stream.wait_for(tick)?;
         }
+        self.note_user(memory, stream)
+    }
+
+    /// Notes that the freed memory must wait for the stream.
+    fn note_user(&mut self, memory: &Memory, stream: &Stream) -> Result<(), AllocError> {
         if stream.id() != self.first && !self.recorded.contains(&stream.id()) {
             memory.record_stream(stream)?;
             self.recorded.push(stream.id());

@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::fmt;
+use std::sync::Arc;
 
 use aquifer_allocator::{AccessGuard, AllocError, Storage};
 use aquifer_device::{AccessKind, DevicePtr, Stream};
@@ -11,7 +12,7 @@ use super::Buffer;
 /// A buffer that work will read or write, made by [`read()`] or [`write()`].
 #[derive(Clone, Copy, Debug)]
 pub struct Access<'a> {
-    storage: &'a Storage,
+    storage: &'a Arc<Storage>,
     ptr: DevicePtr,
     bytes: u64,
     kind: AccessKind,

@@ -11,6 +11,7 @@
 //! module leaks memory at worst: this crate owns the memory that a copy uses, or the memory carries
 //! the copy's ticks before the call returns.
 
+pub(crate) mod captured;
 pub(crate) mod copy;
 pub(crate) mod counters;
 pub(crate) mod enqueue;

@@ -13,6 +13,7 @@ use aquifer_kernels::DType;
 use crate::allocator::Allocator;
 use crate::buffer::Buffer;
 use crate::error::Error;
+use crate::transfer::captured::HostUses;
 use crate::transfer::counters::{Counters, Direction};
 use crate::transfer::enqueue::{covered_tick, hold_off_captures, refuse_capture};
 use crate::transfer::host_memory;
@@ -22,8 +23,8 @@ use crate::transfer::staging::{Staging, StagingConfig, StagingStats};
 use crate::transfer::streams::{Levels, Streams};
 
 /// The advice in errors about streams that capture.
-pub(crate) const NO_CAPTURE: &str =
-    "transfers cannot be captured into a graph: copy before or after, or capture the driver's own calls";
+pub(crate) const NO_CAPTURE: &str = "this copy cannot be captured into a graph: copy before the capture, or after a launch on its stream. In \
+     `Allocator::graph`, uploads from memory can be captured, and downloads to a `PinnedBuffer`";
 
 /// The configuration of a [`Transfer`].
 ///
@@ -363,6 +364,16 @@ impl Transfer {
         &self.inner.shared
     }
 
+    /// True if copies on the caller's stream are captured into a graph that keeps what they use.
+    pub(crate) fn is_captured(&self) -> bool {
+        self.stream.as_ref().is_some_and(|stream| HostUses::of(stream).is_some())
+    }
+
+    /// Refuses a copy whose values are for the caller, which a capture does not have.
+    pub(crate) fn refuse_captured(&self) -> Result<(), Error> {
+        self.stream.as_ref().map_or(Ok(()), |stream| self.refuse_capture(stream))
+    }
+
     pub(crate) fn check_stream(&self, stream: &Stream) -> Result<(), Error> {
         self.check_device("stream", stream.device_id())
     }
@@ -389,23 +400,29 @@ impl Transfer {
     pub(crate) fn enqueue(
         &self,
         stream: &Stream,
-        device: &[(&Storage, AccessKind)],
+        device: &[(&Arc<Storage>, AccessKind)],
         host: &[(HostPart<'_>, AccessKind)],
         work: impl FnOnce() -> Result<(), DeviceError>,
     ) -> Result<Tick, Error> {
+        self.refuse_capture(stream)?;
         self.enqueue_uncovered(stream, device, host, work)?;
         Ok(covered_tick(stream))
     }
 
     /// As [`Transfer::enqueue`], for work that the host does not wait for: records no event after
-    /// it.
+    /// it. While a graph is captured that keeps what its copies use, the work becomes a part of it.
     pub(crate) fn enqueue_uncovered(
         &self,
         stream: &Stream,
-        device: &[(&Storage, AccessKind)],
+        device: &[(&Arc<Storage>, AccessKind)],
         host: &[(HostPart<'_>, AccessKind)],
         work: impl FnOnce() -> Result<(), DeviceError>,
     ) -> Result<(), Error> {
+        if let Some(uses) = HostUses::of(stream) {
+            let _noted = AccessGuard::acquire(stream, device)?;
+            uses.note(host);
+            return Ok(work()?);
+        }
         self.refuse_capture(stream)?;
         let (access, on_host) = loop {
             // Without device memory: the threads that end reservations may need it.

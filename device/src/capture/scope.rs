@@ -128,7 +128,14 @@ impl Scope {
         let goes_on = |error: DeviceError| error.with_more("the capture goes on");
         let raw = timeline.usable(operation).map_err(goes_on)?;
         let driver = &timeline.context().driver;
-        let ended = driver.end_capture(raw);
+        let broken_by = self.capturing.refused();
+        let ended = driver.end_capture(raw).map_err(|error| match broken_by {
+            Some(call) if error.code == Code::CAPTURE_INVALIDATED => {
+                error.with_more(format_args!("the call that broke it: {call}"))
+            }
+            None if error.code == Code::CAPTURE_INVALIDATED => error.with_more("no call of this library broke it"),
+            _ => error,
+        });
         if let Err(error) = &ended {
             // The error does not tell: a capture that failed to end as it should has mostly ended
             // nevertheless.

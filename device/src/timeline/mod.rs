@@ -380,7 +380,9 @@ impl Timeline {
             return Err(capture_error(
                 Operation::Wait,
                 "a capturing stream cannot be ordered after work from outside of the capture: \
-                 before it begins, order the stream after that (`Stream::wait_for`), or wait for it on the host",
+                 before it begins, order the stream after that (`Stream::wait_for`), or wait for it on the host; \
+                 to order streams within the capture, record an event on the one and have the other wait for it \
+                 (`Event::record`, `Stream::wait_event`)",
             ));
         }
         let _held_off = self.protect_captures(raw, Operation::Wait)?;

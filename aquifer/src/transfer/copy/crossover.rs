@@ -4,6 +4,7 @@
 //! in a batch, differently in each direction. So the first use of a direction times both ways, by
 //! events on a separate stream, with sizes of 4 KiB to 256 KiB.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_allocator::{AccessGuard, Storage};
@@ -28,7 +29,7 @@ const ROUNDS: u32 = 3;
 /// The stream and memory of a measurement.
 struct Bench<'a> {
     stream: &'a Stream,
-    device: &'a [(&'a Storage, AccessKind)],
+    device: &'a [(&'a Arc<Storage>, AccessKind)],
     host: &'a [(HostPart<'a>, AccessKind)],
 }
 
@@ -92,7 +93,7 @@ fn measure(transfer: &Transfer, direction: Direction) -> Result<u64, Error> {
     } else {
         (AccessKind::Read, AccessKind::Write)
     };
-    let memory = [(device.storage().as_ref(), kinds.0), (other.storage().as_ref(), AccessKind::Write)];
+    let memory = [(device.storage(), kinds.0), (other.storage(), AccessKind::Write)];
     let bench = Bench { stream, device: &memory, host: &[(host, kinds.1)] };
     // The contents do not matter.
     let _moves = MovesContents::begin();

@@ -17,7 +17,7 @@ use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::layout::Rows;
 use crate::transfer::counters::Direction;
-use crate::transfer::enqueue::enqueue_rows;
+use crate::transfer::enqueue::{covered_tick, enqueue_rows};
 use crate::transfer::host_memory;
 use crate::transfer::job::{Job, JobProgress};
 use crate::transfer::pending::Pending;
@@ -56,7 +56,7 @@ pub(crate) fn upload_owned<T: Pod + Send + Sync>(
     let Some(plan) = Plan::of(region, from.elements(), to.len())?.filter(|_| from.len() > 0) else {
         return Ok(Pending::ready(transfer.shared(), ()));
     };
-    if plan.bytes::<T>() <= UNSTAGED_BYTES {
+    if plan.bytes::<T>() <= UNSTAGED_BYTES || transfer.is_captured() {
         return upload_small(transfer, bytemuck::cast_slice::<u8, T>(from.bytes()), to, &plan);
     }
     Ok(staged(transfer, stage_plan(transfer, HostEndpoint::Source(Arc::new(from)), to, &plan)?))
@@ -71,7 +71,7 @@ pub(super) fn upload_borrowed<T: Pod + Send + Sync>(
     let Some(plan) = Plan::of(region, from.len(), to.len())?.filter(|_| size_of_val(from) > 0) else {
         return Ok(Pending::ready(transfer.shared(), ()));
     };
-    if plan.bytes::<T>() <= UNSTAGED_BYTES {
+    if plan.bytes::<T>() <= UNSTAGED_BYTES || transfer.is_captured() {
         return upload_small(transfer, from, to, &plan);
     }
     #[allow(unsafe_code, reason = "lending is a promise to wait, which this function keeps")]
@@ -137,6 +137,7 @@ pub(super) fn download_new_vec<T: Pod + Send + Sync>(
     from: &Buffer<T>,
 ) -> Result<Pending<Vec<T>>, Error> {
     transfer.check_device("buffer", from.storage().device_id())?;
+    transfer.refuse_captured()?;
     if from.bytes() <= UNSTAGED_BYTES {
         return download_small(transfer, from, &Plan::dense(from.len() as u64), |host| Ok(host.to_vec()));
     }
@@ -152,6 +153,7 @@ pub(super) fn download_vec<T: Pod + Send + Sync>(
     let Some(plan) = Plan::of(region, from.len(), to.len())?.filter(|_| from.bytes() > 0) else {
         return Ok(Pending::ready(transfer.shared(), to));
     };
+    transfer.refuse_captured()?;
     if plan.bytes::<T>() <= UNSTAGED_BYTES {
         let scattering = Packed::new(&plan, OnDevice::From).scattering();
         return download_small(transfer, from, &plan, move |host| {
@@ -170,6 +172,7 @@ pub(super) fn download_blocking<T: Pod + Send + Sync>(
     to: &mut [T],
 ) -> Result<(), Error> {
     transfer.check_device("buffer", from.storage().device_id())?;
+    transfer.refuse_captured()?;
     let Some(plan) = Plan::of(None, from.len(), to.len())?.filter(|_| from.bytes() > 0) else { return Ok(()) };
     if plan.bytes::<T>() <= UNSTAGED_BYTES {
         let mut host = transfer.pinned().alloc::<T>(to.len())?;
@@ -221,7 +224,8 @@ fn enqueue_pinned<T: Pod>(
         Direction::Upload => ((here, there), AccessKind::Read, AccessKind::Write),
         _ => ((there, here), AccessKind::Write, AccessKind::Read),
     };
-    let tick = transfer.enqueue(stream, &[(buffer.storage(), on_device)], &[(host, on_host)], || {
+    let is_captured = transfer.is_captured();
+    transfer.enqueue_uncovered(stream, &[(buffer.storage(), on_device)], &[(host, on_host)], || {
         #[allow(unsafe_code, reason = "the driver gets an address; what keeps it good is above")]
         // SAFETY: the part is memory of its pool, which the caller borrows now, mutably if it is
         // written. The pool keeps it until the tick of this access is done; until then the host
@@ -231,8 +235,12 @@ fn enqueue_pinned<T: Pod>(
             enqueue_rows(stream, rows, ends, size)
         }
     })?;
+    if is_captured {
+        // Nothing was copied, and launches of the graph order themselves.
+        return Ok(Pending::ready(transfer.shared(), ()));
+    }
     transfer.shared().counters.count(direction, rows.len() * size);
-    Ok(Pending::enqueued(transfer.shared(), tick, ()))
+    Ok(Pending::enqueued(transfer.shared(), covered_tick(stream), ()))
 }
 
 /// Hands the filling of a buffer to the staging ring. Its memory is reserved when this returns.

@@ -184,6 +184,13 @@ impl PinnedMemory {
     }
 }
 
+impl<'a> HostPart<'a> {
+    /// All of some memory.
+    pub(crate) fn all(memory: &'a Arc<PinnedMemory>) -> HostPart<'a> {
+        HostPart { memory, ptr: memory.ptr, bytes: memory.bytes }
+    }
+}
+
 impl HostPart<'_> {
     /// Reserves the part for threads of the runtime. A part to write must be borrowed mutably.
     /// Waits for reservations that conflict, and for copies that do: a part that is not page-locked

@@ -27,7 +27,7 @@ mod uses;
 pub use buffer::{PinnedBuffer, Returned};
 pub use config::{PinnedConfig, SlabSource};
 pub(crate) use ladder::ReclaimableCache;
-pub(crate) use memory::{HostPart, Reserved};
+pub(crate) use memory::{HostPart, PinnedMemory, Reserved};
 pub use pool::PinnedPool;
 pub use slices::{PinnedSlice, PinnedSliceMut};
 pub use stats::{HostMemoryStats, TimeStat};

@@ -1,0 +1,45 @@
+//! Page-locked memory that a graph's copies use. Its capture notes it here, the graph keeps it, and
+//! every launch comes after the copies that use it, as a copy does.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use aquifer_device::fork::Mutex;
+use aquifer_device::{AccessKind, Stream};
+
+use crate::transfer::pinned::{HostPart, PinnedMemory};
+
+/// The page-locked memory that a graph uses, and how.
+#[derive(Default)]
+pub(crate) struct HostUses(Mutex<Vec<(Arc<PinnedMemory>, AccessKind)>>);
+
+impl HostUses {
+    /// Has the copies that are captured on `stream` from now on noted. `None` if it does not capture.
+    pub(crate) fn collect(stream: &Stream) -> Option<Arc<HostUses>> {
+        let launches = stream.launches_of_capture()?;
+        let uses = Arc::<HostUses>::default();
+        let kept: Arc<dyn Any + Send + Sync> = uses.clone();
+        launches.keep(&kept);
+        Some(uses)
+    }
+
+    /// Those of the capture that the stream is part of; `None` if no graph keeps what its copies use.
+    pub(crate) fn of(stream: &Stream) -> Option<Arc<HostUses>> {
+        stream.launches_of_capture()?.kept()
+    }
+
+    pub(crate) fn note(&self, parts: &[(HostPart<'_>, AccessKind)]) {
+        let mut uses = self.0.lock();
+        for &(HostPart { memory, .. }, kind) in parts {
+            match uses.iter_mut().find(|(known, _)| Arc::ptr_eq(known, memory)) {
+                Some((_, known)) => *known = kind.max(*known),
+                None => uses.push((memory.clone(), kind)),
+            }
+        }
+    }
+
+    /// All of it.
+    pub(crate) fn all(&self) -> Vec<(Arc<PinnedMemory>, AccessKind)> {
+        self.0.lock().clone()
+    }
+}
