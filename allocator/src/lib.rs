@@ -104,6 +104,7 @@ pub mod internal {
 
     pub use crate::storage::ranges::resolve;
     pub use crate::storage::record::AccessRecord;
+    pub use crate::storage::{Outlived, Pass};
 
     /// A number that no other open allocator of the process has.
     pub fn identity(allocator: &Allocator) -> usize {

@@ -218,6 +218,16 @@ pub enum Error {
         "the graph does not use this buffer, so updating it for the graph has no effect: update the one that its work used"
     )]
     NotOfGraph,
+    /// The caller's work for a graph kept memory when it was captured that it had not kept before. Both
+    /// calls must allocate the same; allocate what stays before the graph, or have the work return it.
+    #[error(
+        "the captured work kept {bytes} bytes that its warm-up did not keep, and other graphs of the pool may write there: \
+         both calls must allocate the same; allocate what stays before the graph, or return it from the work"
+    )]
+    UnevenWork {
+        /// Bytes that it kept.
+        bytes: u64,
+    },
     /// The caller's own work failed: [`Error::other`].
     #[error("{cause}")]
     Other {

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use aquifer_allocator::internal::{Outlived, Pass};
 use aquifer_allocator::{AccessGuard, GraphUses, PoolOptions, PrivatePool, Storage};
 use aquifer_device::{AccessKind, Code, DeviceError, Operation, Stream};
 use bytemuck::Pod;
@@ -128,32 +129,43 @@ impl Allocator {
         stream: &Stream,
         mut work: impl FnMut(&Stream) -> Result<R, Error>,
     ) -> Result<Graph<R>, Error> {
-        let pass_bytes = self.warm_up(stream, &mut work)?;
+        let (outlived, pass_bytes) = self.warm_up(stream, &mut work)?;
+        let pass = Pass::again(self, &outlived, stream)?;
         let capture = stream.begin_capture()?;
         let (uses, host) = (GraphUses::collect(self, stream)?, HostUses::collect(stream));
         let route = self.capture(stream, pool)?;
         let output = work(stream)?;
+        let more = pass.outlived().bytes();
+        if more > 0 {
+            return Err(Error::UnevenWork { bytes: more });
+        }
         let graph = capture.end()?;
         drop(route);
         Ok(Graph { output, graph, uses, host, memory: self.clone(), pass_bytes })
     }
 
     /// Does the work once, and gives the memory that it needed back to the device, so that the capture
-    /// finds it there. Returns how much that was.
-    fn warm_up<R>(&self, stream: &Stream, work: &mut impl FnMut(&Stream) -> Result<R, Error>) -> Result<u64, Error> {
+    /// finds it there. Returns what of it outlived the work, and how much it was.
+    fn warm_up<R>(
+        &self,
+        stream: &Stream,
+        work: &mut impl FnMut(&Stream) -> Result<R, Error>,
+    ) -> Result<(Outlived, u64), Error> {
         if stream.is_capturing() {
             return Err(DeviceError::refused(Operation::BeginCapture, Code::CAPTURE_UNSUPPORTED)
                 .with_detail("the stream captures already: a graph cannot be captured within another one")
                 .into());
         }
         let pool = self.create_pool(PoolOptions::default())?;
-        {
-            let _route = pool.route_thread();
-            drop(work(stream)?);
-        }
+        let pass = Pass::first(self);
+        let route = pool.route_thread();
+        let output = work(stream)?;
+        let outlived = pass.outlived();
+        drop((output, route, pass));
         // Memory is given back once the device is done with it.
         stream.synchronize()?;
-        Ok(self.reserved_by_private_pools().get(&pool.id()).copied().unwrap_or(0))
+        let bytes = self.reserved_by_private_pools().get(&pool.id()).copied();
+        Ok((outlived, bytes.unwrap_or(0)))
     }
 }
 

@@ -38,12 +38,14 @@ pub(crate) mod foreign;
 mod graph_uses;
 mod guard;
 pub(crate) mod held;
+mod pass;
 pub(crate) mod ranges;
 pub(crate) mod record;
 mod reservation;
 
 pub use graph_uses::GraphUses;
 pub use guard::AccessGuard;
+pub use pass::{Outlived, Pass};
 pub use reservation::Reservation;
 
 use foreign::Foreign;
@@ -95,6 +97,12 @@ pub(crate) fn alloc_storage(
     alignment: u64,
     stream: &Stream,
 ) -> Result<Arc<Storage>, AllocError> {
+    pass::alloc_in_pass(allocator, (bytes, alignment), || alloc_plain(allocator, bytes, alignment, stream))
+}
+
+/// As [`alloc_storage`], whatever pass the thread is in.
+#[track_caller]
+fn alloc_plain(allocator: &Allocator, bytes: u64, alignment: u64, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
     let memory = Memory::Block(alloc_aligned(allocator, bytes, alignment, stream)?, allocator.kept_open());
     Ok(Arc::new(Storage::new(memory, stream)))
 }
@@ -122,7 +130,7 @@ impl PrivatePool {
     #[track_caller]
     pub fn alloc_storage(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
         let _route = self.route_thread();
-        alloc_storage(&self.allocator, bytes, alignment, stream)
+        alloc_plain(&self.allocator, bytes, alignment, stream)
     }
 }
 

@@ -348,6 +348,56 @@ fn graphs_of_one_pool_run_one_after_the_other() {
 }
 
 #[test]
+fn an_output_is_read_while_another_graph_of_the_pool_runs() {
+    let bench = Bench::new();
+    let Bench { memory, stream, side, .. } = &bench;
+    let pool = memory.create_pool(PoolOptions::default()).unwrap();
+    let fills = |value: u8| {
+        move |stream: &Stream| {
+            let [mut large, mut small] = [memory.alloc::<u8>(20 << 20, stream)?, memory.alloc::<u8>(1 << 20, stream)?];
+            large.fill(value, stream)?;
+            small.copy_from(&large.slice(..1 << 20), stream)?;
+            Ok(small)
+        }
+    };
+    let first = memory.graph_in(&pool, stream, fills(1)).unwrap();
+    let second = memory.graph_in(&pool, stream, fills(2)).unwrap();
+    first.launch(stream).unwrap();
+    second.launch(stream).unwrap();
+    let late = side.tick();
+    bench.stall(side);
+    let values = first.output().download(vec![0; 1 << 20], side).unwrap();
+    second.launch(stream).unwrap();
+    assert!(!stream.is_ordered_after(&late), "it need not wait for the reader");
+    assert_eq!((values.wait().unwrap(), second.output().to_vec(stream).unwrap()), (vec![1; 1 << 20], vec![2; 1 << 20]));
+}
+
+#[test]
+fn work_that_keeps_other_memory_when_it_is_captured_is_refused() {
+    let bench = Bench::new();
+    let Bench { memory, stream, .. } = &bench;
+    let before = held(&bench);
+    let failed = memory.graph(stream, |stream| {
+        let buffer = memory.alloc_zeros::<u8>(1000, stream)?;
+        Ok(stream.is_capturing().then_some(buffer))
+    });
+    assert!(matches!(failed, Err(Error::UnevenWork { bytes: 1000 })), "{failed:?}");
+    assert_eq!(held(&bench), before);
+    // A cache that the warm-up fills is the program's.
+    let mut cache = None;
+    let graph = memory.graph(stream, |stream| {
+        let cached = cache.get_or_insert(memory.alloc_zeros::<u8>(1000, stream)?);
+        let mut out = cached.like(stream)?;
+        out.copy_from(&*cached, stream)?;
+        Ok(out)
+    });
+    let graph = graph.unwrap();
+    cache.as_mut().unwrap().fill(7, stream).unwrap();
+    graph.launch(stream).unwrap();
+    assert_eq!(graph.output().to_vec(stream).unwrap(), [7; 1000]);
+}
+
+#[test]
 fn a_capture_within_a_capture_is_refused() {
     let bench = Bench::new();
     let Bench { memory, stream, .. } = &bench;
@@ -383,4 +433,53 @@ fn a_capture_needs_as_much_memory_as_one_pass() {
     assert!(held * 10 <= one_pass * 11, "{held} for {one_pass}");
     assert!(graph.pass_bytes().abs_diff(one_pass) <= 2 * MIB, "{}", graph.pass_bytes());
     graph.launch(stream).unwrap();
+}
+
+/// One pass of a model for a batch: of each layer, temporaries of different sizes; the logits live on.
+fn bucket(memory: &Allocator, batch: u64, stream: &Stream) -> Result<Buffer<u8>, Error> {
+    let mut hidden = memory.alloc_zeros::<u8>((batch * 3_000_000) as usize, stream)?;
+    for _ in 0..4 {
+        let projected = memory.alloc_zeros::<u8>((batch * 9_000_000) as usize, stream)?;
+        let attended = memory.alloc_zeros::<u8>((batch * 3_000_000) as usize, stream)?;
+        drop(projected);
+        let wide = memory.alloc_zeros::<u8>((batch * 12_000_000) as usize, stream)?;
+        hidden = memory.alloc_zeros::<u8>((batch * 3_000_000) as usize, stream)?;
+        drop((attended, wide));
+    }
+    let mut logits = memory.alloc::<u8>((batch * 640_000) as usize, stream)?;
+    logits.copy_from(&hidden.slice(..logits.len()), stream)?;
+    Ok(logits)
+}
+
+fn reserved(memory: &Allocator) -> u64 {
+    memory.reserved_by_private_pools().values().sum()
+}
+
+#[test]
+fn graphs_that_share_a_pool_need_as_much_as_the_largest_one_in_any_order() {
+    let orders: [(&str, fn(u64) -> u64); 3] = [
+        ("ascending", |place| place + 1),
+        ("descending", |place| 50 - place),
+        ("shuffled", |place| (place * 23 + 7) % 50 + 1),
+    ];
+    let alone = bench("sim:24GiB,violations=panic");
+    let largest = alone.memory.graph(&alone.stream, |stream| bucket(&alone.memory, 50, stream)).unwrap();
+    let needed = reserved(&alone.memory);
+    assert!(needed * 10 <= (largest.pass_bytes() - largest.output().bytes()) * 11, "one pass");
+    for (name, order) in orders {
+        let bench = bench("sim:24GiB,violations=panic");
+        let pool = bench.memory.create_pool(PoolOptions::default()).unwrap();
+        let graphs: Vec<Graph<Buffer<u8>>> = (0..50)
+            .map(|place| {
+                let stream = bench.device.stream().unwrap();
+                bench.memory.graph_in(&pool, &stream, |stream| bucket(&bench.memory, order(place), stream)).unwrap()
+            })
+            .collect();
+        // Outputs are no part of the pool.
+        let held = reserved(&bench.memory);
+        assert!(held <= needed + needed / 100, "{name}: {held} for {needed}");
+        for graph in &graphs {
+            graph.launch(&bench.stream).unwrap();
+        }
+    }
 }

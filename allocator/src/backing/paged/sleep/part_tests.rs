@@ -129,7 +129,7 @@ fn access_to_a_part_that_sleeps_is_refused() {
     growable.grow_to(10 * MIB, stream).unwrap();
     let access = |buffer: &Arc<Storage>| AccessGuard::acquire(stream, &[(buffer, AccessKind::Read)]).map(drop);
     let both = || {
-        let all = [(&*awake, AccessKind::Read), (&*asleep, AccessKind::Read)];
+        let all = [(&awake, AccessKind::Read), (&asleep, AccessKind::Read)];
         AccessGuard::acquire(stream, &all).map(drop)
     };
     for buffer in [&awake, &asleep] {
