@@ -483,3 +483,87 @@ fn graphs_that_share_a_pool_need_as_much_as_the_largest_one_in_any_order() {
         }
     }
 }
+
+/// As PyTorch's `graph_capture_record_stream_reuse`: each operation uses a block on another stream, which
+/// the capture's own edges order before the next. Without reuse, PyTorch reserves 3424 MB for 168.
+#[test]
+fn memory_that_other_streams_of_a_capture_used_is_reused_where_its_edges_order_that() {
+    for (streams, operations) in [(2, 1000), (4, 1000), (4, 4000)] {
+        let bench = bench("sim:24GiB,violations=panic");
+        let Bench { memory, stream, device, .. } = &bench;
+        let sides: Vec<Stream> = (1..streams).map(|_| device.stream().unwrap()).collect();
+        let (fork, join) = (device.create_event(false).unwrap(), device.create_event(false).unwrap());
+        let graph = memory
+            .graph(stream, |stream| {
+                for side in (0..operations).map(|operation| &sides[operation % sides.len()]) {
+                    let mut own = memory.alloc_zeros::<u8>(2 << 20, stream)?;
+                    fork.record(stream)?;
+                    side.wait_event(&fork)?;
+                    own.fill(1, side)?;
+                    let mut theirs = memory.alloc_zeros::<u8>(2 << 20, side)?;
+                    theirs.copy_from(&own, side)?;
+                    join.record(side)?;
+                    stream.wait_event(&join)?;
+                }
+                Ok(())
+            })
+            .unwrap();
+        let held = reserved(memory);
+        assert!(held <= 32 * MIB, "{streams} streams, {operations} operations: {held}");
+        graph.launch(stream).unwrap();
+        graph.launch(&sides[0]).unwrap();
+    }
+}
+
+/// What no edge orders must not share memory.
+#[test]
+fn memory_that_runs_beside_other_work_of_a_capture_is_not_reused() {
+    let bench = bench("sim:24GiB,violations=panic");
+    let Bench { memory, stream, side, device, .. } = &bench;
+    let (fork, join) = (device.create_event(false).unwrap(), device.create_event(false).unwrap());
+    let graph = memory
+        .graph(stream, |stream| {
+            for round in 0..10 {
+                let mut own = memory.alloc_zeros::<u8>(2 << 20, stream)?;
+                fork.record(stream)?;
+                side.wait_event(&fork)?;
+                own.fill(1, side)?;
+                drop(own);
+                if round % 3 == 2 {
+                    join.record(side)?;
+                    stream.wait_event(&join)?;
+                }
+            }
+            join.record(side)?;
+            Ok(stream.wait_event(&join)?)
+        })
+        .unwrap();
+    let held = reserved(memory);
+    assert!((6 * MIB..=12 * MIB).contains(&held), "three rounds at a time: {held}");
+    graph.launch(stream).unwrap();
+}
+
+/// An edge of a graph orders nothing that was enqueued before the capture.
+#[test]
+fn launches_come_after_earlier_work_on_memory_of_the_streams_that_joined() {
+    let bench = bench("sim:24GiB,violations=panic");
+    let Bench { memory, stream, side, device, .. } = &bench;
+    let pool = memory.create_pool(PoolOptions::default()).unwrap();
+    let (fork, join) = (device.create_event(false).unwrap(), device.create_event(false).unwrap());
+    let late = memory.alloc_in::<u8>(&pool, 8 << 20, side).unwrap();
+    bench.stall(side);
+    late.share().zero(side).unwrap();
+    drop(late);
+    let graph = memory
+        .graph_in(&pool, stream, |stream| {
+            if stream.is_capturing() {
+                fork.record(stream)?;
+                side.wait_event(&fork)?;
+                join.record(side)?;
+                stream.wait_event(&join)?;
+            }
+            memory.alloc_zeros::<u8>(8 << 20, stream).map(drop)
+        })
+        .unwrap();
+    graph.launch(&device.stream().unwrap()).unwrap();
+}

@@ -71,6 +71,12 @@ impl Scope {
         !members.over
     }
 
+    /// Makes launches of the graph come after everything that was enqueued on its streams so far.
+    pub(crate) fn come_after_members(&self) {
+        let ticks: Vec<_> = self.members.lock().streams.iter().map(|(stream, _)| stream.tick()).collect();
+        ticks.into_iter().for_each(|tick| self.launches.come_after(tick));
+    }
+
     /// True if the capture is over.
     pub(crate) fn is_over(&self) -> bool {
         self.members.lock().over
