@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use aquifer_allocator::{AccessGuard, AllocError, Storage};
-use aquifer_device::{AccessKind, DevicePtr, Stream};
+use aquifer_device::{AccessKind, AccessRange, DevicePtr, Stream};
 
 use super::Buffer;
 
@@ -31,6 +31,13 @@ impl<'a> Access<'a> {
     /// The size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// The memory as a launch of a kernel declares it ([`Launch::accesses`]).
+    ///
+    /// [`Launch::accesses`]: aquifer_device::Launch::accesses
+    pub fn range(&self) -> AccessRange {
+        AccessRange { ptr: self.ptr, bytes: self.bytes, kind: self.kind }
     }
 }
 
