@@ -1,5 +1,5 @@
-//! An inference engine in small: a transformer that decodes many prompts at once, with a CUDA graph for
-//! each size of batch and a paged cache of keys and values that grows in place.
+//! An inference engine in small: a transformer that decodes many prompts at once, with a CUDA graph
+//! for each size of batch and a paged cache of keys and values that grows in place.
 //!
 //! Prompts join and leave at every step. The engine runs once with graphs and once without, and the
 //! tokens are equal. Its own kernels are host implementations, so it runs on a simulated GPU, which
@@ -106,8 +106,8 @@ impl Model {
         Ok(Model { layers, embedding: matrix(VOCABULARY, WIDTH)?, to_logits: matrix(WIDTH, VOCABULARY)? })
     }
 
-    /// One step of a batch: the next token of each row. It enqueues the same work whenever it is called
-    /// with the same batch, which is what a graph needs.
+    /// One step of a batch: the next token of each row. It enqueues the same work whenever it is
+    /// called with the same batch, which is what a graph needs.
     fn step(
         &self,
         inputs: &Buffer<u32>,
@@ -145,8 +145,8 @@ impl Engine {
         Ok(Engine { memory, stream, model, cache, free_pages: Vec::new(), pages: 0, inputs, graphs })
     }
 
-    /// Decodes all prompts. Returns their tokens, and how many graphs were captured, and how often the
-    /// cache grew.
+    /// Decodes all prompts. Returns their tokens, and how many graphs were captured, and how often
+    /// the cache grew.
     fn run(mut self, prompts: &[Prompt]) -> Result<(Vec<Vec<u32>>, usize, u64), Error> {
         let mut finished = vec![Vec::new(); prompts.len()];
         let (mut running, mut step): (Vec<Sequence>, usize) = (Vec::new(), 0);
@@ -245,7 +245,8 @@ fn launch<const N: usize>(
     let host: HostKernel = Arc::new(move |memory, _| run(&mut Host(memory), places));
     let accesses = memory.iter().map(Access::range).collect();
     let launch = Launch { name, accesses, host: Some(host), ..Launch::default() };
-    // SAFETY: there is no device code, and the simulator checks that the kernel touches these ranges alone.
+    // SAFETY: there is no device code, and the simulator checks that the kernel touches these
+    // ranges alone.
     Ok(with(stream, memory, |stream, _| unsafe { stream.launch(&launch) })?)
 }
 

@@ -212,14 +212,15 @@ pub enum Error {
     /// results of the batch that it was added to.
     #[error("the download belongs to another batch of copies than these results")]
     OtherBatch,
-    /// The caller updates a buffer that the graph does not use, which would have no effect on it. Update
-    /// the buffer that its work was given.
+    /// The caller updates a buffer that the graph does not use, which would have no effect on it.
+    /// Update the buffer that its work was given.
     #[error(
         "the graph does not use this buffer, so updating it for the graph has no effect: update the one that its work used"
     )]
     NotOfGraph,
-    /// The caller's work for a graph kept memory when it was captured that it had not kept before. Both
-    /// calls must allocate the same; allocate what stays before the graph, or have the work return it.
+    /// The caller's work for a graph kept memory when it was captured that it had not kept before.
+    /// Both calls must allocate the same; allocate what stays before the graph, or have the work
+    /// return it.
     #[error(
         "the captured work kept {bytes} bytes that its warm-up did not keep, and other graphs of the pool may write there: \
          both calls must allocate the same; allocate what stays before the graph, or return it from the work"
@@ -282,8 +283,8 @@ impl Error {
         Error::Panicked { what, message: message.unwrap_or_else(|| "no message".to_owned()) }
     }
 
-    /// The error of the caller's own work, or of another library, where a closure must return an error
-    /// of Aquifer.
+    /// The error of the caller's own work, or of another library, where a closure must return an
+    /// error of Aquifer.
     ///
     /// ```
     /// use aquifer::Error;

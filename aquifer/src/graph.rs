@@ -20,16 +20,17 @@ use crate::transfer::pinned::HostPart;
 /// One call enqueues all of it.
 ///
 /// A launch is ordered like any other work with the buffers: it comes after everything that was
-/// enqueued on them before, on any stream, and later uses come after it. Launches of graphs that share
-/// a pool run one after the other.
+/// enqueued on them before, on any stream, and later uses come after it. Launches of graphs that
+/// share a pool run one after the other.
 ///
 /// The graph keeps the buffers and the page-locked memory that its work used, whatever handles the
-/// program drops. Memory that the work allocated and dropped is used again by each launch. Memory that
-/// it returned is the [`output`](Graph::output): each launch writes it.
+/// program drops. Memory that the work allocated and dropped is used again by each launch. Memory
+/// that it returned is the [`output`](Graph::output): each launch writes it.
 ///
-/// A *parameter* is a buffer that the work reads. [`Graph::update`] uploads into it on the stream of the
-/// launch, after earlier launches, so that two launches in flight read their own values. A *result* is
-/// read back after the launch, on its stream, into page-locked memory of its own for each launch.
+/// A *parameter* is a buffer that the work reads. [`Graph::update`] uploads into it on the stream
+/// of the launch, after earlier launches, so that two launches in flight read their own values. A
+/// *result* is read back after the launch, on its stream, into page-locked memory of its own for
+/// each launch.
 ///
 /// ```
 /// use aquifer::prelude::*;
@@ -63,17 +64,19 @@ pub struct Graph<R = ()> {
 }
 
 impl Allocator {
-    /// Captures `work` into a [`Graph`] that has memory of its own: warm-up, capture and instantiation.
+    /// Captures `work` into a [`Graph`] that has memory of its own: warm-up, capture and
+    /// instantiation.
     ///
-    /// `work` is called twice with `stream`, on which it must enqueue everything. The first call, the
-    /// *warm-up*, does the work: what needs memory or a module that is loaded at first use gets it then.
-    /// The second call is captured and runs nothing. Both must enqueue the same work, and in both the
-    /// memory that this thread allocates comes from pools of their own. Work of several streams is
-    /// captured if `work` forks and joins them by events ([`Event`](crate::device::Event)).
+    /// `work` is called twice with `stream`, on which it must enqueue everything. The first call,
+    /// the *warm-up*, does the work: what needs memory or a module that is loaded at first use gets
+    /// it then. The second call is captured and runs nothing. Both must enqueue the same work, and
+    /// in both the memory that this thread allocates comes from pools of their own. Work of several
+    /// streams is captured if `work` forks and joins them by events
+    /// ([`Event`](crate::device::Event)).
     ///
-    /// In the capture, uploads read their source once and keep a page-locked copy in the graph; from
-    /// page-locked memory, each launch reads what that holds then. Downloads go to page-locked memory
-    /// only. Calls that wait, such as [`Buffer::to_vec`], are refused.
+    /// In the capture, uploads read their source once and keep a page-locked copy in the graph;
+    /// from page-locked memory, each launch reads what that holds then. Downloads go to page-locked
+    /// memory only. Calls that wait, such as [`Buffer::to_vec`], are refused.
     ///
     /// ```
     /// use aquifer::prelude::*;
@@ -94,16 +97,16 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// Errors of `work`, in either call. When the capture broke, the error names the call that did it. A
-    /// stream of another device, or one that captures already. A graph that failed leaves nothing
-    /// behind, and may be tried again.
+    /// Errors of `work`, in either call. When the capture broke, the error names the call that did
+    /// it. A stream of another device, or one that captures already. A graph that failed leaves
+    /// nothing behind, and may be tried again.
     pub fn graph<R>(&self, stream: &Stream, work: impl FnMut(&Stream) -> Result<R, Error>) -> Result<Graph<R>, Error> {
         // The pool is closed at once, and the graph keeps its memory.
         self.graph_in(&self.create_pool(PoolOptions::default())?, stream, work)
     }
 
-    /// As [`Allocator::graph`], with memory of a pool that several graphs share: together they need as
-    /// much as the largest one, besides their outputs. Their launches run one after the other.
+    /// As [`Allocator::graph`], with memory of a pool that several graphs share: together they need
+    /// as much as the largest one, besides their outputs. Their launches run one after the other.
     ///
     /// ```
     /// use aquifer::memory::PoolOptions;
@@ -144,8 +147,8 @@ impl Allocator {
         Ok(Graph { output, graph, uses, host, memory: self.clone(), pass_bytes })
     }
 
-    /// Does the work once, and gives the memory that it needed back to the device, so that the capture
-    /// finds it there. Returns what of it outlived the work, and how much it was.
+    /// Does the work once, and gives the memory that it needed back to the device, so that the
+    /// capture finds it there. Returns what of it outlived the work, and how much it was.
     fn warm_up<R>(
         &self,
         stream: &Stream,
@@ -173,9 +176,9 @@ impl<R> Graph<R> {
     /// Enqueues the captured work on `stream`, of the graph's device.
     ///
     /// # Errors
-    /// A stream of another device, or one that captures: CUDA does not capture launches of graphs. When
-    /// this thread is within [`with`](crate::buffer::with) with one of the graph's buffers; when the
-    /// allocator sleeps ([`Error::is_asleep`]); errors of the driver.
+    /// A stream of another device, or one that captures: CUDA does not capture launches of graphs.
+    /// When this thread is within [`with`](crate::buffer::with) with one of the graph's buffers;
+    /// when the allocator sleeps ([`Error::is_asleep`]); errors of the driver.
     #[track_caller]
     pub fn launch(&self, stream: &Stream) -> Result<(), Error> {
         stream.end_abandoned_captures()?;
@@ -197,9 +200,9 @@ impl<R> Graph<R> {
         self.memory.transfer()?.enqueue_uncovered(stream, &memory, &parts, || self.graph.launch(stream))
     }
 
-    /// Uploads new values into a buffer that the graph's work uses, for launches on `stream` from now
-    /// on. It is an ordinary [`Buffer::upload`]: earlier launches read the values that they were launched
-    /// with.
+    /// Uploads new values into a buffer that the graph's work uses, for launches on `stream` from
+    /// now on. It is an ordinary [`Buffer::upload`]: earlier launches read the values that they
+    /// were launched with.
     ///
     /// # Errors
     /// [`Error::NotOfGraph`] if the work does not use the buffer, and as [`Buffer::upload`].

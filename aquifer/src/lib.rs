@@ -6,6 +6,7 @@
 //! | open a GPU, or a simulated one | [`open()`], [`open_best`] |
 //! | allocate | [allocate](#allocate): [`Allocator`], [`Buffer`] |
 //! | copy | [copy](#copy): [`Buffer`], [`PinnedBuffer`] |
+//! | launch captured work with one call | [`Allocator::graph`], [`Graph`], `docs/cuda-graphs.md` |
 //! | use several streams, or call my own kernels | [streams](#streams): [`with`](buffer::with) |
 //! | keep a GPU busy with batches | [`Allocator::prefetch`], `examples/loader.rs` |
 //! | load a model | [load a model](#load-a-model): [`Tensor`], [`tensor::ParamSet`] |
@@ -249,3 +250,8 @@ pub mod kernels {
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/guide.md")]
 struct Guide;
+
+/// The code of the page on graphs.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/cuda-graphs.md")]
+struct Graphs;

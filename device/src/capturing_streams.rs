@@ -118,7 +118,8 @@ impl CapturingStreams {
         }
     }
 
-    /// The first call that the driver refused because of a capture, since a stream began to capture.
+    /// The first call that the driver refused because of a capture, since a stream began to
+    /// capture.
     pub(crate) fn refused(&self) -> Option<DeviceError> {
         self.refused.lock().clone()
     }

@@ -1,13 +1,13 @@
 //! The memory that a graph uses, as the access guards of its capture say.
 //!
 //! A graph's work does not run when it is captured, so an access guard of a capturing stream has
-//! nothing to order. It notes here what the graph will do with the memory, and every launch takes an
-//! access guard on all of that.
+//! nothing to order. It notes here what the graph will do with the memory, and every launch takes
+//! an access guard on all of that.
 //!
-//! Memory from outside of the capture is kept as long as the graph: dropping its last handle must not
-//! give it to others. Memory of the capture itself is not, so that what the capture drops serves its
-//! later requests; the graph's pool keeps it for the graph. If it lives on, such as a result, launches
-//! write it.
+//! Memory from outside of the capture is kept as long as the graph: dropping its last handle must
+//! not give it to others. Memory of the capture itself is not, so that what the capture drops
+//! serves its later requests; the graph's pool keeps it for the graph. If it lives on, such as a
+//! result, launches write it.
 
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap};
@@ -73,8 +73,9 @@ struct Noted {
 }
 
 impl GraphUses {
-    /// Collects what access guards do from now on on streams of the capture that `stream` is part of,
-    /// which allocates from `allocator`. The graph keeps the result, and by that the memory from outside of the capture.
+    /// Collects what access guards do from now on on streams of the capture that `stream` is part
+    /// of, which allocates from `allocator`. The graph keeps the result, and by that the memory
+    /// from outside of the capture.
     ///
     /// # Errors
     /// When the stream does not capture.

@@ -30,10 +30,10 @@ use crate::storage::{GraphUses, Storage};
 /// Access guards do not see work that bypasses them, such as [`Stream::fill`] with a bare address,
 /// except on streams that the memory was made ready for ([`Storage::ready_on`]).
 ///
-/// Inside a capture that collects the memory that its graph uses ([`GraphUses`]), access guards order
-/// nothing and keep no other thread away: they note the use, and a launch orders itself. Inside
-/// another one, a stream can take access guards on memory that it is ordered after already; note what
-/// a launched graph does by an access guard around the launch.
+/// Inside a capture that collects the memory that its graph uses ([`GraphUses`]), access guards
+/// order nothing and keep no other thread away: they note the use, and a launch orders itself.
+/// Inside another one, a stream can take access guards on memory that it is ordered after already;
+/// note what a launched graph does by an access guard around the launch.
 ///
 /// ```
 /// use aquifer_allocator::{Allocator, Config, Buffer, AccessGuard};

@@ -1,5 +1,5 @@
-//! Two passes of the same work, the second of which is captured: what outlives the first is allocated
-//! before the second begins.
+//! Two passes of the same work, the second of which is captured: what outlives the first is
+//! allocated before the second begins.
 //!
 //! The free memory of a graph pool serves all captures of the pool, so each of its graphs may write
 //! it. Memory that outlives a capture, such as a result, must not be a part of that: a launch of
@@ -39,8 +39,8 @@ struct PassState {
     ready: HashMap<Allocated, Arc<Storage>>,
 }
 
-/// A pass of work on this thread, until it is dropped: it knows the storages that the work allocates.
-/// The thread must be routed to a private pool meanwhile.
+/// A pass of work on this thread, until it is dropped: it knows the storages that the work
+/// allocates. The thread must be routed to a private pool meanwhile.
 #[derive(Debug)]
 #[must_use = "the pass ends when it is dropped"]
 pub struct Pass {

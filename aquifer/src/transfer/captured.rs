@@ -14,7 +14,8 @@ use crate::transfer::pinned::{HostPart, PinnedMemory};
 pub(crate) struct HostUses(Mutex<Vec<(Arc<PinnedMemory>, AccessKind)>>);
 
 impl HostUses {
-    /// Has the copies that are captured on `stream` from now on noted. `None` if it does not capture.
+    /// Has the copies that are captured on `stream` from now on noted. `None` if it does not
+    /// capture.
     pub(crate) fn collect(stream: &Stream) -> Option<Arc<HostUses>> {
         let launches = stream.launches_of_capture()?;
         let uses = Arc::<HostUses>::default();
@@ -23,7 +24,8 @@ impl HostUses {
         Some(uses)
     }
 
-    /// Those of the capture that the stream is part of; `None` if no graph keeps what its copies use.
+    /// Those of the capture that the stream is part of; `None` if no graph keeps what its copies
+    /// use.
     pub(crate) fn of(stream: &Stream) -> Option<Arc<HostUses>> {
         stream.launches_of_capture()?.kept()
     }

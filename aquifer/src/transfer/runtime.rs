@@ -101,8 +101,8 @@ impl TransferConfig {
 /// touched: see [`crate::PinnedBuffer`].
 ///
 /// *Waiting.* Calls that make the host wait for the device say so in their name or documentation,
-/// and [`Transfer::counters`] counts them. [`crate::transfer::HostMemoryStats::num_waits`] counts waits for
-/// page-locked memory that a copy still uses.
+/// and [`Transfer::counters`] counts them. [`crate::transfer::HostMemoryStats::num_waits`] counts
+/// waits for page-locked memory that a copy still uses.
 ///
 /// Streams that capture a graph are refused, because a graph's work runs later, and may run many
 /// times.

@@ -435,7 +435,8 @@ fn a_capture_needs_as_much_memory_as_one_pass() {
     graph.launch(stream).unwrap();
 }
 
-/// One pass of a model for a batch: of each layer, temporaries of different sizes; the logits live on.
+/// One pass of a model for a batch: of each layer, temporaries of different sizes; the logits live
+/// on.
 fn bucket(memory: &Allocator, batch: u64, stream: &Stream) -> Result<Buffer<u8>, Error> {
     let mut hidden = memory.alloc_zeros::<u8>((batch * 3_000_000) as usize, stream)?;
     for _ in 0..4 {
@@ -484,8 +485,9 @@ fn graphs_that_share_a_pool_need_as_much_as_the_largest_one_in_any_order() {
     }
 }
 
-/// As PyTorch's `graph_capture_record_stream_reuse`: each operation uses a block on another stream, which
-/// the capture's own edges order before the next. Without reuse, PyTorch reserves 3424 MB for 168.
+/// As PyTorch's `graph_capture_record_stream_reuse`: each operation uses a block on another stream,
+/// which the capture's own edges order before the next. Without reuse, PyTorch reserves 3424 MB for
+/// 168.
 #[test]
 fn memory_that_other_streams_of_a_capture_used_is_reused_where_its_edges_order_that() {
     for (streams, operations) in [(2, 1000), (4, 1000), (4, 4000)] {

@@ -25,7 +25,8 @@ impl Machine {
         Ok(self.streams.get(id)?.capture.as_ref().map(|member| member.capture))
     }
 
-    /// Adds an allocation to the graph that the stream is captured into. `None` if it does not capture.
+    /// Adds an allocation to the graph that the stream is captured into. `None` if it does not
+    /// capture.
     pub(crate) fn alloc_in_graph(&mut self, id: u32, bytes: u64) -> Answer<Option<DevicePtr>> {
         self.capture_allows(id)?;
         let Some(number) = self.capture_number(id)? else { return Ok(None) };
@@ -41,7 +42,8 @@ impl Machine {
         Ok(Some(DevicePtr(ptr)))
     }
 
-    /// Adds a free to the graph that the stream is captured into. Returns false if it does not capture.
+    /// Adds a free to the graph that the stream is captured into. Returns false if it does not
+    /// capture.
     pub(crate) fn free_in_graph(&mut self, id: u32, ptr: DevicePtr) -> Answer<bool> {
         self.capture_allows(id)?;
         let Some(number) = self.capture_number(id)? else { return Ok(false) };

@@ -116,8 +116,8 @@ impl Scope {
         self.end_and(timeline, false)
     }
 
-    /// As [`Scope::end`], for a graph that the caller destroys at once: it counts as gone before the
-    /// capture counts as over.
+    /// As [`Scope::end`], for a graph that the caller destroys at once: it counts as gone before
+    /// the capture counts as over.
     pub(crate) fn end_to_discard(self: &Arc<Self>, timeline: &Timeline) -> Result<RawGraph> {
         self.end_and(timeline, true)
     }

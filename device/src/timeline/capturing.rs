@@ -159,9 +159,9 @@ impl Timeline {
     }
 
     /// Calls `wait` to make the stream wait for an event recorded in a capture, by which the stream
-    /// joins the capture. The event covers the ticks of `recorded` below `covers`, and carries `clock`. If
-    /// the capture has ended, the driver is not called, because its result is
-    /// not documented.
+    /// joins the capture. The event covers the ticks of `recorded` below `covers`, and carries
+    /// `clock`. If the capture has ended, the driver is not called, because its result is not
+    /// documented.
     pub(crate) fn join_capture(
         self: &Arc<Self>,
         scope: &Arc<Scope>,

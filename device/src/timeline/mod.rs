@@ -127,8 +127,8 @@ struct TimelineState {
     destroyed: bool,
     /// The capture that the stream is part of.
     capture: Option<Arc<Scope>>,
-    /// The ticks of the capture's streams that later work of this one comes after in the graph. Events
-    /// recorded in a capture raise the counter, too, so ticks taken there are numbered.
+    /// The ticks of the capture's streams that later work of this one comes after in the graph.
+    /// Events recorded in a capture raise the counter, too, so ticks taken there are numbered.
     capture_clock: Clock,
     /// Number of calls under way that enqueue work with borrowed memory and wait for it.
     borrowed: u32,
@@ -325,8 +325,8 @@ impl Timeline {
     }
 
     /// A copy of this stream's clock, to be read where no lock may be taken: the ticks that later
-    /// work of this stream is ordered after. While the stream captures, these include the ticks of other
-    /// streams of the capture that its later work comes after in the graph.
+    /// work of this stream is ordered after. While the stream captures, these include the ticks of
+    /// other streams of the capture that its later work comes after in the graph.
     ///
     /// Edges of a graph order nothing that was enqueued on those streams before they joined. So all
     /// launches come after that, too ([`Launches::come_after`]), from this call on.

@@ -370,7 +370,8 @@ fn no_failing_call_loses_a_part() {
     assert!(undone > 10 && asleep > 0 && woken > 10, "{undone} {asleep} {woken}");
 }
 
-/// In virtual time, of which a copy engine is busy nearly all that sleep needs more to keep contents.
+/// In virtual time, of which a copy engine is busy nearly all that sleep needs more to keep
+/// contents.
 #[test]
 fn contents_move_as_fast_as_the_link() {
     let setup = setup_with(SimConfig::preset(Preset::H100));
