@@ -71,13 +71,13 @@ pub struct GraphsArgs {
 }
 
 const GRAPHS_KEYS: &str = "\
-The programs: one graph; a graph of each of 50 batches in one pool, captured in different orders, each
-on a stream of its own; and graphs of several streams, which fork and join at each operation.
+The programs: one graph; a graph of each of 50 batches in one pool, captured in different orders,
+each on a stream of its own; and graphs of several streams, which fork and join at each operation.
 
 JSON keys, per program:
   program, device           the program, and the device
   graphs                    number of graphs
-  pass_bytes                memory that the largest pass takes, with its output, as its warm-up took it
+  pass_bytes                memory that the warm-up of the largest pass takes, with its output
   output_bytes              memory of the outputs of all graphs, which live on
   pool_bytes                memory that the graphs' pool holds from the device, without the outputs
   pool_over_pass            ratio of pool_bytes to the most that a pass takes without its output
