@@ -92,7 +92,7 @@ pub use raw::{RawOwner, owner_of};
 pub use recovery::{Advice, MappingChange, OomReport, ReclaimRequest, Reclaimed, Registration};
 pub use snapshot::Snapshot;
 pub use state::close_abandoned;
-pub use storage::{AccessGuard, Reservation, Storage};
+pub use storage::{AccessGuard, GraphUses, Reservation, Storage};
 pub use tags::TagScope;
 
 /// For the other crates of Aquifer. It may change in any release.
@@ -102,6 +102,7 @@ pub mod internal {
 
     pub use crate::storage::ranges::resolve;
     pub use crate::storage::record::AccessRecord;
+    pub use crate::storage::{Outlived, Pass};
 
     /// A number that no other open allocator of the process has.
     pub fn identity(allocator: &Allocator) -> usize {

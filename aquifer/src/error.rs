@@ -117,6 +117,29 @@ pub enum Error {
         /// The problem.
         problem: &'static str,
     },
+    /// The caller updates a buffer that the graph does not use, which would have no effect on it.
+    /// Update the buffer that its work was given.
+    #[error(
+        "the graph does not use this buffer, so updating it for the graph has no effect: update the one that its work used"
+    )]
+    NotOfGraph,
+    /// The caller's work for a graph kept memory when it was captured that it had not kept before.
+    /// Both calls must allocate the same; allocate what stays before the graph, or have the work
+    /// return it.
+    #[error(
+        "the captured work kept {bytes} bytes that its warm-up did not keep, and other graphs of the pool may write there: \
+         both calls must allocate the same; allocate what stays before the graph, or return it from the work"
+    )]
+    UnevenWork {
+        /// Bytes that it kept.
+        bytes: u64,
+    },
+    /// The caller's own work failed: [`Error::other`].
+    #[error("{cause}")]
+    Other {
+        /// The error of the caller's work.
+        cause: Arc<dyn std::error::Error + Send + Sync>,
+    },
     /// The source of batches that the caller gave failed.
     #[error("the source of batches failed: {cause}")]
     Source {
@@ -161,6 +184,18 @@ impl UnwindSafe for Error {}
 impl RefUnwindSafe for Error {}
 
 impl Error {
+    /// The error of the caller's own work, or of another library, where a closure must return an
+    /// error of Aquifer.
+    ///
+    /// ```
+    /// use aquifer::Error;
+    /// let error = Error::other("the tokenizer failed");
+    /// assert_eq!(error.to_string(), "the tokenizer failed");
+    /// ```
+    pub fn other(cause: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
+        Error::Other { cause: Arc::from(cause.into()) }
+    }
+
     /// Whether memory ran out, on the host or on the device: freeing some may help.
     pub fn is_out_of_memory(&self) -> bool {
         let on_host =

@@ -6,6 +6,7 @@
 //! | open a GPU, or a simulated one | [`open()`], [`open_best`] |
 //! | allocate | [allocate](#allocate): [`Allocator`], [`Buffer`] |
 //! | copy | [copy](#copy): [`Buffer`], [`PinnedBuffer`] |
+//! | launch captured work with one call | [`Allocator::graph`], [`Graph`], `docs/cuda-graphs.md` |
 //! | use several streams, or call my own kernels | [streams](#streams): [`with`](buffer::with) |
 //! | keep a GPU busy with batches | [`Allocator::prefetch`], `examples/loader.rs` |
 //! | load a model | [load a model](#load-a-model): [`Tensor`], [`tensor::ParamSet`] |
@@ -179,6 +180,7 @@
 mod allocator;
 pub mod buffer;
 mod error;
+mod graph;
 mod layout;
 #[cfg(feature = "metrics")]
 pub mod metrics;
@@ -194,6 +196,7 @@ pub use allocator::Allocator;
 pub use aquifer_device::{Device, Stream};
 pub use buffer::{Buffer, View, ViewMut};
 pub use error::Error;
+pub use graph::Graph;
 pub use open::{open, open_best};
 pub use tensor::Tensor;
 pub use transfer::{Pending, PinnedBuffer};
@@ -242,6 +245,7 @@ pub mod kernels {
 
 /// The code of the pages for users, as documentation tests.
 #[cfg(doctest)]
+#[doc = include_str!("../../docs/cuda-graphs.md")]
 #[doc = include_str!("../../docs/errors.md")]
 #[doc = include_str!("../../docs/exporting-memory.md")]
 #[doc = include_str!("../../docs/from-cudarc.md")]

@@ -14,6 +14,8 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::error::{Attempt, DeviceError, ErrorKind};
+use crate::fork::Mutex as Leaf;
 use crate::sync::{Condvar, Mutex};
 
 /// The streams of a context that are known to capture. While any stream captures, nothing may wait
@@ -27,6 +29,9 @@ pub struct CapturingStreams {
     blocking: AtomicU32,
     holding_off: Mutex<HoldingOff>,
     changed: Condvar,
+    /// The first call since a stream began to capture that the driver refused because of a capture:
+    /// such a call breaks the capture, and the driver does not tell which it was. A leaf.
+    refused: Leaf<Option<DeviceError>>,
 }
 
 /// The calls under way that would break a capture, and the captures that wait for them.
@@ -64,7 +69,9 @@ impl CapturingStreams {
     }
 
     fn count(&self, blocking: bool) {
-        self.all.fetch_add(1, Ordering::AcqRel);
+        if self.all.fetch_add(1, Ordering::AcqRel) == 0 {
+            *self.refused.lock() = None;
+        }
         self.blocking.fetch_add(blocking.into(), Ordering::AcqRel);
     }
 
@@ -100,6 +107,21 @@ impl CapturingStreams {
             holding_off.blocking += 1;
             BlockingHeldOff(self, HeldByThread::new())
         })
+    }
+
+    /// Notes an error of the driver while a stream captures.
+    #[cold]
+    pub(crate) fn note_refused(&self, error: &DeviceError) {
+        let was_called = matches!(error.attempt, Attempt::Call | Attempt::Function(_));
+        if error.kind == ErrorKind::Capture && was_called && self.any() {
+            self.refused.lock().get_or_insert_with(|| error.clone());
+        }
+    }
+
+    /// The first call that the driver refused because of a capture, since a stream began to
+    /// capture.
+    pub(crate) fn refused(&self) -> Option<DeviceError> {
+        self.refused.lock().clone()
     }
 
     /// True if any stream captures.

@@ -67,6 +67,7 @@ pub(crate) struct Counted {
     /// The first error that reported the device as lost.
     lost: OnceLock<DeviceError>,
     label: DeviceLabel,
+    capturing: Arc<CapturingStreams>,
 }
 
 // A driver is usable after a panic: one that reports an error of the program by a panic has taken
@@ -75,10 +76,11 @@ impl UnwindSafe for Counted {}
 impl RefUnwindSafe for Counted {}
 
 impl Counted {
-    pub(crate) fn new(inner: Arc<dyn Driver>) -> Self {
+    /// `capturing` are those of the driver's context.
+    pub(crate) fn new(inner: Arc<dyn Driver>, capturing: Arc<CapturingStreams>) -> Self {
         let (calls, label) =
             (Operation::ALL.iter().map(|_| AtomicU64::new(0)).collect(), DeviceLabel::from(inner.info()));
-        Counted { inner, calls, lost: OnceLock::new(), label }
+        Counted { inner, calls, lost: OnceLock::new(), label, capturing }
     }
 
     pub(crate) fn counts(&self) -> CallCounts {
@@ -108,6 +110,7 @@ impl Counted {
     pub(crate) fn complete<T>(&self, answer: Result<T>) -> Result<T> {
         answer.map_err(|error| {
             let error = error.of_device(&self.label);
+            self.capturing.note_refused(&error);
             if error.is_device_lost() { self.note_lost(error) } else { error }
         })
     }

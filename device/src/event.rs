@@ -115,8 +115,8 @@ impl Event {
                 Err(DeviceError::refused(Operation::Wait, Code::CAPTURED_EVENT)
                     .with_detail("the event was recorded in a capture, which streams of other devices cannot join"))
             }
-            Some(Record { recording: Recording { capture: Some(scope), .. }, .. }) => {
-                timeline.join_capture(scope, stream.keep_alive(), wait)
+            Some(Record { timeline: recorded, recording: Recording { capture: Some(scope), covers, clock } }) => {
+                timeline.join_capture(scope, (recorded, *covers, clock), stream.keep_alive(), wait)
             }
             Some(Record { timeline: recorded, recording }) => {
                 wait()?;

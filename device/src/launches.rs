@@ -132,6 +132,13 @@ impl Launches {
         }
     }
 
+    /// The value of a type that the graph keeps; `None` if there is none, or once the graph was
+    /// dropped.
+    pub fn kept<T: Any + Send + Sync>(&self) -> Option<Arc<T>> {
+        let made = self.made.lock();
+        made.kept.iter().find_map(|kept| kept.clone().downcast().ok())
+    }
+
     /// The ticks that launches come after, without those known to be done.
     fn after(&self) -> Vec<Tick> {
         let mut made = self.made.lock();

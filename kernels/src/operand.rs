@@ -1,5 +1,7 @@
 //! Operands of kernels: parts of device memory with a dtype.
 
+use std::sync::Arc;
+
 use aquifer_allocator::Storage;
 use aquifer_device::DevicePtr;
 
@@ -9,7 +11,7 @@ use crate::dtype::DType;
 /// it.
 #[derive(Clone, Copy, Debug)]
 pub struct Operand<'a> {
-    storage: &'a Storage,
+    storage: &'a Arc<Storage>,
     ptr: DevicePtr,
     bytes: u64,
     dtype: DType,
@@ -18,12 +20,12 @@ pub struct Operand<'a> {
 impl<'a> Operand<'a> {
     /// `bytes` bytes at `ptr`, a part of `storage`, that hold elements of `dtype`. Length and
     /// alignment are checked when a kernel is launched.
-    pub fn new(storage: &'a Storage, ptr: DevicePtr, bytes: u64, dtype: DType) -> Operand<'a> {
+    pub fn new(storage: &'a Arc<Storage>, ptr: DevicePtr, bytes: u64, dtype: DType) -> Operand<'a> {
         Operand { storage, ptr, bytes, dtype }
     }
 
     /// The memory that it is a part of.
-    pub fn storage(&self) -> &'a Storage {
+    pub fn storage(&self) -> &'a Arc<Storage> {
         self.storage
     }
 

@@ -21,7 +21,7 @@ use clap::{Args, Parser, Subcommand};
 pub use compare::CompareArgs;
 pub use hardware::{CallsArgs, SimulateArgs, SoakArgs};
 pub use run::RunArgs;
-pub use shows::{DemoArgs, FragmentationArgs, OomArgs};
+pub use shows::{DemoArgs, FragmentationArgs, GraphsArgs, OomArgs};
 pub use studies::{AdviseArgs, ExplainArgs, ReportArgs};
 pub use transfer::{Part, TransferArgs};
 
@@ -44,6 +44,7 @@ Examples:
   aquifer-stress bench --peers --quick
   aquifer-stress calls --device sim:a100
   aquifer-stress transfer --device sim:h100 --max-mb 16
+  aquifer-stress graphs --device sim:24GiB
   aquifer-stress soak --minutes 5 --threads 4
   aquifer-stress run --snapshot train.pickle -- python train.py";
 
@@ -158,6 +159,8 @@ pub enum Command {
     Simulate(SimulateArgs),
     /// Fragment memory in several ways, under several policies side by side, and draw maps of it.
     Fragmentation(FragmentationArgs),
+    /// Capture CUDA graphs and launch them: memory, driver calls and speed.
+    Graphs(GraphsArgs),
     /// Run out of memory in several ways, read the reports, and recover.
     Oom(OomArgs),
     /// List the options of allocators, which --config and AQUIFER_ALLOC_CONF take.

@@ -40,6 +40,7 @@ pub fn check(command: &Command) -> Result<(), Failure> {
         | Command::Calls(_)
         | Command::Transfer(_)
         | Command::Fragmentation(_)
+        | Command::Graphs(_)
         | Command::Simulate(_)
         | Command::Options => None,
     };

@@ -31,6 +31,7 @@
 //! ```
 #![deny(unsafe_code)]
 
+mod captured;
 mod completion;
 mod copy;
 mod counters;
@@ -50,6 +51,7 @@ mod sync;
 mod timer;
 mod waiter;
 
+pub use captured::HostUses;
 pub use completion::Completion;
 pub use copy::{Arrival, Batch, BatchResults, DevicePart, Elements, InRegion, Owned, Region, Route};
 pub use counters::{Counters, Direction, Traffic};

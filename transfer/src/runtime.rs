@@ -9,6 +9,7 @@ use aquifer_device::fork::Mutex;
 use aquifer_device::internal::CalledFrom;
 use aquifer_device::{AccessKind, Device, DeviceError, RawStream, RequestError, Stream, Tick};
 
+use crate::captured::HostUses;
 use crate::completion::{Completion, Shared};
 use crate::copy::DevicePart;
 use crate::counters::{Counters, Direction};
@@ -19,8 +20,8 @@ use crate::staging::{Staging, StagingConfig, StagingStats};
 use crate::streams::{Levels, Streams};
 
 /// The advice in errors about streams that capture.
-pub(crate) const NO_CAPTURE: &str =
-    "transfers cannot be captured into a graph: copy before or after, or capture the driver's own calls";
+pub(crate) const NO_CAPTURE: &str = "this copy cannot be captured into a graph: copy before the capture, or after a launch on its stream. In \
+     `Allocator::graph`, uploads from memory can be captured, and downloads to a `PinnedBuffer`";
 
 /// The configuration of a [`Transfer`].
 ///
@@ -297,6 +298,19 @@ impl Transfer {
         &self.inner.shared
     }
 
+    /// True if copies on the caller's stream are captured into a graph that keeps what they use.
+    pub(crate) fn is_captured(&self) -> bool {
+        self.stream.as_ref().is_some_and(|stream| HostUses::of(stream).is_some())
+    }
+
+    /// Refuses a copy whose values are for the caller, which a capture does not have.
+    ///
+    /// # Errors
+    /// The caller's stream captures.
+    pub fn refuse_captured(&self) -> Result<(), TransferError> {
+        self.stream.as_ref().map_or(Ok(()), |stream| self.refuse_capture(stream))
+    }
+
     /// Names the caller's place in the program to the device's witness.
     #[doc(hidden)]
     #[track_caller]
@@ -345,23 +359,29 @@ impl Transfer {
     pub(crate) fn enqueue(
         &self,
         stream: &Stream,
-        device: &[(&Storage, AccessKind)],
+        device: &[(&Arc<Storage>, AccessKind)],
         host: &[(HostPart<'_>, AccessKind)],
         work: impl FnOnce() -> Result<(), DeviceError>,
     ) -> Result<Tick, TransferError> {
+        self.refuse_capture(stream)?;
         self.enqueue_uncovered(stream, device, host, work)?;
         Ok(covered_tick(stream))
     }
 
     /// As [`Transfer::enqueue`], for work that the host does not wait for: records no event after
-    /// it.
+    /// it. While a graph is captured that keeps what its copies use, the work becomes a part of it.
     pub(crate) fn enqueue_uncovered(
         &self,
         stream: &Stream,
-        device: &[(&Storage, AccessKind)],
+        device: &[(&Arc<Storage>, AccessKind)],
         host: &[(HostPart<'_>, AccessKind)],
         work: impl FnOnce() -> Result<(), DeviceError>,
     ) -> Result<(), TransferError> {
+        if let Some(uses) = HostUses::of(stream) {
+            let _noted = AccessGuard::acquire(stream, device)?;
+            uses.note(host);
+            return Ok(work()?);
+        }
         self.refuse_capture(stream)?;
         let (access, on_host) = loop {
             // Without device memory: the threads that end reservations may need it.

@@ -109,7 +109,7 @@ mod tests {
             drop(write);
             driver.stall(two.raw(), Duration::from_millis(1)).unwrap();
             let copy = memory.alloc_storage(4096, 1, &two).unwrap();
-            let ends = [(storage.as_ref(), AccessKind::Read), (copy.as_ref(), AccessKind::Write)];
+            let ends = [(&storage, AccessKind::Read), (&copy, AccessKind::Write)];
             let both = AccessGuard::acquire(&two, &ends).unwrap();
             two.copy(copy.ptr(), storage.ptr(), 4096).unwrap();
             drop(both);

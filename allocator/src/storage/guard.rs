@@ -1,11 +1,13 @@
 //! Access guards: the scopes that order work of different streams on the same memory.
 
+use std::sync::Arc;
+
 use aquifer_device::{AccessKind, Stream, Tick};
 
 use crate::error::AllocError;
 use crate::state::awake::KeptAwake;
-use crate::storage::Storage;
 use crate::storage::held::LockedUses;
+use crate::storage::{GraphUses, Storage};
 
 /// A stream's access guard on some memory: the scope in which the stream enqueues work that uses
 /// the memory.
@@ -26,9 +28,12 @@ use crate::storage::held::LockedUses;
 /// them.
 ///
 /// Access guards do not see work that bypasses them, such as [`Stream::fill`] with a bare address,
-/// except on streams that the memory was made ready for ([`Storage::ready_on`]). Inside a capture,
-/// a stream can take access guards on memory that it is ordered after already; note what a launched
-/// graph does by an access guard around the launch.
+/// except on streams that the memory was made ready for ([`Storage::ready_on`]).
+///
+/// Inside a capture that collects the memory that its graph uses ([`GraphUses`]), access guards
+/// order nothing and keep no other thread away: they note the use, and a launch orders itself.
+/// Inside another one, a stream can take access guards on memory that it is ordered after already;
+/// note what a launched graph does by an access guard around the launch.
 ///
 /// ```
 /// use aquifer_allocator::{ALIGNMENT, AccessGuard, Allocator, Config};
@@ -69,7 +74,10 @@ impl<'a> AccessGuard<'a> {
     /// thread has an access guard on some of the memory; [`AllocError::Asleep`] while its allocator
     /// sleeps or is about to; errors of the driver; when the stream captures and is not ordered
     /// already. No work is noted then.
-    pub fn acquire(stream: &'a Stream, memory: &[(&'a Storage, AccessKind)]) -> Result<AccessGuard<'a>, AllocError> {
+    pub fn acquire(
+        stream: &'a Stream,
+        memory: &[(&'a Arc<Storage>, AccessKind)],
+    ) -> Result<AccessGuard<'a>, AllocError> {
         AccessGuard::acquire_all(memory.iter().map(|&(storage, kind)| (stream, storage, kind)).collect())
     }
 
@@ -94,7 +102,7 @@ impl<'a> AccessGuard<'a> {
     ///     streams[0].fill(from.ptr(), 7, from.bytes())?;
     /// }
     /// {
-    ///     let ends = [(&streams[0], &*from, Read), (&streams[1], &*to, Write)];
+    ///     let ends = [(&streams[0], from.storage(), Read), (&streams[1], to.storage(), Write)];
     ///     let _access = AccessGuard::of_streams(&ends)?;
     ///     streams[1].wait_for(&streams[0].tick())?;
     ///     streams[1].copy_from_peer(to.ptr(), &devices[0], from.ptr(), to.bytes())?;
@@ -102,17 +110,16 @@ impl<'a> AccessGuard<'a> {
     /// }
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn of_streams(work: &[(&'a Stream, &'a Storage, AccessKind)]) -> Result<AccessGuard<'a>, AllocError> {
+    pub fn of_streams(work: &[(&'a Stream, &'a Arc<Storage>, AccessKind)]) -> Result<AccessGuard<'a>, AllocError> {
         AccessGuard::acquire_all(work.to_vec())
     }
 
-    fn acquire_all(mut wanted: Vec<(&'a Stream, &'a Storage, AccessKind)>) -> Result<AccessGuard<'a>, AllocError> {
+    fn acquire_all(mut wanted: Vec<(&'a Stream, &'a Arc<Storage>, AccessKind)>) -> Result<AccessGuard<'a>, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
         wanted.retain(|(_, storage, _)| storage.bytes() > 0);
         // By the memory's address, the same order for all guards, so that they do not wait for each
         // other in a circle; and writing before reading, so that removing duplicates keeps it.
-        let place =
-            |stream: &Stream, storage| (std::ptr::from_ref::<Storage>(storage), stream.device_id(), stream.id());
+        let place = |stream: &Stream, storage: &Arc<Storage>| (Arc::as_ptr(storage), stream.device_id(), stream.id());
         wanted.sort_unstable_by_key(|&(stream, storage, kind)| {
             (storage.device_id(), storage.ptr(), place(stream, storage), std::cmp::Reverse(kind))
         });
@@ -124,6 +131,7 @@ impl<'a> AccessGuard<'a> {
         }
         wanted.iter().try_for_each(|(stream, ..)| stream.end_abandoned_captures())?;
         let awake = KeptAwake::of_all(wanted.iter().map(|(_, storage, _)| storage.place()))?;
+        GraphUses::take_captured(&mut wanted)?;
         let mut access = AccessGuard { held: Vec::new(), _awake: awake };
         let mut held = lock_unreserved(&wanted)?;
         for ((stream, storage, kind), uses) in wanted.iter().zip(&mut held) {
@@ -164,7 +172,7 @@ impl<'a> AccessGuard<'a> {
 /// Locks all storages, in the given order, once no reservation conflicts. While it waits for the
 /// end of a reservation it holds no lock, because the threads that end reservations may need any of
 /// them.
-fn lock_unreserved<'a>(wanted: &[(&Stream, &'a Storage, AccessKind)]) -> Result<Vec<LockedUses<'a>>, AllocError> {
+fn lock_unreserved<'a>(wanted: &[(&Stream, &'a Arc<Storage>, AccessKind)]) -> Result<Vec<LockedUses<'a>>, AllocError> {
     let mut held = Vec::with_capacity(wanted.len());
     while let Some((_, storage, kind)) = wanted.get(held.len()) {
         let mut next = storage.hold()?;

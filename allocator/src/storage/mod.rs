@@ -34,13 +34,17 @@ use crate::state::AllocatorState;
 use crate::state::awake::KeptAwake;
 
 pub(crate) mod foreign;
+mod graph_uses;
 mod guard;
 pub(crate) mod held;
+mod pass;
 pub(crate) mod ranges;
 pub(crate) mod record;
 mod reservation;
 
+pub use graph_uses::GraphUses;
 pub use guard::AccessGuard;
+pub use pass::{Outlived, Pass};
 pub use reservation::Reservation;
 
 use crate::types::StreamId;
@@ -79,6 +83,8 @@ pub(crate) struct Uses {
     free: Vec<Arc<Timeline>>,
     /// The stream that the memory was handed out for.
     first: u32,
+    /// The number of the graph whose capture the memory was handed out in ([`Launches::number`]).
+    captured_in: Option<u64>,
     /// Other streams that are recorded with the allocation.
     recorded: Vec<u32>,
 }
@@ -91,6 +97,12 @@ impl Allocator {
     /// As [`Allocator::alloc_aligned`].
     #[track_caller]
     pub fn alloc_storage(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
+        pass::alloc_in_pass(self, (bytes, alignment), || self.alloc_plain(bytes, alignment, stream))
+    }
+
+    /// As [`Allocator::alloc_storage`], whatever pass the thread is in.
+    #[track_caller]
+    fn alloc_plain(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
         let memory = Memory::Block(self.alloc_aligned(bytes, alignment, stream)?, self.kept_open());
         Ok(Arc::new(Storage::new(memory, stream)))
     }
@@ -121,7 +133,7 @@ impl PrivatePool {
     #[track_caller]
     pub fn alloc_storage(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
         let _route = self.route_thread();
-        self.allocator.alloc_storage(bytes, alignment, stream)
+        self.allocator.alloc_plain(bytes, alignment, stream)
     }
 }
 
@@ -134,6 +146,7 @@ impl Storage {
             record: AccessRecord::new(stream.tick()),
             free: Vec::new(),
             first: stream.id(),
+            captured_in: stream.launches_of_capture().map(|launches| launches.number()),
             recorded: Vec::new(),
         };
         let (uses, unreserved, holder) = (Mutex::new(uses), Condvar::new(), Holder::default());
@@ -320,6 +333,11 @@ impl Uses {
         for tick in self.record.before(kind) {
             stream.wait_for(tick)?;
         }
+        self.note_user(memory, stream)
+    }
+
+    /// Notes that the freed memory must wait for the stream.
+    fn note_user(&mut self, memory: &Memory, stream: &Stream) -> Result<(), AllocError> {
         if stream.id() != self.first && !self.recorded.contains(&stream.id()) {
             memory.record_stream(stream)?;
             self.recorded.push(stream.id());

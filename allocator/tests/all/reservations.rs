@@ -19,7 +19,7 @@ fn bench() -> (Device, Arc<Storage>, [Stream; 2]) {
 }
 
 /// What the stream reads, under an access guard.
-fn read(stream: &Stream, buffer: &Storage) -> Vec<u8> {
+fn read(stream: &Stream, buffer: &Arc<Storage>) -> Vec<u8> {
     let mut bytes = vec![0; 1 << 16];
     let _access = AccessGuard::acquire(stream, &[(buffer, AccessKind::Read)]).unwrap();
     stream.download_blocking(&mut bytes, buffer.ptr()).unwrap();
@@ -88,7 +88,7 @@ fn a_guard_that_waits_for_a_reservation_holds_no_other_memory() {
     let reservation = Reservation::acquire(&reserved, AccessKind::Write).unwrap();
     thread::scope(|scope| {
         let both = scope.spawn(|| {
-            let memory = [(free.as_ref(), AccessKind::Write), (reserved.as_ref(), AccessKind::Write)];
+            let memory = [(&free, AccessKind::Write), (&reserved, AccessKind::Write)];
             let _access = AccessGuard::acquire(&two, &memory).unwrap();
         });
         // The thread that is to end the reservation needs the other memory first. Were that held,

@@ -2,16 +2,17 @@
 
 use std::error::Error;
 use std::fmt;
+use std::sync::Arc;
 
 use aquifer_allocator::{AccessGuard, AllocError, Storage};
-use aquifer_device::{AccessKind, DevicePtr, Stream};
+use aquifer_device::{AccessKind, AccessRange, DevicePtr, Stream};
 
 use super::Buffer;
 
 /// A buffer that work will read or write, made by [`read()`] or [`write()`].
 #[derive(Clone, Copy, Debug)]
 pub struct Access<'a> {
-    storage: &'a Storage,
+    storage: &'a Arc<Storage>,
     ptr: DevicePtr,
     bytes: u64,
     kind: AccessKind,
@@ -30,6 +31,13 @@ impl<'a> Access<'a> {
     /// The size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// The memory as a launch of a kernel declares it ([`Launch::accesses`]).
+    ///
+    /// [`Launch::accesses`]: aquifer_device::Launch::accesses
+    pub fn range(&self) -> AccessRange {
+        AccessRange { ptr: self.ptr, bytes: self.bytes, kind: self.kind }
     }
 }
 

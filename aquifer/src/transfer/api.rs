@@ -327,6 +327,7 @@ impl Transfer {
         if from.len() != 1 {
             return Err(Error::NotOneElement { shape: vec![from.len()] });
         }
+        self.refuse_captured()?;
         let staged = self.download(from, self.pinned().alloc::<T>(1)?)?.wait_counted()?;
         Ok(staged.read()?[0])
     }

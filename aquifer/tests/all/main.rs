@@ -2,4 +2,5 @@
 
 mod edges;
 mod errors;
+mod graphs;
 mod unwind;

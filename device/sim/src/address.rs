@@ -61,6 +61,8 @@ pub(crate) struct Allocation {
     pub(crate) pool: bool,
     /// The pool free that ended it for the program; the stream has not got there yet.
     pub(crate) freed: Option<OpRef>,
+    /// A graph keeps it, and its launches begin and end its life.
+    pub(crate) of_graph: bool,
 }
 
 /// Why a range may not be touched.
@@ -112,8 +114,13 @@ impl AddressSpace {
         let ptr = unused.or_else(|| take(&mut self.plain, 0, rounded, GRANULARITY))?;
         self.unused = self.unused.map(|unused| unused.max(ptr + rounded));
         self.gone.remove(ptr..ptr + bytes);
-        self.allocations.insert(ptr, Allocation { bytes, store, pool, freed: None });
+        self.allocations.insert(ptr, Allocation { bytes, store, pool, freed: None, of_graph: false });
         Some(ptr)
+    }
+
+    /// The allocation that starts at `ptr`, freed or not.
+    pub(crate) fn allocation_mut(&mut self, ptr: u64) -> Option<&mut Allocation> {
+        self.allocations.get_mut(&ptr)
     }
 
     /// The allocation that starts at `ptr` and was not freed, or an error that says why there is

@@ -67,11 +67,6 @@ impl Machine {
         })
     }
 
-    /// Refuses calls of the driver's pool on a capturing stream.
-    pub(crate) fn forbid_pool(&mut self, id: u32) -> Answer<()> {
-        self.forbid_capture(id, || unsupported("the driver's pool cannot be used in a capture here"))
-    }
-
     /// Refuses to make a capturing stream wait for an event from outside of the capture.
     pub(crate) fn forbid_outside_event(&mut self, id: u32) -> Answer<()> {
         let detail = "the stream captures, and the event was not recorded in its capture";
@@ -104,7 +99,9 @@ impl Machine {
         let ended = self.streams.of_ended_threads();
         let gone = self.captures.iter().filter(|(_, capture)| ended.contains(&capture.origin));
         for number in gone.map(|(&number, _)| number).collect::<Vec<_>>() {
-            self.dissolve(number);
+            if let Some(capture) = self.dissolve(number) {
+                self.release_graph_memory(capture.graph.memory);
+            }
         }
         !self.captures.is_empty()
     }
@@ -134,8 +131,10 @@ impl Machine {
         self.invalidate(member.capture);
         let Some(capture) = self.captures.get_mut(&member.capture) else { return };
         capture.members.remove(&id);
-        if capture.origin == id {
-            self.dissolve(member.capture);
+        if capture.origin == id
+            && let Some(capture) = self.dissolve(member.capture)
+        {
+            self.release_graph_memory(capture.graph.memory);
         }
     }
 
@@ -205,9 +204,11 @@ impl Machine {
         }
         let Some(capture) = self.dissolve(number) else { return Err(Refused::value("the stream does not capture")) };
         if capture.invalid {
+            self.release_graph_memory(capture.graph.memory);
             return Err(Refused::new(Code::CAPTURE_INVALIDATED, "an earlier call broke the capture; it is gone"));
         }
         if !unjoined.is_empty() {
+            self.release_graph_memory(capture.graph.memory);
             let detail =
                 format!("{} joined the capture and did not join back; the capture is gone", unjoined.join(", "));
             return Err(Refused::new(Code::CAPTURE_UNJOINED, detail));
@@ -277,7 +278,7 @@ impl Machine {
 
     pub(crate) fn launch_graph(&mut self, graph: RawGraph, stream: RawStream) -> Answer<()> {
         let unknown = || Refused::handle("graph", graph.0);
-        let found = self.graphs.get(graph.0).ok_or_else(unknown)?;
+        let found = self.graphs.get(graph.0).ok_or_else(unknown)?.clone();
         let (needed, launched) = (found.needed.clone(), found.launched.clone());
         let bodies: Vec<Body> = found.nodes.iter().map(|node| node.body.clone()).collect();
         let id = self.streams.find(stream)?;
@@ -288,12 +289,13 @@ impl Machine {
             let range = at..block.as_ref().map_or(at, |block| at + block.bytes);
             self.detector.report(Violation { kind, first: None, second, range, missing: why, block });
         }
+        self.check_graph_memory(&found)?;
         self.check_aliased(graph);
         match launched {
             Some((at, clock)) => self.order_after(id, at, &clock)?,
             None => self.streams.arrive(id),
         }
-        bodies.into_iter().try_for_each(|body| self.submit_checked(id, body, false).map(|_| ()))?;
+        bodies.into_iter().try_for_each(|body| self.launch_node(id, body))?;
         let launched = Some(self.end_of(id)?);
         self.graphs.get_mut(graph.0).ok_or_else(unknown)?.launched = launched;
         Ok(())
@@ -313,6 +315,8 @@ impl Machine {
     }
 
     pub(crate) fn destroy_graph(&mut self, graph: RawGraph) -> Answer<()> {
-        self.graphs.remove(graph.0).map(|_| ()).ok_or_else(|| Refused::handle("graph", graph.0))
+        let graph = self.graphs.remove(graph.0).ok_or_else(|| Refused::handle("graph", graph.0))?;
+        self.release_graph_memory(graph.memory);
+        Ok(())
     }
 }

@@ -100,11 +100,12 @@ impl SimDriver {
         }
     }
 
-    /// Another graph with the work of a live one, as a second instantiation makes it: launches of the
-    /// two do not wait for each other.
-    pub fn copy_graph(&self, graph: RawGraph) -> Option<RawGraph> {
+    /// Another graph with the work of a live one, as a second instantiation makes it: launches of
+    /// the two do not wait for each other. `frees_on_launch` if each launch frees memory that the
+    /// one before left allocated.
+    pub fn copy_graph(&self, graph: RawGraph, frees_on_launch: bool) -> Option<RawGraph> {
         let mut machine = self.machine.lock();
-        let copy = CapturedGraph { launched: None, ..machine.graphs.get(graph.0)?.clone() };
+        let copy = CapturedGraph { launched: None, frees_on_launch, ..machine.graphs.get(graph.0)?.clone() };
         Some(RawGraph(machine.graphs.insert(copy)))
     }
 

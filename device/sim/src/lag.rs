@@ -276,6 +276,9 @@ impl Driver for Lagging {
     }
 
     fn free_async(&self, ptr: DevicePtr, stream: RawStream) -> Result<()> {
+        if self.inner.capture_of(stream).is_some() {
+            return self.inner.free_async(ptr, stream);
+        }
         let bytes = self.bytes_at(ptr);
         self.inner.free_async(ptr, stream)?;
         // The stream gets there after its own uses, at any position of the device.

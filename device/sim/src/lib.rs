@@ -70,6 +70,7 @@ mod config;
 mod driver;
 mod engine;
 mod fault;
+mod graph_memory;
 mod handle;
 mod host;
 mod inspect;

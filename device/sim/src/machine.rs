@@ -9,6 +9,7 @@
 //! nothing runs.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use aquifer_device::internal::caller;
@@ -221,7 +222,10 @@ impl Machine {
 
     fn run(&mut self, pending: &Pending) {
         if let Body::PoolFree { memory } = &pending.body {
-            self.drop_allocation(memory.start, pending.op);
+            let freed = self.address.allocation_mut(memory.start);
+            if freed.is_some_and(|freed| !freed.of_graph && freed.freed == Some(pending.op)) {
+                self.drop_allocation(memory.start, pending.op);
+            }
             return;
         }
         let (ran, read) = pending.body.run(&mut self.memory, &self.address, &pending.unwritten);
@@ -253,6 +257,10 @@ impl Machine {
 
     /// Frees an allocation.
     pub(crate) fn drop_allocation(&mut self, ptr: u64, by: OpRef) {
+        if let Some(kept) = self.address.allocation_mut(ptr).filter(|kept| kept.of_graph) {
+            kept.freed = Some(by);
+            return;
+        }
         if let Some(allocation) = self.address.remove_allocation(ptr, by) {
             self.memory.destroy(allocation.store);
             self.checks().inspect(|checks| checks.removed(ptr..ptr + allocation.bytes));
@@ -260,6 +268,16 @@ impl Machine {
                 self.pool_holds(self.pool.used.saturating_sub(allocation.bytes));
             }
         }
+    }
+
+    /// Frees pool memory once all work enqueued so far is done.
+    pub(crate) fn free_at_horizon(&mut self, memory: Range<u64>) {
+        let op = self.op_ref(None, Operation::FreeAsync, None);
+        if let Some(allocation) = self.address.allocation_mut(memory.start) {
+            allocation.freed = Some(op);
+        }
+        let free = Pending { op, body: Body::PoolFree { memory }, unwritten: Vec::new() };
+        self.pending.insert((self.horizon.max(self.now), self.engine.lot(), op.number), free);
     }
 
     /// Notes how much the driver's pool holds now.

@@ -107,6 +107,10 @@ pub(crate) struct CapturedGraph {
     pub(crate) needed: BTreeSet<Needed>,
     /// When its latest launch is done, and the clock after it. The next launch waits for it.
     pub(crate) launched: Option<(u64, Arc<OpClock>)>,
+    /// The memory that it allocates, which its copies share.
+    pub(crate) memory: Arc<BTreeSet<u64>>,
+    /// Whether a launch frees what the one before left allocated.
+    pub(crate) frees_on_launch: bool,
 }
 
 /// A piece of physical memory.

@@ -99,7 +99,7 @@ impl Machine {
         }
     }
 
-    fn allocate(&mut self, bytes: u64, pool: bool) -> Answer<u64> {
+    pub(crate) fn allocate(&mut self, bytes: u64, pool: bool) -> Answer<u64> {
         if bytes == 0 {
             return Err(Refused::value("0 bytes asked for"));
         }
@@ -130,7 +130,9 @@ impl Machine {
 
     pub(crate) fn alloc_async(&mut self, bytes: u64, stream: RawStream) -> Answer<DevicePtr> {
         let id = self.streams.find(stream)?;
-        self.forbid_pool(id)?;
+        if let Some(ptr) = self.alloc_in_graph(id, bytes)? {
+            return Ok(ptr);
+        }
         let ptr = self.allocate(bytes, true)?;
         self.pool_holds(self.pool.used.saturating_add(bytes));
         self.submit(id, Body::PoolAlloc { memory: ptr..ptr + bytes })?;
@@ -139,6 +141,9 @@ impl Machine {
 
     pub(crate) fn free_async(&mut self, ptr: DevicePtr, stream: RawStream) -> Answer<()> {
         let id = self.streams.find(stream)?;
+        if self.free_in_graph(id, ptr)? {
+            return Ok(());
+        }
         let allocation = self.address.allocation(ptr.0)?;
         if !allocation.pool {
             return Err(Refused::value(format!(
@@ -146,7 +151,6 @@ impl Machine {
             )));
         }
         let memory = ptr.range(allocation.bytes);
-        self.forbid_pool(id)?;
         if let Some(submitted) = self.submit(id, Body::PoolFree { memory })? {
             self.address.allocation(ptr.0)?.freed = Some(submitted.op);
         }

@@ -71,6 +71,12 @@ impl Scope {
         !members.over
     }
 
+    /// Makes launches of the graph come after everything that was enqueued on its streams so far.
+    pub(crate) fn come_after_members(&self) {
+        let ticks: Vec<_> = self.members.lock().streams.iter().map(|(stream, _)| stream.tick()).collect();
+        ticks.into_iter().for_each(|tick| self.launches.come_after(tick));
+    }
+
     /// True if the capture is over.
     pub(crate) fn is_over(&self) -> bool {
         self.members.lock().over
@@ -110,8 +116,8 @@ impl Scope {
         self.end_and(timeline, false)
     }
 
-    /// As [`Scope::end`], for a graph that the caller destroys at once: it counts as gone before the
-    /// capture counts as over.
+    /// As [`Scope::end`], for a graph that the caller destroys at once: it counts as gone before
+    /// the capture counts as over.
     pub(crate) fn end_to_discard(self: &Arc<Self>, timeline: &Timeline) -> Result<RawGraph> {
         self.end_and(timeline, true)
     }
@@ -128,7 +134,14 @@ impl Scope {
         let goes_on = |error: DeviceError| error.with_more("the capture goes on");
         let raw = timeline.usable(operation).map_err(goes_on)?;
         let driver = &timeline.context().driver;
-        let ended = driver.end_capture(raw);
+        let broken_by = self.capturing.refused();
+        let ended = driver.end_capture(raw).map_err(|error| match broken_by {
+            Some(call) if error.code == Code::CAPTURE_INVALIDATED => {
+                error.with_more(format_args!("the call that broke it: {call}"))
+            }
+            None if error.code == Code::CAPTURE_INVALIDATED => error.with_more("no call of this library broke it"),
+            _ => error,
+        });
         if let Err(error) = &ended {
             // The error does not tell: a capture that failed to end as it should has mostly ended
             // nevertheless.

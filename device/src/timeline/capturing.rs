@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::{GONE, StreamKind, Timeline, TimelineState};
+use super::{Clock, GONE, StreamKind, Timeline, TimelineState};
 use crate::capture::{Scope, StreamHandle};
 use crate::capturing_streams::BlockingHeldOff;
 use crate::driver::{CaptureStatus, Driver, RawStream};
@@ -163,17 +163,25 @@ impl Timeline {
     }
 
     /// Calls `wait` to make the stream wait for an event recorded in a capture, by which the stream
-    /// joins the capture. If the capture has ended, the driver is not called, because its result is
-    /// not documented.
+    /// joins the capture. The event covers the ticks of `recorded` below `covers`, and carries
+    /// `clock`. If the capture has ended, the driver is not called, because its result is not
+    /// documented.
     pub(crate) fn join_capture(
         self: &Arc<Self>,
         scope: &Arc<Scope>,
+        (recorded, covers, clock): (&Timeline, u64, &Clock),
         handle: StreamHandle,
         wait: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let blocking = self.kind == StreamKind::Blocking;
         self.context.capturing.enter(blocking);
-        let joined = self.join_capture_now(scope, handle, wait);
+        let joined = self.join_capture_now(scope, handle, wait).inspect(|_| {
+            let mut state = self.state.lock();
+            if state.capture.as_ref().is_some_and(|capture| Arc::ptr_eq(capture, scope)) {
+                state.capture_clock.merge(clock);
+                state.capture_clock.raise(recorded.id, covers);
+            }
+        });
         if !matches!(joined, Ok(true)) {
             self.context.capturing.leave(blocking);
         }
@@ -208,6 +216,7 @@ impl Timeline {
 
     fn take_part(&self, state: &mut TimelineState, scope: &Arc<Scope>) {
         state.capture = Some(scope.clone());
+        state.capture_clock = Clock::default();
         self.serves.store(NO_DEVICE, Ordering::Release);
     }
 

@@ -127,6 +127,9 @@ struct TimelineState {
     destroyed: bool,
     /// The capture that the stream is part of.
     capture: Option<Arc<Scope>>,
+    /// The ticks of the capture's streams that later work of this one comes after in the graph.
+    /// Events recorded in a capture raise the counter, too, so ticks taken there are numbered.
+    capture_clock: Clock,
     /// Number of calls under way that enqueue work with borrowed memory and wait for it.
     borrowed: u32,
     /// Number of [`CapturesHeldOff`] guards.
@@ -322,9 +325,19 @@ impl Timeline {
     }
 
     /// A copy of this stream's clock, to be read where no lock may be taken: the ticks that later
-    /// work of this stream is ordered after.
+    /// work of this stream is ordered after. While the stream captures, these include the ticks of
+    /// other streams of the capture that its later work comes after in the graph.
+    ///
+    /// Edges of a graph order nothing that was enqueued on those streams before they joined. So all
+    /// launches come after that, too ([`Launches::come_after`]), from this call on.
     pub fn clock(&self) -> Clock {
-        self.state.lock().clock.clone()
+        let state = self.state.lock();
+        let mut clock = state.clock.clone();
+        if let Some(capture) = &state.capture {
+            clock.merge(&state.capture_clock);
+            capture.come_after_members();
+        }
+        clock
     }
 
     /// True if work enqueued later on this stream is known to come after tick `n` of `other`. Makes
@@ -380,7 +393,9 @@ impl Timeline {
             return Err(capture_error(
                 Operation::Wait,
                 "a capturing stream cannot be ordered after work from outside of the capture: \
-                 before it begins, order the stream after that (`Stream::wait_for`), or wait for it on the host",
+                 before it begins, order the stream after that (`Stream::wait_for`), or wait for it on the host; \
+                 to order streams within the capture, record an event on the one and have the other wait for it \
+                 (`Event::record`, `Stream::wait_event`)",
             ));
         }
         let _held_off = self.protect_captures(raw, Operation::Wait)?;

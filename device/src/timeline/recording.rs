@@ -21,7 +21,8 @@ impl Timeline {
         self.refuse_unannounced(&state)?;
         let _held_off = self.protect_captures(self.raw(), Operation::Record)?;
         let covers = self.count.fetch_add(1, Ordering::AcqRel) + 1;
-        record().map(|()| Recording { covers, clock: state.clock.clone(), capture: state.capture.clone() })
+        let clock = if state.capture.is_some() { &state.capture_clock } else { &state.clock };
+        record().map(|()| Recording { covers, clock: clock.clone(), capture: state.capture.clone() })
     }
 
     /// Records the last event of an adopted stream that is released, by which all its ticks can

@@ -1,4 +1,4 @@
-//! Arguments of `fragmentation`, `oom` and `demo`.
+//! Arguments of `fragmentation`, `graphs`, `oom` and `demo`.
 
 use std::path::PathBuf;
 
@@ -60,6 +60,33 @@ JSON keys, per scenario and policy:
   verdict                   the outcome in words
 With --list, per scenario:
   scenario, summary         the scenario, and its description";
+
+/// Arguments of `graphs`.
+#[derive(Debug, Args)]
+#[command(after_long_help = GRAPHS_KEYS)]
+pub struct GraphsArgs {
+    /// Fewer graphs, and fewer operations in each.
+    #[arg(long)]
+    pub quick: bool,
+}
+
+const GRAPHS_KEYS: &str = "\
+The programs: one graph; a graph of each of 50 batches in one pool, captured in different orders,
+each on a stream of its own; and graphs of several streams, which fork and join at each operation.
+
+JSON keys, per program:
+  program, device           the program, and the device
+  graphs                    number of graphs
+  pass_bytes                memory that the warm-up of the largest pass takes, with its output
+  output_bytes              memory of the outputs of all graphs, which live on
+  pool_bytes                memory that the graphs' pool holds from the device, without the outputs
+  pool_over_pass            ratio of pool_bytes to the most that a pass takes without its output
+  capture_us                time on the host to warm up and capture a graph, in microseconds
+  capture_driver_calls      driver calls of that
+  launch_us                 time on the host of a launch
+  launch_driver_calls       driver calls of that
+  hazards                   pieces of work that the simulated device found unordered; 0 unless there
+                            is a bug";
 
 /// Arguments of `oom`.
 #[derive(Debug, Args)]

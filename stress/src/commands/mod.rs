@@ -8,6 +8,7 @@ pub mod demo;
 pub mod explain;
 pub mod fit;
 pub mod fragmentation;
+pub mod graphs;
 pub mod oom;
 pub mod options;
 pub mod replay;

@@ -14,6 +14,7 @@
 //! driver calls, also where a cache, an idle pool or the other allocator holds memory without need.
 
 mod bare;
+mod graphs;
 mod liveness;
 mod plan;
 mod player;

@@ -134,6 +134,10 @@ pub enum Step {
     DropGraph(u32),
     /// Leaves a graph to the other threads.
     GiveGraph(u32),
+    /// Captures a graph that orders itself, with memory of a private pool if the thread has one.
+    MakeGraph { pool: u32, stream: u32, bytes: u64 },
+    /// Launches such a graph on two streams, with two parameters, and compares both outputs.
+    ReplayGraph { graph: u32, stream: u32 },
     /// Makes a private pool.
     CreatePool { lends: bool },
     /// Drops a private pool.
@@ -359,6 +363,8 @@ fn step(random: &mut Random, kind: &Kind) -> Step {
             let operation = AIMED_AT[pick as usize / 3 % AIMED_AT.len()];
             Step::Fault { nth: u64::from(1 + pick % 3), operation: Some(operation) }
         }
+        177 => Step::MakeGraph { pool: pick, stream, bytes: small },
+        178 | 179 => Step::ReplayGraph { graph: pick, stream },
         _ => Step::Alloc { stream, bytes: small, tag: pick % 3 },
     }
 }

@@ -17,6 +17,7 @@ use aquifer_device::RawStream;
 use aquifer_device::{HandleKind, executor};
 
 use super::bare::{Growing, Raw};
+use super::graphs::Copying;
 use super::plan::Step;
 use super::sleep::TAGS;
 use super::world::{Dropping, Handed, World};
@@ -54,6 +55,7 @@ pub(super) struct Player<'a> {
     pub(super) pools: Vec<PrivatePool>,
     routes: Vec<PoolRoute>,
     pub(super) graphs: Vec<Graph>,
+    pub(super) copying: Vec<Copying>,
     pub(super) growables: Vec<Growing>,
     /// Captures of its streams that other threads drop, by stream.
     pub(super) handed: HashMap<u32, Arc<Dropping>>,
@@ -74,8 +76,8 @@ impl<'a> Player<'a> {
             streams.extend(world.allow(made));
         }
         let next_pattern = u8::try_from(number * 50 % 200).unwrap_or(0);
-        let (owned, raw, pools, routes, graphs, growables, handed, dropped) = Default::default();
-        Player { world, streams, owned, raw, pools, routes, graphs, growables, handed, dropped, next_pattern }
+        let (owned, raw, pools, routes, graphs, copying, growables, handed, dropped) = Default::default();
+        Player { world, streams, owned, raw, pools, routes, graphs, copying, growables, handed, dropped, next_pattern }
     }
 
     /// Makes all steps, and gives everything back that the thread has.
@@ -93,8 +95,8 @@ impl<'a> Player<'a> {
         for pick in 0..self.owned.len() {
             self.verify(u32::try_from(pick).unwrap_or(0), 0);
         }
-        let Player { world, owned, pools, routes, graphs, growables, .. } = self;
-        drop((growables, graphs, owned, routes));
+        let Player { world, owned, pools, routes, graphs, copying, growables, .. } = self;
+        drop((growables, graphs, copying, owned, routes));
         pools.into_iter().for_each(|pool| world.hand(Handed::Pool(pool)));
     }
 
@@ -255,6 +257,8 @@ impl<'a> Player<'a> {
             }
             Step::Capture { pool, stream, bytes, ending } => self.capture(pool, stream, bytes, ending),
             Step::Launch { graph, stream } => self.launch(graph, stream),
+            Step::MakeGraph { pool, stream, bytes } => self.make_graph(pool, stream, bytes),
+            Step::ReplayGraph { graph, stream } => self.replay_graph(graph, stream),
             Step::DropGraph(pick) => drop(take(&mut self.graphs, pick)),
             Step::CreatePool { lends } => {
                 if self.pools.len() < 3 {

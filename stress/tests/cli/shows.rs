@@ -1,4 +1,4 @@
-//! `fragmentation`, `oom` and `demo`.
+//! `fragmentation`, `graphs`, `oom` and `demo`.
 
 use super::*;
 
@@ -112,6 +112,20 @@ fn scenarios_and_ways_are_listed_and_unknown_ones_refused() {
     assert!(rows(2, &["oom", "--config", "", "--config", "history:1"]).is_empty());
     let refused = stress(&["oom", "--config", "", "--config", ""]);
     assert!(refused.status.code() == Some(2) && refused.stdout.is_empty(), "nothing was run");
+}
+
+#[test]
+fn graphs_need_the_memory_of_one_pass_in_whatever_order_they_are_captured() {
+    let rows = rows(0, &["graphs", "--quick", "--device", "sim:4GiB"]);
+    assert_eq!(rows.len(), 6);
+    for row in &rows {
+        assert!(row["pool_over_pass"].as_f64().unwrap() <= 1.1, "{row}");
+        assert_eq!((bytes(row, "hazards"), row["launch_driver_calls"].as_f64()), (0, Some(1.0)), "{row}");
+    }
+    let pools: Vec<u64> = rows[1..4].iter().map(|row| bytes(row, "pool_bytes")).collect();
+    assert!(pools.iter().all(|&pool| pool == pools[0]), "{pools:?}");
+    let help = text(&["graphs", "--help"]);
+    assert!(rows[0].as_object().unwrap().keys().all(|key| help.contains(key)), "{help}");
 }
 
 const OOM_KEYS: [&str; 15] = [

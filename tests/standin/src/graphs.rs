@@ -15,6 +15,8 @@ const FIRST: Handle = 0x6A_0000_0000_0000;
 /// All flags of an instantiation: free memory on launch, upload, launch from the device, node
 /// priorities.
 const FLAGS: u64 = 0xf;
+/// A launch frees what the one before left allocated.
+const FREE_ON_LAUNCH: u64 = 1;
 /// An executable that the device launches by itself.
 const DEVICE_LAUNCH: u64 = 4;
 
@@ -79,10 +81,13 @@ impl Graphs {
 }
 
 impl Life {
-    fn instantiate(&self, out: Out<'_, Handle>, graph: Handle) -> Answer {
+    fn instantiate(&self, out: Out<'_, Handle>, graph: Handle, flags: u64) -> Answer {
         let out = needed(out)?;
         let mut table = self.graphs.0.lock();
-        let work = self.sim.copy_graph(table.get(graph, Kind::Graph)?).ok_or(Code::INVALID_HANDLE)?;
+        let work = self
+            .sim
+            .copy_graph(table.get(graph, Kind::Graph)?, flags & FREE_ON_LAUNCH != 0)
+            .ok_or(Code::INVALID_HANDLE)?;
         out.write(table.add(Kind::Executable, work));
         Ok(())
     }
@@ -105,16 +110,16 @@ abi! {
         }
         if flags & DEVICE_LAUNCH != 0 {
             // It excludes freeing memory on launch, and is not supported here otherwise.
-            return Err(if flags & 1 != 0 { Code::INVALID_VALUE } else { Code::NOT_SUPPORTED });
+            return Err(if flags & FREE_ON_LAUNCH != 0 { Code::INVALID_VALUE } else { Code::NOT_SUPPORTED });
         }
-        life.instantiate(executable, graph)
+        life.instantiate(executable, graph, flags)
     }
 
     /// An older shape of `cuGraphInstantiateWithFlags`; nothing is ever logged.
     11000 cuGraphInstantiate_v2(
         call, executable: Out<'_, Handle>, graph: Handle, _node: Out<'_, Handle>, _log: Out<'_, u8>, _capacity: usize,
     ) {
-        call.life()?.instantiate(executable, graph)
+        call.life()?.instantiate(executable, graph, 0)
     }
 
     /// Enqueues the work of an executable.

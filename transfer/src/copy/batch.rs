@@ -268,7 +268,7 @@ impl Endpoint {
     }
 
     /// Its device memory.
-    fn storage(&self) -> Option<&Storage> {
+    fn storage(&self) -> Option<&Arc<Storage>> {
         match self {
             Endpoint::Device(storage, _) => Some(storage),
             Endpoint::Host { .. } => None,

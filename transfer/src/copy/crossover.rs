@@ -4,6 +4,7 @@
 //! in a batch, differently in each direction. So the first use of a direction times both ways, by
 //! events on a separate stream, with sizes of 4 KiB to 256 KiB.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_allocator::{AccessGuard, Storage};
@@ -27,7 +28,7 @@ const ROUNDS: u32 = 3;
 /// The stream and memory of a measurement.
 struct Bench<'a> {
     stream: &'a Stream,
-    device: &'a [(&'a Storage, AccessKind)],
+    device: &'a [(&'a Arc<Storage>, AccessKind)],
     host: &'a [(HostPart<'a>, AccessKind)],
 }
 
@@ -104,7 +105,7 @@ fn measure(transfer: &Transfer, direction: Direction) -> Result<u64, TransferErr
     } else {
         (AccessKind::Read, AccessKind::Write)
     };
-    let memory = [(device.as_ref(), kinds.0), (other.as_ref(), AccessKind::Write)];
+    let memory = [(&device, kinds.0), (&other, AccessKind::Write)];
     let bench = Bench { stream, device: &memory, host: &[(host, kinds.1)] };
     // The contents do not matter.
     let _moves = MovesContents::begin();

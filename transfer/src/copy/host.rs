@@ -16,7 +16,7 @@ use super::packed::{OnDevice, Packed};
 use super::region::{Elements, Plan};
 use crate::completion::Completion;
 use crate::counters::{Direction, ON_HOST};
-use crate::enqueue::enqueue_rows;
+use crate::enqueue::{covered_tick, enqueue_rows};
 use crate::error::TransferError;
 use crate::host_memory;
 use crate::job::{Job, JobProgress};
@@ -68,7 +68,7 @@ impl Transfer {
         let Some(plan) = self.plan(to, elements, from.len() as u64, to.bytes)? else {
             return Ok(Completion::complete());
         };
-        if plan.bytes() <= UNSTAGED_BYTES {
+        if plan.bytes() <= UNSTAGED_BYTES || self.is_captured() {
             return self.upload_small(from.bytes(), to, &plan);
         }
         Ok(self.staged(self.stage_plan(HostEndpoint::Source(Arc::new(from)), to, &plan)?))
@@ -87,7 +87,7 @@ impl Transfer {
         let Some(plan) = self.plan(to, elements, from.len() as u64, to.bytes)? else {
             return Ok(Completion::complete());
         };
-        if plan.bytes() <= UNSTAGED_BYTES {
+        if plan.bytes() <= UNSTAGED_BYTES || self.is_captured() {
             return self.upload_small(from, to, &plan);
         }
         #[allow(unsafe_code, reason = "lending is a promise to wait, which this function keeps")]
@@ -158,6 +158,7 @@ impl Transfer {
         from: DevicePart<'_>,
         len: usize,
     ) -> Result<(Completion, Arrival<Vec<T>>), TransferError> {
+        self.refuse_captured()?;
         let elements = Elements { size: size_of::<T>(), from: len, to: len, region: None };
         if from.bytes <= UNSTAGED_BYTES {
             let Some(plan) = self.plan(from, &elements, from.bytes, from.bytes)? else {
@@ -181,6 +182,7 @@ impl Transfer {
         let Some(plan) = self.plan(from, elements, from.bytes, size_of_val(to.as_slice()) as u64)? else {
             return Ok((Completion::complete(), Box::new(move || Ok(to))));
         };
+        self.refuse_captured()?;
         if plan.bytes() <= UNSTAGED_BYTES {
             let (scattering, size) = (Packed::new(&plan, OnDevice::From).scattering(), plan.size);
             return self.download_small(from, &plan, move |host| {
@@ -203,6 +205,7 @@ impl Transfer {
         to: &mut [u8],
         elements: &Elements<'_>,
     ) -> Result<(), TransferError> {
+        self.refuse_captured()?;
         let Some(plan) = self.plan(from, elements, from.bytes, to.len() as u64)? else { return Ok(()) };
         if plan.bytes() <= UNSTAGED_BYTES {
             let mut host = self.pinned().alloc(to.len(), 1)?;
@@ -298,7 +301,8 @@ impl Transfer {
             Direction::Upload => ((here, there), AccessKind::Read, AccessKind::Write),
             _ => ((there, here), AccessKind::Write, AccessKind::Read),
         };
-        let tick = self.enqueue(stream, &[(device.storage, on_device)], &[(host, on_host)], || {
+        let is_captured = self.is_captured();
+        self.enqueue_uncovered(stream, &[(device.storage, on_device)], &[(host, on_host)], || {
             #[allow(unsafe_code, reason = "the driver gets an address; what keeps it good is above")]
             // SAFETY: the part is memory of its pool, which the caller borrows now, mutably if it
             // is written. The pool keeps it until the tick of this access is done; until then the
@@ -308,8 +312,12 @@ impl Transfer {
                 enqueue_rows(stream, rows, ends, size)
             }
         })?;
+        if is_captured {
+            // Nothing was copied, and launches of the graph order themselves.
+            return Ok(Completion::complete());
+        }
         self.shared().counters.count(direction, rows.len() * size);
-        Ok(Completion::enqueued(self.shared(), [tick]))
+        Ok(Completion::enqueued(self.shared(), [covered_tick(stream)]))
     }
 
     fn stage_plan(&self, host: HostEndpoint, device: DevicePart<'_>, plan: &Plan) -> Result<Arc<Job>, TransferError> {

@@ -42,7 +42,7 @@ pub(super) fn enqueue_on(
     size: usize,
 ) -> Result<(), TransferError> {
     let ends = (CopyEnd::Device(from.ptr), CopyEnd::Device(to.ptr));
-    let memory = [(from.storage.as_ref(), AccessKind::Read), (to.storage.as_ref(), AccessKind::Write)];
+    let memory = [(from.storage, AccessKind::Read), (to.storage, AccessKind::Write)];
     transfer.enqueue_uncovered(stream, &memory, &[], || {
         #[allow(unsafe_code, reason = "the driver's call is unsafe for host memory, of which there is none")]
         // SAFETY: no host memory is touched.

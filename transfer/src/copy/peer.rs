@@ -206,7 +206,7 @@ fn enqueue(
     transfer.refuse_capture(stream)?;
     transfer.refuse_capture(there)?;
     // One guard on both ends, so that no thread waits for one while it holds the other.
-    let (source, target) = (from.storage.as_ref(), to.storage.as_ref());
+    let (source, target) = (from.storage, to.storage);
     let mut access =
         AccessGuard::of_streams(&[(there, source, AccessKind::Read), (stream, target, AccessKind::Write)])?;
     let _held_off = (hold_off_captures(stream, NO_CAPTURE)?, hold_off_captures(there, NO_CAPTURE)?);

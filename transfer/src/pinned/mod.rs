@@ -27,7 +27,7 @@ mod uses;
 pub use block::PinnedBlock;
 pub use config::PinnedConfig;
 pub(crate) use ladder::ReclaimableCache;
-pub(crate) use memory::{HostPart, Reserved};
+pub(crate) use memory::{HostPart, PinnedMemory, Reserved};
 pub use part::{PinnedPart, PinnedPartMut};
 pub use pool::PinnedPool;
 pub use stats::{HostMemoryStats, TimeStat};

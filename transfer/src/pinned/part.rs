@@ -138,7 +138,7 @@ impl<'a> PinnedPartMut<'a> {
 }
 
 impl<'a> HostPart<'a> {
-    fn all(memory: &'a Arc<PinnedMemory>) -> HostPart<'a> {
+    pub(crate) fn all(memory: &'a Arc<PinnedMemory>) -> HostPart<'a> {
         HostPart { memory, ptr: memory.ptr(), bytes: memory.bytes() }
     }
 

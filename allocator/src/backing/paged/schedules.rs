@@ -95,7 +95,7 @@ fn work_comes_before_sleep_or_is_refused() {
         let stream = setup.streams[0].clone();
         let buffer: Arc<Storage> = setup.allocator.alloc_storage(3 << 20, 1, &stream).unwrap();
         let storage = buffer.clone();
-        let work = thread::spawn(move || match AccessGuard::acquire(&stream, &[(&*storage, AccessKind::Write)]) {
+        let work = thread::spawn(move || match AccessGuard::acquire(&stream, &[(&storage, AccessKind::Write)]) {
             Ok(_access) => {
                 thread::yield_now();
                 stream.fill(storage.ptr(), 7, 3 * MIB).unwrap();
@@ -128,7 +128,7 @@ fn a_part_sleeps_while_others_use_allocate_and_free() {
             sleeping.wake_parts(&[part]).unwrap();
         });
         let (one, two) = (stream.clone(), used.clone());
-        let work = thread::spawn(move || match AccessGuard::acquire(&one, &[(&*two, AccessKind::Write)]) {
+        let work = thread::spawn(move || match AccessGuard::acquire(&one, &[(&two, AccessKind::Write)]) {
             Ok(_access) => one.fill(two.ptr(), 7, 100_000).unwrap(),
             Err(error) => assert!(matches!(error, AllocError::Asleep), "{error}"),
         });

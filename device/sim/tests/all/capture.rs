@@ -132,7 +132,7 @@ fn forbidden_calls_break_the_capture() {
     breaks(Code::CAPTURE_UNSUPPORTED, |driver, stream| driver.query_stream(stream).map(|_| ()));
     breaks(Code::CAPTURE_UNSUPPORTED, |driver, _| driver.synchronize());
     breaks(Code::CAPTURE_UNSUPPORTED, |driver, _| driver.free(driver.alloc(1)?));
-    breaks(Code::CAPTURE_UNSUPPORTED, |driver, stream| driver.alloc_async(1, stream).map(|_| ()));
+    breaks(Code::INVALID_VALUE, |driver, stream| driver.free_async(driver.alloc(1)?, stream));
     breaks(Code::CAPTURE_UNSUPPORTED, |driver, stream| driver.put(driver.alloc(1)?, &[1], stream));
     breaks(Code::CAPTURE_UNSUPPORTED, |driver, stream| {
         let other = driver.stream();
@@ -147,6 +147,62 @@ fn forbidden_calls_break_the_capture() {
         driver.record(event, other)?;
         driver.wait(stream, event)
     });
+}
+
+#[test]
+fn memory_that_a_graph_allocates_lives_from_launch_to_free() {
+    let driver = device(0);
+    let stream = driver.stream();
+    driver.begin_capture(stream).unwrap();
+    let [kept, freed] = [(); 2].map(|()| driver.alloc_async(MIB, stream).unwrap());
+    driver.memset(kept, 5, MIB, stream).unwrap();
+    driver.memset(freed, 6, MIB, stream).unwrap();
+    driver.free_async(freed, stream).unwrap();
+    assert_eq!(code(driver.free_async(freed, stream)), Code::INVALID_VALUE, "twice, which breaks the capture");
+    assert_eq!(code(driver.end_capture(stream)), Code::CAPTURE_INVALIDATED);
+    driver.synchronize().unwrap();
+    assert_eq!(driver.held_bytes(), 0, "a capture that broke keeps nothing");
+
+    driver.begin_capture(stream).unwrap();
+    let [kept, freed] = [(); 2].map(|()| driver.alloc_async(MIB, stream).unwrap());
+    driver.memset(kept, 5, MIB, stream).unwrap();
+    driver.copy_on_device(freed, kept, MIB, stream).unwrap();
+    driver.free_async(freed, stream).unwrap();
+    let graph = driver.end_capture(stream).unwrap();
+    assert_eq!(code(driver.free_async(kept, stream)), Code::INVALID_VALUE, "it is not allocated before a launch");
+    for _ in 0..3 {
+        driver.launch_graph(graph, stream).unwrap();
+        assert_eq!(driver.get(kept, 4, stream).unwrap(), [5; 4]);
+        assert_eq!(code(driver.launch_graph(graph, stream)), Code::INVALID_VALUE, "the memory is still allocated");
+        driver.free_async(kept, stream).unwrap();
+    }
+    let again = driver.copy_graph(graph, true).unwrap();
+    driver.destroy_graph(graph).unwrap();
+    [(); 2].map(|()| driver.launch_graph(again, stream).unwrap());
+    assert_eq!(driver.violations(), []);
+    driver.memset(freed, 7, MIB, stream).unwrap();
+    assert_eq!(driver.take_violations()[0].kind, ViolationKind::UseAfterFree, "the graph freed it");
+}
+
+#[test]
+fn a_graph_gives_its_memory_back_when_it_and_its_copies_are_gone() {
+    let driver = device(0);
+    let stream = driver.stream();
+    driver.begin_capture(stream).unwrap();
+    let [kept, freed] = [(); 2].map(|()| driver.alloc_async(MIB, stream).unwrap());
+    driver.free_async(freed, stream).unwrap();
+    let graph = driver.end_capture(stream).unwrap();
+    let copy = driver.copy_graph(graph, false).unwrap();
+    driver.launch_graph(graph, stream).unwrap();
+    driver.destroy_graph(graph).unwrap();
+    driver.synchronize().unwrap();
+    assert_eq!(driver.held_bytes(), 2 * MIB);
+    driver.destroy_graph(copy).unwrap();
+    driver.synchronize().unwrap();
+    assert_eq!(driver.held_bytes(), MIB, "what the launch left allocated is the program's");
+    driver.free_async(kept, stream).unwrap();
+    driver.synchronize().unwrap();
+    assert_eq!((driver.held_bytes(), driver.violations()), (0, Vec::new()));
 }
 
 #[test]

@@ -28,6 +28,10 @@ int cuStreamSynchronize(Handle);
 int cuStreamWaitEvent(Handle, Handle, unsigned);
 int cuStreamBeginCapture_v2(Handle, unsigned);
 int cuStreamEndCapture(Handle, Handle *);
+int cuGraphInstantiateWithFlags(Handle *, Handle, uint64_t);
+int cuGraphLaunch(Handle, Handle);
+int cuGraphExecDestroy(Handle);
+int cuGraphDestroy(Handle);
 int cuEventCreate(Handle *, unsigned);
 int cuEventRecord(Handle, Handle);
 int cuMemAlloc_v2(CUdeviceptr *, size_t);
@@ -185,9 +189,10 @@ static void names(void *driver) {
     CHECK(found == dlsym(driver, "cuGetProcAddress_v2"));
 }
 
-/* Allocations of the default pool are served. What is allocated while a stream captures is the driver's, whatever it answers. */
+/* Allocations of the default pool are served. What is allocated while a stream captures is the driver's, and each launch
+ * has it again. */
 static void pools_and_capture(void) {
-    Handle pool, graph = NULL;
+    Handle pool, graph = NULL, executable = NULL;
     CUdeviceptr block;
     OK(cuDeviceGetDefaultMemPool(&pool, 0));
     OK(cuMemAllocFromPoolAsync(&block, MIB, pool, streams[0]));
@@ -195,8 +200,15 @@ static void pools_and_capture(void) {
     OK(cuMemFreeAsync(block, streams[0]));
     CHECK(cuMemAllocFromPoolAsync(&block, MIB, (Handle)0x77, streams[0]) != 0);
     OK(cuStreamBeginCapture_v2(streams[0], 2));
-    if (cuMemAllocAsync(&block, MIB, streams[0]) == 0) cuMemFreeAsync(block, streams[0]);
-    cuStreamEndCapture(streams[0], &graph);
+    OK(cuMemAllocAsync(&block, 8 * MIB, streams[0]));
+    OK(cuMemsetD8Async(block, 1, 8 * MIB, streams[0]));
+    OK(cuMemFreeAsync(block, streams[0]));
+    OK(cuStreamEndCapture(streams[0], &graph));
+    OK(cuGraphInstantiateWithFlags(&executable, graph, 0));
+    for (int launch = 0; launch < 1000; launch++) OK(cuGraphLaunch(executable, streams[0]));
+    OK(cuStreamSynchronize(streams[0]));
+    OK(cuGraphExecDestroy(executable));
+    OK(cuGraphDestroy(graph));
 }
 
 /* Memory of another context than the primary one is the driver's. */

@@ -74,6 +74,31 @@ fn an_executable_outlives_its_graph() {
 }
 
 #[test]
+fn memory_can_be_allocated_and_freed_in_a_capture() {
+    let card = Card::new();
+    let (stream, out) = (card.stream(1), card.alloc(MIB));
+    let (mut graph, mut executables, mut ptr) = (null_mut(), [null_mut(); 2], 0);
+    assert_eq!(call!(cuStreamBeginCapture_v2(stream, GLOBAL)), 0);
+    assert_eq!(call!(cuMemAllocAsync(&mut ptr, MIB, stream)), 0);
+    assert_eq!(call!(cuMemsetD8Async(ptr, 5, MIB, stream)), 0);
+    assert_eq!(call!(cuMemcpyDtoDAsync_v2(out, ptr, MIB, stream)), 0);
+    assert_eq!(call!(cuStreamEndCapture(stream, &mut graph)), 0);
+    for (executable, flags) in executables.iter_mut().zip([0, 1]) {
+        assert_eq!(call!(cuGraphInstantiateWithFlags(executable, graph, flags)), 0);
+    }
+    let [plain, freeing] = executables;
+    assert_eq!([call!(cuGraphLaunch(plain, stream)), call!(cuGraphLaunch(plain, stream))], [0, 1], "still allocated");
+    assert_eq!([call!(cuMemFreeAsync(ptr, stream)), call!(cuGraphLaunch(plain, stream))], [0, 0]);
+    assert_eq!(
+        [call!(cuGraphLaunch(freeing, stream)), call!(cuGraphLaunch(freeing, stream))],
+        [0, 0],
+        "freed on launch"
+    );
+    assert_eq!((call!(cuStreamSynchronize(stream)), card.read(out, 4)), (0, vec![5; 4]));
+    card.assert_no_violation();
+}
+
+#[test]
 fn launches_wait_for_those_of_the_same_executable_alone() {
     let card = Card::new();
     let (one, two, ptr) = (card.stream(1), card.stream(1), card.alloc(MIB));

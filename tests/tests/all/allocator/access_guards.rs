@@ -76,7 +76,7 @@ fn an_access_guard_that_could_not_be_acquired_leaves_no_trace() {
     write(one, &second, 1).unwrap();
     for operation in [Operation::Record, Operation::Wait] {
         bench.fail(operation, 1, Code(999));
-        let both = [(first.storage().as_ref(), AccessKind::Write), (second.storage().as_ref(), AccessKind::Write)];
+        let both = [(first.storage(), AccessKind::Write), (second.storage(), AccessKind::Write)];
         assert!(matches!(AccessGuard::acquire(two, &both), Err(AllocError::Device(_))));
         for buffer in [&first, &second] {
             assert_eq!(streams_before(buffer, AccessKind::Write), [one.id()]);
@@ -95,7 +95,7 @@ fn access_guards_acquired_in_any_order_never_deadlock() {
         for (stream, [a, b]) in [(one, [&first, &second]), (two, [&second, &first])] {
             scope.spawn(move || {
                 for _ in 0..500 {
-                    let both = [(a.storage().as_ref(), AccessKind::Read), (b.storage().as_ref(), AccessKind::Write)];
+                    let both = [(a.storage(), AccessKind::Read), (b.storage(), AccessKind::Write)];
                     let _access = AccessGuard::acquire(stream, &both).unwrap();
                     stream.copy(b.ptr(), a.ptr(), a.bytes()).unwrap();
                 }

@@ -129,7 +129,7 @@ fn access_to_a_part_that_sleeps_is_refused() {
     growable.grow_to(10 * MIB, stream).unwrap();
     let access = |buffer: &Arc<Storage>| AccessGuard::acquire(stream, &[(buffer, AccessKind::Read)]).map(drop);
     let both = || {
-        let all = [(&*awake, AccessKind::Read), (&*asleep, AccessKind::Read)];
+        let all = [(&awake, AccessKind::Read), (&asleep, AccessKind::Read)];
         AccessGuard::acquire(stream, &all).map(drop)
     };
     for buffer in [&awake, &asleep] {
@@ -370,7 +370,8 @@ fn no_failing_call_loses_a_part() {
     assert!(undone > 10 && asleep > 0 && woken > 10, "{undone} {asleep} {woken}");
 }
 
-/// In virtual time, of which a copy engine is busy nearly all that sleep needs more to keep contents.
+/// In virtual time, of which a copy engine is busy nearly all that sleep needs more to keep
+/// contents.
 #[test]
 fn contents_move_as_fast_as_the_link() {
     let setup = setup_with(SimConfig::preset(Preset::H100));

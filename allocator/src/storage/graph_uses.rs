@@ -1,0 +1,162 @@
+//! The memory that a graph uses, as the access guards of its capture say.
+//!
+//! A graph's work does not run when it is captured, so an access guard of a capturing stream has
+//! nothing to order. It notes here what the graph will do with the memory, and every launch takes
+//! an access guard on all of that.
+//!
+//! Memory from outside of the capture is kept as long as the graph: dropping its last handle must
+//! not give it to others. Memory of the capture itself is not, so that what the capture drops
+//! serves its later requests; the graph's pool keeps it for the graph. If it lives on, such as a
+//! result, launches write it.
+
+use std::any::Any;
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::sync::{Arc, Weak};
+
+use aquifer_device::fork::Mutex;
+use aquifer_device::{AccessKind, Code, DeviceError, Operation, Stream};
+
+use crate::allocator::Allocator;
+use crate::error::AllocError;
+use crate::state::AllocatorState;
+use crate::state::awake::KeptAwake;
+use crate::storage::Storage;
+
+/// The memory that a graph uses: collected while the graph is captured, and ordered whenever it is
+/// launched.
+///
+/// ```
+/// use aquifer_allocator::{AccessGuard, Allocator, Config, GraphUses, PoolOptions};
+/// use aquifer_device::{AccessKind, Device};
+/// use aquifer_sim::{SimConfig, SimDriver};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// let (one, two) = (device.stream()?, device.stream()?);
+/// let buffer = allocator.alloc_storage(1 << 20, 512, &one)?;
+/// let capture = one.begin_capture()?;
+/// let uses = GraphUses::collect(&allocator, &one)?;
+/// {
+///     let _access = AccessGuard::acquire(&one, &[(&buffer, AccessKind::Write)])?;
+///     one.fill(buffer.ptr(), 7, buffer.bytes())?;
+/// }
+/// let graph = capture.end()?;
+/// {
+///     let memory = uses.memory();
+///     let memory: Vec<_> = memory.iter().map(|(storage, kind)| (storage, *kind)).collect();
+///     let _access = AccessGuard::acquire(&two, &memory)?;
+///     graph.launch(&two)?;
+/// }
+/// {
+///     let _access = AccessGuard::acquire(&one, &[(&buffer, AccessKind::Write)])?; // after the launch
+///     one.fill(buffer.ptr(), 8, buffer.bytes())?;
+/// }
+/// device.assert_no_violations();
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct GraphUses {
+    /// Number of the graph.
+    graph: u64,
+    /// The allocator state that serves the capture.
+    state: &'static AllocatorState,
+    noted: Mutex<Noted>,
+}
+
+/// By address of the [`Storage`], which a handle keeps from being reused.
+#[derive(Debug, Default)]
+struct Noted {
+    outside: HashMap<usize, (Arc<Storage>, AccessKind)>,
+    own: HashMap<usize, (Weak<Storage>, AccessKind)>,
+    /// Start and end of all that it was, the memory that is gone included.
+    ranges: BTreeMap<u64, u64>,
+}
+
+impl GraphUses {
+    /// Collects what access guards do from now on on streams of the capture that `stream` is part
+    /// of, which allocates from `allocator`. The graph keeps the result, and by that the memory
+    /// from outside of the capture.
+    ///
+    /// # Errors
+    /// When the stream does not capture.
+    pub fn collect(allocator: &Allocator, stream: &Stream) -> Result<Arc<GraphUses>, AllocError> {
+        let Some(launches) = stream.launches_of_capture() else {
+            return Err(DeviceError::refused(Operation::CaptureStatus, Code::INVALID_VALUE)
+                .with_detail("the stream does not capture: begin the capture first")
+                .into());
+        };
+        let uses = Arc::new(GraphUses { graph: launches.number(), state: allocator.state(), noted: Mutex::default() });
+        let kept: Arc<dyn Any + Send + Sync> = uses.clone();
+        launches.keep(&kept);
+        Ok(uses)
+    }
+
+    /// Notes those of the accesses that are captured, and takes them out.
+    pub(crate) fn take_captured(wanted: &mut Vec<(&Stream, &Arc<Storage>, AccessKind)>) -> Result<(), AllocError> {
+        let collecting = |stream: &Stream| stream.launches_of_capture()?.kept::<GraphUses>();
+        if wanted.iter().all(|(stream, ..)| collecting(stream).is_none()) {
+            return Ok(());
+        }
+        let mut result = Ok(());
+        wanted.retain(|&(stream, storage, kind)| match collecting(stream) {
+            Some(uses) => {
+                result = std::mem::replace(&mut result, Ok(())).and_then(|()| uses.note(storage, kind, stream));
+                false
+            }
+            None => true,
+        });
+        result
+    }
+
+    fn note(&self, storage: &Arc<Storage>, kind: AccessKind, stream: &Stream) -> Result<(), AllocError> {
+        let place = Arc::as_ptr(storage).addr();
+        let mut uses = storage.hold()?;
+        let is_own = uses.captured_in == Some(self.graph);
+        if is_own {
+            uses.note_user(storage.memory(), stream)?;
+        }
+        drop(uses);
+        let mut noted = self.noted.lock();
+        let Noted { outside, own, ranges } = &mut *noted;
+        let known = if is_own {
+            let Range { start, end } = storage.place().1;
+            let known = ranges.entry(start).or_insert(end);
+            *known = end.max(*known);
+            // The address may be that of a storage that is gone.
+            own.retain(|_, (storage, _)| storage.strong_count() > 0);
+            &mut own.entry(place).or_insert_with(|| (Arc::downgrade(storage), kind)).1
+        } else {
+            &mut outside.entry(place).or_insert_with(|| (storage.clone(), kind)).1
+        };
+        if kind == AccessKind::Write {
+            *known = kind;
+        }
+        Ok(())
+    }
+
+    /// What the graph does with some memory; `None` if no access guard of its capture was on it.
+    pub fn of(&self, storage: &Arc<Storage>) -> Option<AccessKind> {
+        let (noted, place) = (self.noted.lock(), Arc::as_ptr(storage).addr());
+        let outside = noted.outside.get(&place).map(|&(_, kind)| kind);
+        outside.or_else(|| noted.own.get(&place).map(|&(_, kind)| kind))
+    }
+
+    /// All of it that still exists, for an access guard around a launch.
+    pub fn memory(&self) -> Vec<(Arc<Storage>, AccessKind)> {
+        let noted = self.noted.lock();
+        let outside = noted.outside.values().cloned();
+        let own = noted.own.values().filter_map(|(storage, kind)| Some((storage.upgrade()?, *kind)));
+        outside.chain(own).collect()
+    }
+
+    /// Keeps the allocator awake while a launch is enqueued, which also uses memory that no handle
+    /// names any more.
+    ///
+    /// # Errors
+    /// [`AllocError::Asleep`] while the allocator, or the graph's part of its memory, sleeps or is about
+    /// to.
+    pub fn keep_awake(&self) -> Result<impl Sized + use<>, AllocError> {
+        let ranges: Vec<Range<u64>> = self.noted.lock().ranges.iter().map(|(&start, &end)| start..end).collect();
+        KeptAwake::of_all(ranges.into_iter().map(|range| (self.state, range)))
+    }
+}

@@ -1,0 +1,238 @@
+//! Graphs: work that is captured once and launched many times.
+
+use std::fmt;
+use std::sync::Arc;
+
+use aquifer_allocator::internal::{Outlived, Pass};
+use aquifer_allocator::{AccessGuard, GraphUses, PoolOptions, PrivatePool, Storage};
+use aquifer_device::{AccessKind, Code, DeviceError, Operation, Stream};
+use aquifer_transfer::HostUses;
+use bytemuck::Pod;
+
+use crate::allocator::Allocator;
+use crate::buffer::Buffer;
+use crate::error::Error;
+use crate::transfer::{Pending, Source};
+
+/// Work that was captured into a CUDA graph by [`Allocator::graph`], with what that work returned.
+/// One call enqueues all of it.
+///
+/// A launch is ordered like any other work with the buffers: it comes after everything that was
+/// enqueued on them before, on any stream, and later uses come after it. Launches of graphs that
+/// share a pool run one after the other.
+///
+/// The graph keeps the buffers and the page-locked memory that its work used, whatever handles the
+/// program drops. Memory that the work allocated and dropped is used again by each launch. Memory
+/// that it returned is the [`output`](Graph::output): each launch writes it.
+///
+/// A *parameter* is a buffer that the work reads. [`Graph::update`] uploads into it on the stream
+/// of the launch, after earlier launches, so that two launches in flight read their own values. A
+/// *result* is read back after the launch, on its stream, into page-locked memory of its own for
+/// each launch.
+///
+/// ```
+/// use aquifer::prelude::*;
+/// let device = aquifer::open("sim:24GiB,violations=panic")?;
+/// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+/// let weights = memory.from_slice(&[1.0_f32, 2.0, 3.0], &stream)?;
+/// let mut input = memory.alloc_zeros::<f32>(3, &stream)?;
+/// let graph = memory.graph(&stream, |stream| {
+///     let mut product = weights.like(stream)?;
+///     product.copy_from(&input, stream)?;
+///     product.axpy(2.0, &weights, stream)?;
+///     product.sum(stream)
+/// })?;
+/// let mut sums = Vec::new();
+/// for step in [0.0_f32, 10.0] {
+///     graph.update(&mut input, vec![step; 3], &stream)?;
+///     graph.launch(&stream)?;
+///     sums.push(graph.output().download(vec![0.0], &stream)?); // nothing waits here
+/// }
+/// let sums: Vec<_> = sums.into_iter().map(|sum| sum.wait()).collect::<Result<_, _>>()?;
+/// assert_eq!(sums, [[12.0], [42.0]]);
+/// # Ok::<(), aquifer::Error>(())
+/// ```
+pub struct Graph<R = ()> {
+    output: R,
+    graph: aquifer_device::Graph,
+    uses: Arc<GraphUses>,
+    host: Option<Arc<HostUses>>,
+    memory: Allocator,
+    pass_bytes: u64,
+}
+
+impl Allocator {
+    /// Captures `work` into a [`Graph`] that has memory of its own: warm-up, capture and
+    /// instantiation.
+    ///
+    /// `work` is called twice with `stream`, on which it must enqueue everything. The first call,
+    /// the *warm-up*, does the work: what needs memory or a module that is loaded at first use gets
+    /// it then. The second call is captured and runs nothing. Both must enqueue the same work, and
+    /// in both the memory that this thread allocates comes from pools of their own. Work of several
+    /// streams is captured if `work` forks and joins them by events
+    /// ([`Event`](crate::device::Event)).
+    ///
+    /// In the capture, uploads read their source once and keep a page-locked copy in the graph;
+    /// from page-locked memory, each launch reads what that holds then. Downloads go to page-locked
+    /// memory only. Calls that wait, such as [`Buffer::to_vec`], are refused.
+    ///
+    /// ```
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:24GiB,violations=panic")?;
+    /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+    /// let gradient = memory.from_slice(&[1.0_f32; 1000], &stream)?;
+    /// let mut weights = memory.alloc_zeros::<f32>(1000, &stream)?;
+    /// let step = memory.graph(&stream, |stream| {
+    ///     let mut scaled = memory.alloc_zeros::<f32>(1000, stream)?; // a temporary
+    ///     scaled.axpy(0.5, &gradient, stream)?;
+    ///     weights.axpy(-1.0, &scaled, stream)
+    /// })?; // the warm-up was the first step
+    /// let other = device.stream()?;
+    /// step.launch(&stream)?;
+    /// step.launch(&other)?; // ordered after the first
+    /// assert_eq!(weights.slice(..1).item(&stream)?, -1.5);
+    /// # Ok::<(), aquifer::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Errors of `work`, in either call. When the capture broke, the error names the call that did
+    /// it. A stream of another device, or one that captures already. A graph that failed leaves
+    /// nothing behind, and may be tried again.
+    pub fn graph<R>(&self, stream: &Stream, work: impl FnMut(&Stream) -> Result<R, Error>) -> Result<Graph<R>, Error> {
+        // The pool is closed at once, and the graph keeps its memory.
+        self.graph_in(&self.create_pool(PoolOptions::default())?, stream, work)
+    }
+
+    /// As [`Allocator::graph`], with memory of a pool that several graphs share: together they need
+    /// as much as the largest one, besides their outputs. Their launches run one after the other.
+    ///
+    /// ```
+    /// use aquifer::memory::PoolOptions;
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:24GiB,violations=panic")?;
+    /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+    /// let pool = memory.create_pool(PoolOptions::default())?;
+    /// let buckets = [1, 2, 4].map(|batch| {
+    ///     let work = |stream: &Stream| memory.alloc_zeros::<f32>(batch << 20, stream)?.sum(stream);
+    ///     memory.graph_in(&pool, &stream, work)
+    /// });
+    /// for graph in buckets {
+    ///     graph?.launch(&stream)?;
+    /// }
+    /// # Ok::<(), aquifer::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Allocator::graph`], and a pool of another allocator.
+    pub fn graph_in<R>(
+        &self,
+        pool: &PrivatePool,
+        stream: &Stream,
+        mut work: impl FnMut(&Stream) -> Result<R, Error>,
+    ) -> Result<Graph<R>, Error> {
+        let (outlived, pass_bytes) = self.warm_up(stream, &mut work)?;
+        let pass = Pass::again(self, &outlived, stream)?;
+        let capture = stream.begin_capture()?;
+        let (uses, host) = (GraphUses::collect(self, stream)?, HostUses::collect(stream));
+        let route = self.capture(stream, pool)?;
+        let output = work(stream)?;
+        let more = pass.outlived().bytes();
+        if more > 0 {
+            return Err(Error::UnevenWork { bytes: more });
+        }
+        let graph = capture.end()?;
+        drop(route);
+        Ok(Graph { output, graph, uses, host, memory: self.clone(), pass_bytes })
+    }
+
+    /// Does the work once, and gives the memory that it needed back to the device, so that the
+    /// capture finds it there. Returns what of it outlived the work, and how much it was.
+    fn warm_up<R>(
+        &self,
+        stream: &Stream,
+        work: &mut impl FnMut(&Stream) -> Result<R, Error>,
+    ) -> Result<(Outlived, u64), Error> {
+        if stream.is_capturing() {
+            return Err(DeviceError::refused(Operation::BeginCapture, Code::CAPTURE_UNSUPPORTED)
+                .with_detail("the stream captures already: a graph cannot be captured within another one")
+                .into());
+        }
+        let pool = self.create_pool(PoolOptions::default())?;
+        let pass = Pass::first(self);
+        let route = pool.route_thread();
+        let output = work(stream)?;
+        let outlived = pass.outlived();
+        drop((output, route, pass));
+        // Memory is given back once the device is done with it.
+        stream.synchronize()?;
+        let bytes = self.reserved_by_private_pools().get(&pool.id()).copied();
+        Ok((outlived, bytes.unwrap_or(0)))
+    }
+}
+
+impl<R> Graph<R> {
+    /// Enqueues the captured work on `stream`, of the graph's device.
+    ///
+    /// # Errors
+    /// A stream of another device, or one that captures: CUDA does not capture launches of graphs.
+    /// When this thread is within [`with`](crate::buffer::with) with one of the graph's buffers;
+    /// when the allocator sleeps ([`Error::is_asleep`]); errors of the driver.
+    #[track_caller]
+    pub fn launch(&self, stream: &Stream) -> Result<(), Error> {
+        stream.end_abandoned_captures()?;
+        if stream.is_capturing() {
+            return Err(DeviceError::refused(Operation::LaunchGraph, Code::CAPTURE_UNSUPPORTED)
+                .with_detail("the stream captures, and CUDA does not capture launches of graphs")
+                .into());
+        }
+        let _awake = self.uses.keep_awake()?;
+        let memory = self.uses.memory();
+        let memory: Vec<(&Arc<Storage>, AccessKind)> = memory.iter().map(|(storage, kind)| (storage, *kind)).collect();
+        let Some(host) = self.host.as_ref().filter(|host| !host.is_empty()) else {
+            let _access = AccessGuard::acquire(stream, &memory)?;
+            return Ok(self.graph.launch(stream)?);
+        };
+        Ok(self.memory.transfer()?.launch(stream, &memory, host, || self.graph.launch(stream))?)
+    }
+
+    /// Uploads new values into a buffer that the graph's work uses, for launches on `stream` from
+    /// now on. It is an ordinary [`Buffer::upload`]: earlier launches read the values that they
+    /// were launched with.
+    ///
+    /// # Errors
+    /// [`Error::NotOfGraph`] if the work does not use the buffer, and as [`Buffer::upload`].
+    #[track_caller]
+    pub fn update<T: Pod + Send + Sync, S: Source<T>>(
+        &self,
+        parameter: &mut Buffer<T>,
+        values: S,
+        stream: &Stream,
+    ) -> Result<Pending<S::Report>, Error> {
+        self.access_to(parameter).ok_or(Error::NotOfGraph)?;
+        parameter.upload(values, stream)
+    }
+
+    /// The value that the work returned when it was captured: buffers that each launch writes.
+    pub fn output(&self) -> &R {
+        &self.output
+    }
+
+    /// What the graph's work does with a buffer's memory; `None` if it does not use it.
+    pub fn access_to<T>(&self, buffer: &Buffer<T>) -> Option<AccessKind> {
+        self.uses.of(buffer.storage())
+    }
+
+    /// Bytes that one pass of the work allocates, including its output, as the warm-up did it.
+    pub fn pass_bytes(&self) -> u64 {
+        self.pass_bytes
+    }
+}
+
+impl<R> fmt::Debug for Graph<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Graph")
+            .field("graph", &self.graph)
+            .field("pass_bytes", &self.pass_bytes)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,186 @@
+//! `graphs`: what CUDA graphs need, and what capturing and launching them costs.
+
+use std::time::{Duration, Instant};
+
+use aquifer::memory::PoolOptions;
+use aquifer::{Allocator, Buffer, Device, Error, Graph, Stream};
+use serde::Serialize;
+
+use crate::cli::GraphsArgs;
+use crate::commands::{hazards, hundredths, ratio};
+use crate::exit::{Failure, Outcome};
+use crate::session::Session;
+use crate::table::{Column, number, table};
+use crate::text::Bytes;
+
+/// A row of results. `graphs --help` explains the fields.
+#[derive(Debug, Clone, Serialize)]
+#[expect(missing_docs, reason = "the help text explains them")]
+#[non_exhaustive]
+pub struct Row {
+    pub program: String,
+    pub device: String,
+    pub graphs: u64,
+    pub pass_bytes: u64,
+    pub output_bytes: u64,
+    pub pool_bytes: u64,
+    pub pool_over_pass: Option<f64>,
+    pub capture_us: f64,
+    pub capture_driver_calls: f64,
+    pub launch_us: f64,
+    pub launch_driver_calls: f64,
+    pub hazards: u64,
+}
+
+/// The graphs of a program, and what capturing them cost.
+struct Captured {
+    graphs: Vec<Graph<Buffer<u8>>>,
+    took: Duration,
+    calls: u64,
+}
+
+/// Orders in which batches are captured.
+const ORDERS: [(&str, fn(u64, u64) -> u64); 3] = [
+    ("ascending", |place, _| place + 1),
+    ("descending", |place, count| count - place),
+    // 23 has no factor in common with the numbers of graphs.
+    ("shuffled", |place, count| place * 23 % count + 1),
+];
+/// Launches of each graph that are measured.
+const LAUNCHES: u32 = 20;
+/// Bytes of the largest activation of a batch of one.
+const ACTIVATION_BYTES: u64 = 1_200_000;
+/// Bytes of a block of a program of several streams.
+const BLOCK_BYTES: u64 = 168 << 10;
+
+/// Runs the command.
+///
+/// # Errors
+/// When the device cannot be opened, a capture or a launch fails, or standard output cannot be written.
+pub fn run(session: &Session, args: &GraphsArgs) -> Result<Outcome, Failure> {
+    let (graphs, operations): (u64, &[usize]) = if args.quick { (10, &[100]) } else { (50, &[1000, 10_000]) };
+    let mut rows = vec![measure(session, "one graph", |memory, stream| captured(memory, stream, &[graphs]))?];
+    for (name, order) in ORDERS {
+        let batches: Vec<u64> = (0..graphs).map(|place| order(place, graphs)).collect();
+        let name = format!("{graphs} batches, {name}");
+        rows.push(measure(session, &name, |memory, stream| captured(memory, stream, &batches))?);
+    }
+    for &operations in operations {
+        for streams in [2, 4] {
+            let name = format!("{streams} streams, {operations} operations");
+            rows.push(measure(session, &name, |memory, stream| forking(memory, stream, streams, operations))?);
+        }
+    }
+    let mut outcome = Outcome::Done;
+    for row in &rows {
+        session.row(row)?;
+        if row.hazards > 0 {
+            outcome = Outcome::Hazards;
+        }
+    }
+    session.show(format_args!("{}", table(&rows, 1, &COLUMNS)))?;
+    Ok(outcome)
+}
+
+const COLUMNS: [Column<Row>; 9] = [
+    ("program", |row| row.program.clone()),
+    ("graphs", |row| row.graphs.to_string()),
+    ("largest pass", |row| Bytes(row.pass_bytes).to_string()),
+    ("outputs", |row| Bytes(row.output_bytes).to_string()),
+    ("pool", |row| Bytes(row.pool_bytes).to_string()),
+    ("pool / pass", |row| number(row.pool_over_pass, 3)),
+    ("capture us", |row| number(Some(row.capture_us), 0)),
+    ("launch us", |row| number(Some(row.launch_us), 1)),
+    ("calls a launch", |row| number(Some(row.launch_driver_calls), 1)),
+];
+
+/// Captures a program on a new device, launches its graphs, and measures both.
+fn measure(
+    session: &Session,
+    program: &str,
+    capture: impl FnOnce(&Allocator, &Stream) -> Result<Captured, Error>,
+) -> Result<Row, Failure> {
+    let device: Device = session.open()?;
+    let memory = session.allocator(&device, session.config()?)?;
+    let stream = device.stream()?;
+    let Captured { graphs, took, calls } = capture(&memory, &stream)?;
+    let pool_bytes = memory.reserved_by_private_pools().values().sum();
+    device.synchronize()?;
+    let (before, start) = (device.driver_calls(), Instant::now());
+    for _ in 0..LAUNCHES {
+        graphs.iter().try_for_each(|graph| graph.launch(&stream))?;
+    }
+    let (launched, launch_calls) = (start.elapsed(), device.driver_calls().since(&before).total());
+    device.synchronize()?;
+    // The pool has no outputs, and a pass does.
+    let scratch = graphs.iter().map(|graph| graph.pass_bytes() - graph.output().bytes().min(graph.pass_bytes()));
+    let each = |sum: f64, count: usize| hundredths(sum / count.max(1) as f64);
+    let launches = graphs.len() * LAUNCHES as usize;
+    Ok(Row {
+        program: program.to_owned(),
+        device: session.device_text().to_owned(),
+        graphs: graphs.len() as u64,
+        pass_bytes: graphs.iter().map(Graph::pass_bytes).max().unwrap_or(0),
+        output_bytes: graphs.iter().map(|graph| graph.output().bytes()).sum(),
+        pool_bytes,
+        pool_over_pass: ratio(pool_bytes, scratch.max().unwrap_or(0)),
+        capture_us: each(took.as_secs_f64() * 1e6, graphs.len()),
+        capture_driver_calls: each(calls as f64, graphs.len()),
+        launch_us: each(launched.as_secs_f64() * 1e6, launches),
+        launch_driver_calls: each(launch_calls as f64, launches),
+        hazards: hazards(session, program, &device),
+    })
+}
+
+/// A graph of each batch, in one pool, each captured on a stream of its own.
+fn captured(memory: &Allocator, _stream: &Stream, batches: &[u64]) -> Result<Captured, Error> {
+    let pool = memory.create_pool(PoolOptions::default())?;
+    let (before, start) = (memory.device().driver_calls(), Instant::now());
+    let capture = |&batch: &u64| {
+        let stream = memory.device().stream()?;
+        memory.graph_in(&pool, &stream, |stream| decode(memory, batch, stream))
+    };
+    let graphs = batches.iter().map(capture).collect::<Result<_, _>>()?;
+    Ok(Captured { graphs, took: start.elapsed(), calls: memory.device().driver_calls().since(&before).total() })
+}
+
+/// The memory of a pass of a model: of each layer, activations of different sizes. The logits live on.
+fn decode(memory: &Allocator, batch: u64, stream: &Stream) -> Result<Buffer<u8>, Error> {
+    let zeros = |quarters: u64| {
+        let bytes = batch * ACTIVATION_BYTES * quarters / 4;
+        memory.alloc_zeros::<u8>(usize::try_from(bytes).unwrap_or(usize::MAX), stream)
+    };
+    let mut hidden = zeros(1)?;
+    for _ in 0..4 {
+        let projected = zeros(3)?;
+        let attended = zeros(1)?;
+        drop(projected);
+        let wide = zeros(4)?;
+        hidden = zeros(1)?;
+        drop((attended, wide));
+    }
+    let mut logits = memory.alloc::<u8>(hidden.len() / 8, stream)?;
+    logits.copy_from(&hidden.slice(..logits.len()), stream)?;
+    Ok(logits)
+}
+
+/// One graph of several streams: in each operation one of them uses a block of the first, which waits for
+/// that before the next.
+fn forking(memory: &Allocator, stream: &Stream, streams: usize, operations: usize) -> Result<Captured, Error> {
+    let device = memory.device();
+    let sides = (1..streams).map(|_| device.stream()).collect::<Result<Vec<_>, _>>()?;
+    let (fork, join) = (device.create_event(false)?, device.create_event(false)?);
+    let (before, start) = (device.driver_calls(), Instant::now());
+    let graph = memory.graph(stream, |stream| {
+        for side in (0..operations).map(|operation| &sides[operation % sides.len()]) {
+            let mut block = memory.alloc_zeros::<u8>(BLOCK_BYTES as usize, stream)?;
+            fork.record(stream)?;
+            side.wait_event(&fork)?;
+            block.fill(1, side)?;
+            join.record(side)?;
+            stream.wait_event(&join)?;
+        }
+        memory.alloc_zeros::<u8>(1, stream)
+    })?;
+    Ok(Captured { graphs: vec![graph], took: start.elapsed(), calls: device.driver_calls().since(&before).total() })
+}
