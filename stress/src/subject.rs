@@ -131,6 +131,7 @@ impl From<Error> for Refused {
     fn from(error: Error) -> Refused {
         match error {
             Error::Alloc(error) => error.into(),
+            Error::Device(error) => AllocError::from(error).into(),
             error => Refused::Failed(Box::new(error.into())),
         }
     }

@@ -34,7 +34,7 @@ const OWN: [&str; 10] = [
 /// among them: they are those of this project's allocator.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// Segments grow by pages: see [`Expandable`](super::Expandable).
+    /// Segments grow by pages: see `pages.rs`.
     pub expandable_segments: bool,
     /// Bytes of the segments that requests from 1 to 10 MiB share.
     pub(super) large_segment: u64,
@@ -159,7 +159,11 @@ impl Options {
     #[inline]
     pub(super) fn splits(&self, block: u64, size: u64) -> bool {
         let rest = block - size;
-        if size <= SMALL_MAX { rest >= UNIT } else { size < self.max_split && rest > SMALL_MAX }
+        if size <= SMALL_MAX || self.expandable_segments {
+            rest >= UNIT
+        } else {
+            size < self.max_split && rest > SMALL_MAX
+        }
     }
 
     /// Whether the smallest free block that is large enough may serve a request.
