@@ -96,7 +96,6 @@ pub trait Measured: Subject + Sized {
 #[expect(missing_docs, reason = "named by the type")]
 pub struct Refusal {
     pub bytes: u64,
-    pub stream: u16,
     /// This project's allocator reports on it.
     pub report: Option<Box<OomReport>>,
 }
