@@ -565,9 +565,11 @@ impl FromStr for ConfigArg {
 
     fn from_str(text: &str) -> Result<ConfigArg, Self::Err> {
         let text = text.trim();
-        let model = Options::parse_model(text)?;
-        let config = model.as_ref().map_or(text, |(_, others)| others).parse()?;
-        Ok(ConfigArg { text: text.to_owned(), config, pytorch: model.map(|(options, _)| options), is_trial: false })
+        let (pytorch, config) = match Options::parse_model(text)? {
+            Some((options, config)) => (Some(options), config),
+            None => (None, text.parse()?),
+        };
+        Ok(ConfigArg { text: text.to_owned(), config, pytorch, is_trial: false })
     }
 }
 

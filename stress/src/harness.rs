@@ -97,8 +97,8 @@ impl<'a, S: Subject> Player<'a, S> {
             ooms += 1;
             match refused {
                 Refused::OutOfMemory(report) => {
-                    if let Event::Alloc { bytes, stream, .. } = *event {
-                        subject.refused(Refusal { bytes, stream, report });
+                    if let Event::Alloc { bytes, .. } = *event {
+                        subject.refused(Refusal { bytes, report });
                     }
                     if on_oom == OnOom::Stop {
                         break;

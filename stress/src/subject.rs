@@ -96,7 +96,6 @@ pub trait Measured: Subject + Sized {
 #[expect(missing_docs, reason = "named by the type")]
 pub struct Refusal {
     pub bytes: u64,
-    pub stream: u16,
     /// This project's allocator reports on it.
     pub report: Option<Box<OomReport>>,
 }
@@ -131,6 +130,7 @@ impl From<Error> for Refused {
     fn from(error: Error) -> Refused {
         match error {
             Error::Alloc(error) => error.into(),
+            Error::Device(error) => AllocError::from(error).into(),
             error => Refused::Failed(Box::new(error.into())),
         }
     }

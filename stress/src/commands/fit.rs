@@ -14,7 +14,7 @@ use crate::commands::{all_programs, options, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
-use crate::pytorch::{Expandable, Native};
+use crate::pytorch::PyTorch;
 use crate::session::Session;
 use crate::subject::{Aquifer, Measured};
 use crate::table::{Column, number, table};
@@ -281,8 +281,7 @@ pub(super) fn attempt(session: &Session, job: &Job<'_>, bytes: u64) -> Result<Op
     let (device, config) = session.sized(bytes, &job.config.clone().trial())?;
     match &config.pytorch {
         None => attempt_on::<Aquifer>(session, job, &device, &config),
-        Some(options) if options.expandable_segments => attempt_on::<Expandable>(session, job, &device, &config),
-        Some(_) => attempt_on::<Native>(session, job, &device, &config),
+        Some(_) => attempt_on::<PyTorch>(session, job, &device, &config),
     }
 }
 

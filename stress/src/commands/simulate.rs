@@ -109,5 +109,9 @@ fn run_seeds(session: &Session, args: &SimulateArgs, seeds: Range<u64>) -> Row {
 fn report(session: &Session, seed: u64, failure: Failed) {
     session.message(format_args!("seed {seed} fails: {}\n  aquifer-stress simulate --replay {seed}", failure.what));
     let (plan, failure) = simulate::shrink(Plan::of_seed(seed), failure);
-    session.message(format_args!("made smaller, to {}: {}\n{plan}", plural(plan.len() as u64, "step"), failure.what));
+    session.message(format_args!(
+        "made smaller, to {}: {}\n{plan}",
+        plural(plan.step_count() as u64, "step"),
+        failure.what
+    ));
 }

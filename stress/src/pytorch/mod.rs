@@ -1,16 +1,15 @@
 //! Models of PyTorch's CUDA allocators, for comparison: which blocks they hand out, what they hold,
 //! and when they run out of memory. They make the same driver calls.
 //!
-//! [`Native`] is the default allocator, and [`Expandable`] the one with expandable segments. Both
-//! are plain data structures for one thread, and know nothing of this project's allocator.
+//! [`PyTorch`] is a plain data structure for one thread, and knows nothing of this project's allocator.
 
-mod expandable;
 mod index;
-mod native;
+mod model;
 mod options;
+mod pages;
+mod segments;
 
-pub use expandable::Expandable;
-pub use native::Native;
+pub use model::PyTorch;
 pub use options::Options;
 
 use aquifer::device::DeviceError;

@@ -1,5 +1,8 @@
 //! The options of PyTorch's allocator, and the size rules that follow from them.
 
+use aquifer::memory::Config;
+use aquifer_allocator::config::{Backing, IgnoredOption};
+
 use super::{SMALL_MAX, SMALL_SEGMENT, UNIT};
 
 /// The smallest request with a segment of its own. Those between [`SMALL_MAX`] and this share
@@ -34,7 +37,7 @@ const OWN: [&str; 10] = [
 /// among them: they are those of this project's allocator.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// Segments grow by pages: see [`Expandable`](super::Expandable).
+    /// Segments grow by pages: see `pages.rs`.
     pub expandable_segments: bool,
     /// Bytes of the segments that requests from 1 to 10 MiB share.
     pub(super) large_segment: u64,
@@ -68,12 +71,12 @@ impl Default for Options {
 impl Options {
     /// Reads options that ask for a model with `backing:pytorch`, or with `backing:expandable`, which
     /// adds `expandable_segments:True`; `None` if they do not. The others are as in
-    /// `PYTORCH_ALLOC_CONF`. Also returns those of them that this project's allocator reads: limits,
-    /// and options that change nothing here.
+    /// `PYTORCH_ALLOC_CONF`. Also returns the configuration of this project's allocator that they
+    /// give, of which the limits count.
     ///
     /// # Errors
     /// When an option is not PyTorch's, or has no such value.
-    pub fn parse_model(text: &str) -> Result<Option<(Options, String)>, String> {
+    pub fn parse_model(text: &str) -> Result<Option<(Options, Config)>, String> {
         let model = |pair| match named(pair) {
             ("backing", "pytorch") => Some(""),
             ("backing", "expandable") => Some("expandable_segments:True"),
@@ -82,30 +85,28 @@ impl Options {
         if !pairs(text).any(|pair| model(pair).is_some()) {
             return Ok(None);
         }
-        let options: Vec<&str> = pairs(text).map(|pair| model(pair).unwrap_or(pair)).collect();
+        let options = pairs(text).map(|pair| model(pair).unwrap_or(pair)).filter(|pair| !pair.is_empty());
+        let options: Vec<&str> = options.collect();
         Options::parse(&options.join(",")).map(Some)
     }
 
-    fn parse(text: &str) -> Result<(Options, String), String> {
-        let mut options = Options::default();
-        let (mut rest, mut rounding) = (Vec::new(), None);
-        for pair in pairs(text) {
-            let (name, value) = named(pair);
-            let bad = || format!("invalid value for {name}: {value:?}");
-            let mib = || whole(value).and_then(|mib| mib.checked_mul(MIB)).ok_or_else(bad);
-            match name {
-                "expandable_segments" => options.expandable_segments = flag(value).ok_or_else(bad)?,
-                "large_segment_size_mb" => options.large_segment = mib()?,
-                "max_split_size_mb" => options.max_split = mib()?,
-                "max_non_split_rounding_mb" => rounding = Some(mib()?),
-                "garbage_collection_threshold" => {
-                    let threshold = value.parse().ok().filter(|&share: &f64| share > 0.0 && share < 1.0);
-                    options.gc_threshold = threshold.ok_or_else(bad)?;
-                }
-                "roundup_power2_divisions" => options.divisions = divisions(value).ok_or_else(bad)?,
-                "throw_on_cudamalloc_oom" => options.throws_at_limit = flag(value).ok_or_else(bad)?,
-                own if OWN.contains(&own) => return Err(format!("{own} is not an option of PyTorch's allocator")),
-                _ => rest.push(pair),
+    fn parse(text: &str) -> Result<(Options, Config), String> {
+        if let Some((own, _)) = pairs(text).map(named).find(|(name, _)| OWN.contains(name)) {
+            return Err(format!("{own} is not an option of PyTorch's allocator"));
+        }
+        let config = Config::parse(text).map_err(|error| error.to_string())?;
+        let mut options = Options { throws_at_limit: config.fail_fast, ..Options::default() };
+        let mut rounding = None;
+        for IgnoredOption { key, value, .. } in config.ignored(Backing::Paged) {
+            let mib = || value.parse::<u64>().map_or(u64::MAX, |mib| mib.saturating_mul(MIB));
+            match key {
+                "expandable_segments" => options.expandable_segments = true,
+                "large_segment_size_mb" => options.large_segment = mib(),
+                "max_split_size_mb" => options.max_split = mib(),
+                "max_non_split_rounding_mb" => rounding = Some(mib()),
+                "garbage_collection_threshold" => options.gc_threshold = value.parse().unwrap_or(0.0),
+                "roundup_power2_divisions" => options.divisions = divisions(&value),
+                _ => {}
             }
         }
         let least = options.large_segment;
@@ -122,7 +123,7 @@ impl Options {
         if options.expandable_segments && options != (Options { expandable_segments: true, ..Options::default() }) {
             return Err("expandable segments are reproduced without other options".to_owned());
         }
-        Ok((options, rest.join(",")))
+        Ok((options, config))
     }
 
     /// The size of the block for a request; `None` if it is refused whatever the device has.
@@ -159,7 +160,11 @@ impl Options {
     #[inline]
     pub(super) fn splits(&self, block: u64, size: u64) -> bool {
         let rest = block - size;
-        if size <= SMALL_MAX { rest >= UNIT } else { size < self.max_split && rest > SMALL_MAX }
+        if size <= SMALL_MAX || self.expandable_segments {
+            rest >= UNIT
+        } else {
+            size < self.max_split && rest > SMALL_MAX
+        }
     }
 
     /// Whether the smallest free block that is large enough may serve a request.
@@ -184,37 +189,25 @@ fn named(pair: &str) -> (&str, &str) {
     pair.split_once(':').map_or((pair, ""), |(name, value)| (name.trim(), value.trim()))
 }
 
-fn whole(text: &str) -> Option<u64> {
-    text.parse().ok().filter(|_| text.bytes().all(|byte| byte.is_ascii_digit()))
-}
-
-fn flag(text: &str) -> Option<bool> {
-    ["False", "True"].iter().position(|word| *word == text).map(|value| value == 1)
-}
-
 /// One number for all intervals, or a list such as `[256:1,512:2,>:4]`. The first entry of a list
 /// also holds for smaller sizes, and `>` for all sizes above the entry before it.
-fn divisions(text: &str) -> Option<[u64; INTERVALS]> {
-    let of = |text: &str| whole(text.trim()).filter(|&n| n == 0 || n.is_power_of_two());
+fn divisions(text: &str) -> [u64; INTERVALS] {
+    let number = |text: &str| text.parse().unwrap_or(0);
     let Some(list) = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')) else {
-        return Some([of(text)?; INTERVALS]);
+        return [number(text); INTERVALS];
     };
-    let (mut all, mut last, mut is_first) = ([0; INTERVALS], 0, true);
-    for entry in list.split(',') {
-        let (size, value) = entry.split_once(':')?;
-        let value = of(value)?;
-        if size.trim() == ">" {
-            all[last + 1..].fill(value);
+    let (mut all, mut last) = ([0; INTERVALS], None);
+    for (size, value) in list.split(',').map(named) {
+        if size == ">" {
+            all[last.map_or(1, |last: usize| last + 1)..].fill(number(value));
             continue;
         }
-        let interval = whole(size.trim()).filter(|size| size.is_power_of_two())?.ilog2() as usize;
-        last = interval.min(INTERVALS - 1);
-        if std::mem::take(&mut is_first) {
-            all[..last].fill(value);
-        }
-        all[last] = value;
+        let interval = (number(size).max(1).ilog2() as usize).min(INTERVALS - 1);
+        let from = if last.is_none() { 0 } else { interval };
+        all[from..=interval].fill(number(value));
+        last = Some(interval);
     }
-    Some(all)
+    all
 }
 
 #[cfg(test)]
@@ -277,7 +270,7 @@ mod tests {
         assert_eq!(Options::parse_model("max_split_size_mb:40,limit_mb:9"), Ok(None));
         let (model, others) =
             Options::parse_model(" backing : pytorch , limit_mb:9,pinned_free_catch_all:True").unwrap().unwrap();
-        assert_eq!((model, &*others), (Options::default(), "limit_mb:9,pinned_free_catch_all:True"));
+        assert_eq!((model, others), (Options::default(), "limit_mb:9,pinned_free_catch_all:True".parse().unwrap()));
         let (model, _) = Options::parse_model("backing:expandable").unwrap().unwrap();
         assert!(model.expandable_segments);
         for odd in [

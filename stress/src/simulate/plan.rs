@@ -221,13 +221,8 @@ impl Plan {
     }
 
     /// How many steps it has.
-    pub fn len(&self) -> usize {
+    pub fn step_count(&self) -> usize {
         self.threads.iter().map(Vec::len).sum()
-    }
-
-    /// True if it has no steps.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 
     /// The plan without some steps of one thread.

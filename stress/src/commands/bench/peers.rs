@@ -19,7 +19,7 @@ use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player, Times};
 use crate::input::Program;
 use crate::patterns;
-use crate::pytorch::{Expandable, Native};
+use crate::pytorch::PyTorch;
 use crate::session::Session;
 use crate::subject::{Aquifer, Measured, Refusal, Refused, Subject};
 use crate::table::{Column, Table, number, optional, table};
@@ -166,13 +166,10 @@ fn measure(session: &Session, config: &ConfigArg, one: &Benchmark, peer: Peer) -
     let job = Job { session, one };
     let row = match peer {
         Peer::Aquifer => job.measure(|lab, streams| Aquifer::new(session, &lab.device, config, streams))?,
-        Peer::PyTorch => {
-            let config = parsed("backing:pytorch")?;
-            job.measure(|lab, streams| Native::new(session, &lab.device, &config, streams))?
-        }
-        Peer::Expandable => {
-            let config = parsed("backing:expandable")?;
-            job.measure(|lab, streams| Expandable::new(session, &lab.device, &config, streams))?
+        Peer::PyTorch | Peer::Expandable => {
+            let backing = if peer == Peer::PyTorch { "backing:pytorch" } else { "backing:expandable" };
+            let config = parsed(backing)?;
+            job.measure(|lab, streams| PyTorch::new(session, &lab.device, &config, streams))?
         }
         Peer::DriverPool => job.measure(|lab, streams| DriverPool::new(lab.device.clone(), streams))?,
         Peer::Bare => job.measure(|lab, _| Ok(Bare::new(lab.device.clone())))?,

@@ -19,7 +19,7 @@ use crate::input::Program;
 use crate::lag_bound::lag_bound;
 use crate::map::Style;
 use crate::observe::{Costs, FirstRefusal, Observed, Spent};
-use crate::pytorch::{Expandable, Native};
+use crate::pytorch::PyTorch;
 use crate::session::Session;
 use crate::subject::{Aquifer, Measured};
 use crate::table::{Column, Table, number, optional, table};
@@ -162,10 +162,7 @@ fn larger(
     let config = &config.clone().trial();
     let play = |bytes| match &config.pytorch {
         None => all_passes::<Aquifer>(session, bytes, program, config, passes),
-        Some(options) if options.expandable_segments => {
-            all_passes::<Expandable>(session, bytes, program, config, passes)
-        }
-        Some(_) => all_passes::<Native>(session, bytes, program, config, passes),
+        Some(_) => all_passes::<PyTorch>(session, bytes, program, config, passes),
     };
     let default = session.device_text();
     let mut bytes = play(CAPACITY_BYTES_MAX)?.unwrap_or(CAPACITY_BYTES_MAX);
@@ -233,10 +230,7 @@ pub(super) fn replay(
     let bar = session.progress(2 * u64::from(passes.repeat), name);
     let (times, observed) = match &config.pytorch {
         None => measure::<Aquifer>(session, name, program, config, passes, beside, &bar)?,
-        Some(options) if options.expandable_segments => {
-            measure::<Expandable>(session, name, program, config, passes, beside, &bar)?
-        }
-        Some(_) => measure::<Native>(session, name, program, config, passes, beside, &bar)?,
+        Some(_) => measure::<PyTorch>(session, name, program, config, passes, beside, &bar)?,
     };
     bar.finish_and_clear();
     let Observations { costs, stats, ooms, warm_ooms, hazards, first_refusal } = observed;

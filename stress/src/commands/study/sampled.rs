@@ -10,7 +10,7 @@ use crate::input::Program;
 use crate::map::{Figures, Map};
 use crate::observe::{FirstRefusal, Observed};
 use crate::profile::{Buckets, Range};
-use crate::pytorch::{Expandable, Native};
+use crate::pytorch::PyTorch;
 use crate::session::Session;
 use crate::subject::{Aquifer, Measured, Refusal, Refused, Subject};
 
@@ -125,10 +125,7 @@ pub fn sample(
 ) -> Result<Sampled, Failure> {
     match &config.pytorch {
         None => sample_on::<Aquifer>(session, program, config, buckets, moments),
-        Some(options) if options.expandable_segments => {
-            sample_on::<Expandable>(session, program, config, buckets, moments)
-        }
-        Some(_) => sample_on::<Native>(session, program, config, buckets, moments),
+        Some(_) => sample_on::<PyTorch>(session, program, config, buckets, moments),
     }
 }
 
