@@ -25,14 +25,14 @@ pub(super) struct Param {
 ///
 /// ```
 /// use aquifer::prelude::*;
-/// use aquifer::tensor::{ParamSet, Place};
+/// use aquifer::tensor::ParamSet;
 /// let memory = Allocator::of(&aquifer::open("sim:24GiB")?)?;
 ///
 /// let mut model = ParamSet::new();
 /// model.insert("linear.weight", Tensor::from_vec(vec![1.0f32; 6], &[2, 3])?)?;
 /// model.insert("linear.bias", Tensor::from_vec(vec![0.0f32; 2], &[2])?)?;
 /// model.move_blocking(&memory)?; // all or none
-/// assert!(model.strays(&memory).is_empty());
+/// assert!(model.check_all_on(&memory).is_ok());
 ///
 /// model.insert("head.weight", Tensor::from_vec(vec![1.0f32; 2], &[2])?)?;
 /// let error = model.check_all_on(&memory).unwrap_err().to_string();

@@ -15,7 +15,7 @@ mod endpoints;
 mod pending;
 
 pub use aquifer_transfer::{
-    Counters, DirectIo, Direction, FileReport, HostMemoryStats, PinnedConfig, Region, Route, StagingConfig,
+    Counters, DirectIo, Direction, FileReport, HostMemoryStats, InRegion, PinnedConfig, Region, Route, StagingConfig,
     StagingStats, Timer, Timing, TransferConfig, TransferError,
 };
 
