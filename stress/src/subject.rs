@@ -130,7 +130,9 @@ impl From<Error> for Refused {
     fn from(error: Error) -> Refused {
         match error {
             Error::Alloc(error) => error.into(),
-            Error::Device(error) => AllocError::from(error).into(),
+            // The allocator's own errors of these kinds.
+            Error::Device(error) => AllocError::Device(error).into(),
+            Error::Request(error) => AllocError::Request(error).into(),
             error => Refused::Failed(Box::new(error.into())),
         }
     }

@@ -70,6 +70,9 @@ pub(crate) fn run(what: &'static str, code: impl FnOnce() + Send + 'static) {
 
 /// Calls code that may panic, and returns the panic as an error. Values that the code leaves behind
 /// may be inconsistent: callers must not read them after an error.
+///
+/// # Errors
+/// Those of the call, and [`TransferError::Panicked`].
 pub fn guarded<R, E: From<TransferError>>(what: &'static str, call: impl FnOnce() -> Result<R, E>) -> Result<R, E> {
     catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| {
         let error = TransferError::panicked(what, panic.as_ref());

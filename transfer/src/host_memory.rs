@@ -14,12 +14,18 @@ use bytemuck::{Pod, Zeroable};
 use crate::error::TransferError;
 
 /// The number of elements of `size` bytes as a length on the host.
+///
+/// # Errors
+/// [`RequestError::LengthOverflow`] where their bytes are more than there are addresses for.
 pub fn len_of(len: u64, size: u64) -> Result<usize, TransferError> {
     let elements = usize::try_from(len).map_err(|_| RequestError::LengthOverflow { len, size })?;
     bytes_of(elements, size).map(|_bytes| elements)
 }
 
 /// The bytes of `len` elements of `size` bytes on the host.
+///
+/// # Errors
+/// As [`len_of`].
 pub fn bytes_of(len: usize, size: u64) -> Result<usize, TransferError> {
     let bytes = usize::try_from(size).ok().and_then(|size| len.checked_mul(size));
     let addressable = bytes.filter(|&bytes| isize::try_from(bytes).is_ok());
@@ -27,12 +33,21 @@ pub fn bytes_of(len: usize, size: u64) -> Result<usize, TransferError> {
 }
 
 /// `len` elements with all bits 0.
+///
+/// # Errors
+/// [`TransferError::OutOfHostMemory`].
 pub fn zeroed<T: Zeroable>(len: usize) -> Result<Vec<T>, TransferError> {
     let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
     bytemuck::allocation::try_zeroed_vec(len).map_err(|()| out_of_host_memory(bytes))
 }
 
 /// A copy of the first `len` elements in bytes of any alignment. Elements may have no bytes.
+///
+/// # Errors
+/// [`TransferError::OutOfHostMemory`].
+///
+/// # Panics
+/// If the elements are more bytes.
 pub fn copied<T: Pod>(bytes: &[u8], len: usize) -> Result<Vec<T>, TransferError> {
     let mut elements = zeroed::<T>(len)?;
     let to: &mut [u8] = bytemuck::cast_slice_mut(&mut elements);

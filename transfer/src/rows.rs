@@ -111,6 +111,7 @@ impl<const N: usize> Rows<N> {
     }
 
     /// The number of elements.
+    #[allow(clippy::len_without_is_empty, reason = "a number of elements, as that of their places")]
     pub fn len(&self) -> u64 {
         self.outer.iter().map(|dimension| dimension.extent).product::<u64>() * self.height * self.width
     }
@@ -133,6 +134,9 @@ impl<const N: usize> Rows<N> {
     }
 
     /// Calls `visit` with the blocks of a range of elements, in the order of their numbers.
+    ///
+    /// # Errors
+    /// That of `visit`, which ends the iteration.
     pub fn blocks<E>(&self, range: Range<u64>, mut visit: impl FnMut(RowBlock<N>) -> Result<(), E>) -> Result<(), E> {
         let mut next = range.start;
         while next < range.end {

@@ -16,6 +16,9 @@ pub trait HostSource: Send + Sync {
 
     /// Reads the bytes from `offset` on, all of `into`. Called by several threads at a time, for
     /// parts that do not overlap.
+    ///
+    /// # Errors
+    /// Those of the source, which fail its transfer.
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError>;
 
     /// The offset of its first byte within a page, so that pieces can end at page boundaries.
