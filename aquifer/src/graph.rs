@@ -132,6 +132,7 @@ impl Allocator {
     ) -> Result<Graph<R>, Error> {
         let (outlived, pass_bytes) = self.warm_up(stream, &mut work)?;
         let pass = Pass::again(self, &outlived, stream)?;
+        let before = self.held_otherwise()?;
         let capture = stream.begin_capture()?;
         let (uses, host) = (GraphUses::collect(self, stream)?, HostUses::collect(stream));
         let route = self.capture(stream, pool)?;
@@ -142,7 +143,63 @@ impl Allocator {
         }
         let graph = capture.end()?;
         drop(route);
+        uses.note_driver_bytes(self.held_otherwise()?.saturating_sub(before));
         Ok(Graph { output, graph, uses, host, memory: self.clone(), pass_bytes })
+    }
+
+    /// Does the work of a graph once, as the warm-up of [`Allocator::graph`] does, and returns what the
+    /// graph will need: to size the rest of memory, such as a cache, before anything is captured.
+    ///
+    /// ```
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+    /// let step = |batch: usize| {
+    ///     let memory = memory.clone();
+    ///     move |stream: &Stream| memory.alloc_zeros::<f32>(batch << 20, stream)?.sum(stream)
+    /// };
+    /// // Both share a pool, and the larger one is planned first.
+    /// let plan = memory.plan_graph(&stream, step(64))?.sharing(memory.plan_graph(&stream, step(8))?);
+    /// let mut cache = memory.growable(memory.available_after(&plan)?, &stream)?;
+    /// cache.grow_to(cache.capacity() / 64, &stream)?;
+    /// let pool = memory.create_pool(Default::default())?;
+    /// let graphs = [memory.graph_in(&pool, &stream, step(64))?, memory.graph_in(&pool, &stream, step(8))?];
+    /// # drop(graphs);
+    /// # Ok::<(), aquifer::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As the first call of the work in [`Allocator::graph`].
+    pub fn plan_graph<R>(
+        &self,
+        stream: &Stream,
+        mut work: impl FnMut(&Stream) -> Result<R, Error>,
+    ) -> Result<GraphPlan, Error> {
+        let (outlived, bytes) = self.warm_up(stream, &mut work)?;
+        let output_bytes = outlived.bytes();
+        Ok(GraphPlan { pool_bytes: bytes.saturating_sub(output_bytes), output_bytes })
+    }
+
+    /// Bytes that can still be allocated, in all, once the planned graphs are captured: what the device
+    /// has free, within limit and headroom, and what is cached here. What the driver takes for graphs is
+    /// not known before ([`Attribution::graphs`](crate::memory::Attribution::graphs)).
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn available_after(&self, plan: &GraphPlan) -> Result<u64, Error> {
+        let free = self.device().memory_info()?.free.saturating_sub(self.config().headroom);
+        let allowed = self.limit().map_or(u64::MAX, |limit| limit.saturating_sub(self.memory_reserved()));
+        let segments = self.snapshot().segments;
+        let spare = self.memory_reserved().saturating_sub(segments.iter().map(|segment| segment.total_size).sum());
+        let default = segments.iter().filter(|segment| segment.segment_pool_id == (0, 0));
+        let cached: u64 = default.map(|segment| segment.total_size.saturating_sub(segment.active_size)).sum();
+        Ok((free.min(allowed) + spare + cached).saturating_sub(plan.bytes()))
+    }
+
+    /// Bytes of the device that this allocator does not hold.
+    fn held_otherwise(&self) -> Result<u64, Error> {
+        let memory = self.device().memory_info()?;
+        Ok(memory.total.saturating_sub(memory.free).saturating_sub(self.memory_reserved()))
     }
 
     /// Does the work once, and gives the memory that it needed back to the device, so that the
@@ -167,6 +224,32 @@ impl Allocator {
         stream.synchronize()?;
         let bytes = self.reserved_by_private_pools().get(&pool.id()).copied();
         Ok((outlived, bytes.unwrap_or(0)))
+    }
+}
+
+/// What graphs will need, as [`Allocator::plan_graph`] found out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GraphPlan {
+    /// Bytes of the pool of the graphs.
+    pub pool_bytes: u64,
+    /// Bytes of their outputs.
+    pub output_bytes: u64,
+}
+
+impl GraphPlan {
+    /// The plan of both, in one pool: as large as the larger one needs.
+    #[must_use]
+    pub fn sharing(self, other: GraphPlan) -> GraphPlan {
+        GraphPlan {
+            pool_bytes: self.pool_bytes.max(other.pool_bytes),
+            output_bytes: self.output_bytes.saturating_add(other.output_bytes),
+        }
+    }
+
+    /// All of it.
+    pub fn bytes(&self) -> u64 {
+        self.pool_bytes.saturating_add(self.output_bytes)
     }
 }
 

@@ -8,6 +8,7 @@ use crate::accounting::attribution::{Attribution, used};
 use crate::allocator::{Allocator, all_states};
 use crate::core::limits::Holding;
 use crate::error::AllocError;
+use crate::storage::graph_uses::driver_bytes_of_graphs;
 
 /// Attributes the device's memory to its holders. The caller holds no lock. An answer about the
 /// processes of a GPU serves for `max_age`; without `max_age`, processes stay unknown.
@@ -43,6 +44,7 @@ pub(crate) fn attribute(allocator: &Allocator, max_age: Option<Duration>) -> Res
     let rest = rest_of_process.unwrap_or(0);
     let attributed = other_processes.iter().fold(ours.saturating_add(rest), |sum, one| sum.saturating_add(one.bytes));
 
+    let unattributed = used(memory).saturating_sub(attributed);
     let mut outside = allocator.outside().lock();
     let grown = used(memory).saturating_sub(most).saturating_sub(outside.at_open);
     outside.growth = outside.growth.max(grown);
@@ -57,8 +59,9 @@ pub(crate) fn attribute(allocator: &Allocator, max_age: Option<Duration>) -> Res
         reserved,
         other_allocators: ours.saturating_sub(reserved),
         rest_of_process,
+        graphs: driver_bytes_of_graphs(device.id()).min(rest_of_process.unwrap_or(unattributed)),
         other_processes,
-        unattributed: used(memory).saturating_sub(attributed),
+        unattributed,
         driver,
         outside_at_open: outside.at_open,
         suggested_headroom: outside.growth_of_process.unwrap_or(outside.growth),

@@ -41,6 +41,10 @@ pub struct Attribution {
     /// Bytes that this process holds otherwise: contexts, modules, memory of libraries. `None`
     /// where unknown ([`aquifer_device::Device::memory_users`]).
     pub rest_of_process: Option<u64>,
+    /// Bytes of these that the driver took for the graphs of `aquifer::Allocator::graph` that exist:
+    /// an estimate, the difference in free memory over their instantiations. Of `unattributed` where
+    /// `rest_of_process` is unknown.
+    pub graphs: u64,
     /// Other processes, by descending bytes. Empty where `rest_of_process` is unknown.
     pub other_processes: Vec<ProcessMemory>,
     /// Bytes in use that no known holder accounts for.
@@ -76,15 +80,21 @@ impl Attribution {
         let (listed, more) = self.other_processes.split_at(listed);
         let mut all = vec![
             ("other allocators of this process".to_owned(), self.other_allocators),
-            ("the rest of this process (context, modules, libraries)".to_owned(), self.rest_of_process.unwrap_or(0)),
+            ("the driver for graphs (estimated)".to_owned(), self.graphs),
+            (
+                "the rest of this process (context, modules, libraries)".to_owned(),
+                self.rest_of_process.map_or(0, |rest| rest.saturating_sub(self.graphs)),
+            ),
         ];
         let name = |pid: Option<u32>| pid.map_or("another process".to_owned(), |pid| format!("process {pid}"));
         all.extend(listed.iter().map(|one| (name(one.pid), one.bytes)));
         all.push((format!("{} more processes", more.len()), more.iter().map(|one| one.bytes).sum()));
         all.retain(|(_, bytes)| *bytes > 0);
-        if self.unattributed > 0 {
+        let of_graphs = if self.rest_of_process.is_none() { self.graphs } else { 0 };
+        let unattributed = self.unattributed.saturating_sub(of_graphs);
+        if unattributed > 0 {
             let who = if all.is_empty() { "others than this allocator" } else { "others" };
-            all.push((who.to_owned(), self.unattributed));
+            all.push((who.to_owned(), unattributed));
         }
         all
     }
@@ -162,6 +172,7 @@ mod tests {
             reserved: 8 << 30,
             other_allocators: 0,
             rest_of_process: None,
+            graphs: 0,
             other_processes: Vec::new(),
             unattributed: 15 << 30,
             driver: None,
@@ -176,6 +187,18 @@ mod tests {
         let expected = "24.00 GiB in total, 1.00 GiB free. 8.00 GiB is held by this allocator, 15.00 GiB by others \
                         than this allocator.";
         assert_eq!(text, expected);
+    }
+
+    #[test]
+    fn graphs_are_named_as_a_part_of_the_process_or_of_what_is_not_known() {
+        let mut memory = attribution();
+        memory.graphs = 3 << 30;
+        let text = memory.to_string();
+        assert!(text.contains("3.00 GiB by the driver for graphs (estimated), 12.00 GiB by others."), "{text}");
+        (memory.rest_of_process, memory.unattributed) = (Some(4 << 30), 11 << 30);
+        let text = memory.to_string();
+        assert!(text.contains("3.00 GiB by the driver for graphs (estimated), 1.00 GiB by the rest"), "{text}");
+        assert!(text.contains("11.00 GiB by others."), "{text}");
     }
 
     #[test]

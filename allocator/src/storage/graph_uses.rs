@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::{Arc, Weak};
 
-use aquifer_device::fork::Mutex;
+use aquifer_device::fork::{self, Mutex};
 use aquifer_device::{AccessKind, Code, DeviceError, Operation, Stream};
 
 use crate::allocator::Allocator;
@@ -60,7 +60,19 @@ pub struct GraphUses {
     graph: u64,
     /// The allocator state that serves the capture.
     state: &'static AllocatorState,
+    device_id: u32,
     noted: Mutex<Noted>,
+    /// Bytes that the driver took for the graph.
+    driver_bytes: Mutex<u64>,
+}
+
+/// Bytes that drivers took for graphs, by identity of the device.
+static OF_DRIVERS: Mutex<BTreeMap<u32, u64>> = Mutex::new(BTreeMap::new());
+
+/// Bytes that the driver of a device took for graphs that exist, as [`GraphUses::note_driver_bytes`]
+/// was told.
+pub(crate) fn driver_bytes_of_graphs(device_id: u32) -> u64 {
+    OF_DRIVERS.lock().get(&device_id).copied().unwrap_or(0)
 }
 
 /// By address of the [`Storage`], which a handle keeps from being reused.
@@ -85,10 +97,26 @@ impl GraphUses {
                 .with_detail("the stream does not capture: begin the capture first")
                 .into());
         };
-        let uses = Arc::new(GraphUses { graph: launches.number(), state: allocator.state(), noted: Mutex::default() });
+        let uses = Arc::new(GraphUses {
+            graph: launches.number(),
+            state: allocator.state(),
+            device_id: stream.device_id(),
+            noted: Mutex::default(),
+            driver_bytes: Mutex::default(),
+        });
         let kept: Arc<dyn Any + Send + Sync> = uses.clone();
         launches.keep(&kept);
         Ok(uses)
+    }
+
+    /// Notes what the driver took for the graph while it was instantiated, for
+    /// [`Allocator::attribution`] and reports.
+    pub fn note_driver_bytes(&self, bytes: u64) {
+        let mut noted = self.driver_bytes.lock();
+        let mut all = OF_DRIVERS.lock();
+        let of_device = all.entry(self.device_id).or_default();
+        *of_device = of_device.saturating_sub(*noted).saturating_add(bytes);
+        *noted = bytes;
     }
 
     /// Notes those of the accesses that are captured, and takes them out.
@@ -158,5 +186,13 @@ impl GraphUses {
     pub fn keep_awake(&self) -> Result<impl Sized + use<>, AllocError> {
         let ranges: Vec<Range<u64>> = self.noted.lock().ranges.iter().map(|(&start, &end)| start..end).collect();
         KeptAwake::of_all(ranges.into_iter().map(|range| (self.state, range)))
+    }
+}
+
+impl Drop for GraphUses {
+    fn drop(&mut self) {
+        if !fork::is_child() && *self.driver_bytes.get_mut() > 0 {
+            self.note_driver_bytes(0);
+        }
     }
 }

@@ -34,7 +34,7 @@ use crate::state::AllocatorState;
 use crate::state::awake::KeptAwake;
 
 pub(crate) mod foreign;
-mod graph_uses;
+pub(crate) mod graph_uses;
 mod guard;
 pub(crate) mod held;
 mod pass;

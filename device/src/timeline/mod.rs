@@ -31,7 +31,8 @@
 //! * **T5** While a stream captures, or is part of a capture that it joined, ticks neither record
 //!   on it nor make it wait, and its clock does not change. Ticks that were open when the capture
 //!   began stay open unless they were covered. Waiting for an event recorded in a capture changes
-//!   no clock. This holds until the driver has ended the capture, or no call can end it any more.
+//!   only the clock that the stream has within the capture. This holds until the driver has ended
+//!   the capture, or no call can end it any more.
 //!
 //! Locks: a timeline's lock may be taken under the lock of a user's [`crate::Event`], and under
 //! those of orders of launches. Under it only leaf locks are taken: that of a capture's scope, and

@@ -1,6 +1,7 @@
 //! Private pools by number, for PyTorch's `MemPool` and for graphs.
 
 use std::any::Any;
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -58,6 +59,27 @@ pub(crate) fn end_captures(number: u64) -> Result<(), Failure> {
     let ended = std::mem::take(&mut *pool.captures.lock().unwrap_or_else(PoisonError::into_inner));
     drop(ended);
     Ok(())
+}
+
+thread_local! {
+    /// The captures for which this thread allocates from a pool, by stream, innermost last.
+    static GRAPHS: RefCell<Vec<(usize, Box<dyn Any>)>> = const { RefCell::new(Vec::new()) };
+}
+
+pub(crate) fn begin_graph(number: u64, stream: *mut c_void) -> Result<(), Failure> {
+    let Pool { gpu, pool, .. } = &*find(number)?;
+    let route = gpu.with_stream(stream, |stream| gpu.memory.capture(stream, pool))??;
+    GRAPHS.with_borrow_mut(|graphs| graphs.push((stream.addr(), Box::new(route))));
+    Ok(())
+}
+
+pub(crate) fn end_graph(stream: *mut c_void) -> Result<(), Failure> {
+    let ended = GRAPHS.with_borrow_mut(|graphs| {
+        let at = graphs.iter().rposition(|(of, _)| *of == stream.addr())?;
+        Some(graphs.remove(at))
+    });
+    // Dropped outside of the borrow, as it may call the driver.
+    ended.map(drop).ok_or_else(|| Failure::invalid("this thread began no graph on the stream"))
 }
 
 pub(crate) fn release(number: u64) -> Result<(), Failure> {

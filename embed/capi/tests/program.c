@@ -378,6 +378,20 @@ static void pools(void)
     fill(outside, 1 << 20, stream);
     torch_free(outside, 1 << 20, 0, stream);
     CHECK(graph_launch(launchable, stream) == 0 && stream_synchronize(stream) == 0);
+    /* The same for all allocations of the thread. */
+    CHECK(aquifer_graph_begin(pool, stream) == AQUIFER_DEVICE_ERROR && aquifer_graph_end(stream) == AQUIFER_INVALID);
+    CHECK(begin_capture(stream, 1) == 0 && aquifer_graph_begin(pool, stream) == AQUIFER_OK);
+    CHECK(aquifer_graph_begin(99999, stream) == AQUIFER_INVALID);
+    inside = torch_alloc(1 << 20, 0, stream);
+    CHECK(inside);
+    fill(inside, 1 << 20, stream);
+    torch_free(inside, 1 << 20, 0, stream);
+    CHECK(end_capture(stream, &graph) == 0 && aquifer_graph_end(stream) == AQUIFER_OK);
+    CHECK(instantiate(&launchable, graph, 0) == 0 && graph_launch(launchable, stream) == 0);
+    outside = torch_alloc(1 << 20, 0, stream);
+    CHECK(outside && outside != inside);
+    torch_free(outside, 1 << 20, 0, stream);
+    CHECK(graph_launch(launchable, stream) == 0 && stream_synchronize(stream) == 0);
     CHECK(aquifer_pool_release(pool) == AQUIFER_OK && aquifer_empty_cache(0) == AQUIFER_OK);
     CHECK(aquifer_memory_reserved(0) == 0);
 }
@@ -476,7 +490,7 @@ static void forked(void)
             aquifer_set_memory_fraction(0, 7), aquifer_reset_peak(0), aquifer_reset_accumulated(0), aquifer_save_snapshot(0, NULL),
             aquifer_save_snapshot(0, "x.txt"), aquifer_enable_peer_access(0, -1), aquifer_sleep(0, 99), aquifer_wake(0),
             aquifer_pool_sleep(pool, AQUIFER_SLEEP_ZERO), aquifer_pool_wake(99), aquifer_pool_end_captures(pool), aquifer_pool_release(pool),
-            aquifer_ort_bind(0, stream),
+            aquifer_ort_bind(0, stream), aquifer_graph_begin(pool, stream), aquifer_graph_end(stream),
         };
         for (size_t i = 0; i < sizeof statuses / sizeof *statuses; i++)
             CHECK(statuses[i] == AQUIFER_FORKED);
