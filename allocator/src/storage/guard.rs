@@ -102,7 +102,7 @@ impl<'a> AccessGuard<'a> {
     ///     streams[0].fill(from.ptr(), 7, from.bytes())?;
     /// }
     /// {
-    ///     let ends = [(&streams[0], from.storage(), Read), (&streams[1], to.storage(), Write)];
+    ///     let ends = [(&streams[0], &from, Read), (&streams[1], &to, Write)];
     ///     let _access = AccessGuard::of_streams(&ends)?;
     ///     streams[1].wait_for(&streams[0].tick())?;
     ///     streams[1].copy_from_peer(to.ptr(), &devices[0], from.ptr(), to.bytes())?;
