@@ -4,7 +4,9 @@
 //! Prompts join and leave at every step. The engine runs once with graphs and once without, and the
 //! tokens are equal. Its own kernels are host implementations, so it runs on a simulated GPU, which
 //! stops at any race.
-use std::collections::HashMap;
+#![expect(clippy::cast_possible_truncation, reason = "tokens, pages and lengths are small")]
+
+use std::collections::hash_map::{Entry, HashMap};
 use std::sync::Arc;
 
 use aquifer::buffer::Access;
@@ -32,19 +34,14 @@ const CACHE_STEP: u64 = 2 << 20;
 fn main() -> Result<(), Error> {
     let prompts = prompts(96);
     let (captured, graphs, growths) = Engine::new(true)?.run(&prompts)?;
-    let (plain, ..) = Engine::new(false)?.run(&prompts)?;
-    assert_eq!(captured, plain, "graphs change no token");
+    assert_eq!(captured, Engine::new(false)?.run(&prompts)?.0, "graphs change no token");
     let tokens: usize = captured.iter().map(Vec::len).sum();
     println!("{} sequences, {tokens} tokens, {graphs} captures, the cache grew {growths} times", captured.len());
     Ok(())
 }
 
-/// A prompt, when it arrives, and how many tokens it ends with.
-struct Prompt {
-    tokens: Vec<u32>,
-    step: usize,
-    end: usize,
-}
+/// A prompt, the step at which it arrives, and how many tokens it ends with.
+type Prompt = (Vec<u32>, usize, usize);
 
 fn random(state: &mut u64, below: usize) -> usize {
     *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -56,7 +53,7 @@ fn prompts(count: usize) -> Vec<Prompt> {
     let prompt = |_| {
         let len = 1 + random(&mut state, 16);
         let tokens = (0..len).map(|_| random(&mut state, VOCABULARY) as u32).collect();
-        Prompt { tokens, step: random(&mut state, 12), end: len + 1 + random(&mut state, 56) }
+        (tokens, random(&mut state, 12), len + 1 + random(&mut state, 56))
     };
     (0..count).map(prompt).collect()
 }
@@ -82,7 +79,7 @@ struct Engine {
     graphs: Option<Graphs>,
 }
 
-/// A graph for each size of batch. They share a pool, which is as large as the largest one needs.
+/// A graph for each size of batch, in one pool.
 struct Graphs {
     pool: PrivatePool,
     of_batch: HashMap<usize, Graph<Buffer<u32>>>,
@@ -152,10 +149,13 @@ impl Engine {
         let mut finished = vec![Vec::new(); prompts.len()];
         let (mut running, mut step): (Vec<Sequence>, usize) = (Vec::new(), 0);
         while finished.iter().any(Vec::is_empty) {
-            let arrived = prompts.iter().enumerate().filter(|(_, prompt)| prompt.step == step);
-            running.extend(arrived.map(|(number, prompt)| {
-                let (tokens, end) = (prompt.tokens.clone(), prompt.end);
-                Sequence { number, tokens, done: 0, end, pages: Vec::new() }
+            let arrived = prompts.iter().enumerate().filter(|(_, (_, at, _))| *at == step);
+            running.extend(arrived.map(|(number, (tokens, _, end))| Sequence {
+                number,
+                tokens: tokens.clone(),
+                done: 0,
+                end: *end,
+                pages: Vec::new(),
             }));
             let batch = running.len().min(BATCH_MAX);
             self.decode(&mut running[..batch])?;
@@ -170,7 +170,7 @@ impl Engine {
 
     /// Computes the next token of each sequence, and keeps it where the prompt has ended.
     fn decode(&mut self, sequences: &mut [Sequence]) -> Result<(), Error> {
-        let Some(batch) = (!sequences.is_empty()).then(|| sequences.len().next_power_of_two()) else { return Ok(()) };
+        let batch = sequences.len().next_power_of_two();
         let mut inputs = vec![0; batch * ROW];
         for (sequence, row) in sequences.iter_mut().zip(inputs.chunks_exact_mut(ROW)) {
             if sequence.done % PAGE == 0 {
@@ -209,12 +209,13 @@ impl Engine {
         let Some(Graphs { pool, of_batch, captured }) = graphs else {
             return model.step(on_device, cache, batch, stream)?.to_vec(stream);
         };
-        if !of_batch.contains_key(&batch) {
-            let graph = memory.graph_in(pool, stream, |stream| model.step(on_device, cache, batch, stream))?;
-            of_batch.insert(batch, graph);
-            *captured += 1;
-        }
-        let graph = &of_batch[&batch];
+        let graph = match of_batch.entry(batch) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => {
+                *captured += 1;
+                new.insert(memory.graph_in(pool, stream, |stream| model.step(on_device, cache, batch, stream))?)
+            }
+        };
         graph.launch(stream)?;
         graph.output().to_vec(stream)
     }

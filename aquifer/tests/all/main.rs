@@ -2,5 +2,6 @@
 
 mod edges;
 mod errors;
+mod graph_memory;
 mod graphs;
 mod unwind;

@@ -39,8 +39,11 @@ struct Captured {
     calls: u64,
 }
 
+/// The batch that is captured at a place, of so many.
+type Order = fn(u64, u64) -> u64;
+
 /// Orders in which batches are captured.
-const ORDERS: [(&str, fn(u64, u64) -> u64); 3] = [
+const ORDERS: [(&str, Order); 3] = [
     ("ascending", |place, _| place + 1),
     ("descending", |place, count| count - place),
     // 23 has no factor in common with the numbers of graphs.
@@ -51,7 +54,7 @@ const LAUNCHES: u32 = 20;
 /// Bytes of the largest activation of a batch of one.
 const ACTIVATION_BYTES: u64 = 1_200_000;
 /// Bytes of a block of a program of several streams.
-const BLOCK_BYTES: u64 = 168 << 10;
+const BLOCK_BYTES: usize = 168 << 10;
 
 /// Runs the command.
 ///
@@ -173,7 +176,7 @@ fn forking(memory: &Allocator, stream: &Stream, streams: usize, operations: usiz
     let (before, start) = (device.driver_calls(), Instant::now());
     let graph = memory.graph(stream, |stream| {
         for side in (0..operations).map(|operation| &sides[operation % sides.len()]) {
-            let mut block = memory.alloc_zeros::<u8>(BLOCK_BYTES as usize, stream)?;
+            let mut block = memory.alloc_zeros::<u8>(BLOCK_BYTES, stream)?;
             fork.record(stream)?;
             side.wait_event(&fork)?;
             block.fill(1, side)?;

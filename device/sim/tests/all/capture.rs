@@ -178,9 +178,7 @@ fn memory_that_a_graph_allocates_lives_from_launch_to_free() {
     }
     let again = driver.copy_graph(graph, true).unwrap();
     driver.destroy_graph(graph).unwrap();
-    for _ in 0..2 {
-        driver.launch_graph(again, stream).unwrap();
-    }
+    (0..2).for_each(|_| driver.launch_graph(again, stream).unwrap());
     assert_eq!(driver.violations(), []);
     driver.memset(freed, 7, MIB, stream).unwrap();
     assert_eq!(driver.take_violations()[0].kind, ViolationKind::UseAfterFree, "the graph freed it");
