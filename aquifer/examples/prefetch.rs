@@ -39,7 +39,7 @@ fn main() -> Result<()> {
 fn show(name: &str, transfer: &Transfer, compute: Duration, assert: bool) -> Result<()> {
     let (device, kernels) = (transfer.device(), transfer.allocator().kernels()?);
     let stream = device.stream()?;
-    // A loader with threads of its own has batches ready in page-locked memory.
+    // A loader with threads of its own has batches ready in pinned memory.
     let batches: Vec<Tensor> = (0..STEPS)
         .map(|_| Tensor::zeros(&[BATCH_BYTES], DType::U8, transfer.pinned()))
         .collect::<std::result::Result<_, _>>()?;

@@ -1,4 +1,4 @@
-//! The memory of a device: the allocator, with the page-locked memory, transfers and kernels that
+//! The memory of a device: the allocator, with the pinned memory, transfers and kernels that
 //! its buffers use.
 
 use std::fmt;
@@ -23,7 +23,7 @@ use crate::transfer::Transfer;
 /// The batches that [`Allocator::prefetch`] keeps ahead of their use.
 const AHEAD: usize = 2;
 
-/// The memory of one device. It allocates [`Buffer`]s and page-locked memory, and loads models.
+/// The memory of one device. It allocates [`Buffer`]s and pinned memory, and loads models.
 /// Cloning gives another handle of the same allocator.
 ///
 /// It derefs to the allocator below, which has statistics, limits, private pools, sleep, and
@@ -211,7 +211,7 @@ impl Allocator {
     /// still be in flight then: calls that use the buffer come after it.
     ///
     /// # Errors
-    /// When device memory or page-locked memory runs out, a stream of another device or that
+    /// When device memory or pinned memory runs out, a stream of another device or that
     /// captures, and errors of the driver.
     #[track_caller]
     pub fn from_slice<T: Pod + Send + Sync>(&self, values: &[T], stream: &Stream) -> Result<Buffer<T>, Error> {
@@ -292,16 +292,16 @@ impl Allocator {
         }
     }
 
-    /// Page-locked memory for `len` values of `T`, which copies of this device read and write
+    /// Pinned memory for `len` values of `T`, which copies of this device read and write
     /// without staging. Its contents are undefined.
     ///
     /// # Errors
-    /// When page-locked memory runs out, and errors of the driver.
+    /// When pinned memory runs out, and errors of the driver.
     pub fn pinned<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, Error> {
         PinnedPool::of(self.services.runtime()?.pinned()).alloc(len)
     }
 
-    /// Page-locked memory with a copy of `values`.
+    /// Pinned memory with a copy of `values`.
     ///
     /// # Errors
     /// As [`Allocator::pinned`].
@@ -342,7 +342,7 @@ impl Allocator {
     }
 
     /// The runtime that copies to and from this allocator's memory: for its settings, counters and
-    /// page-locked memory, for batches of copies, and for copies on streams of its own.
+    /// pinned memory, for batches of copies, and for copies on streams of its own.
     ///
     /// # Errors
     /// Errors of the driver, at the first call.

@@ -40,7 +40,7 @@ pub enum Error {
     /// A kernel was not launched.
     #[error(transparent)]
     Kernel(KernelError),
-    /// A transfer, or a request for page-locked memory or for a file, failed.
+    /// A transfer, or a request for pinned memory or for a file, failed.
     #[error(transparent)]
     Transfer(TransferError),
     /// The caller asked for bytes as values of another type, but their length or alignment does not
@@ -254,7 +254,7 @@ impl Error {
         }
     }
 
-    /// The error of a transfer or of page-locked memory, if it is one.
+    /// The error of a transfer or of pinned memory, if it is one.
     pub fn transfer(&self) -> Option<&TransferError> {
         match self {
             Error::Transfer(error) => Some(error),

@@ -21,13 +21,13 @@ use crate::transfer::{Pending, Source};
 /// enqueued on them before, on any stream, and later uses come after it. Launches of graphs that
 /// share a pool run one after the other.
 ///
-/// The graph keeps the buffers and the page-locked memory that its work used, whatever handles the
+/// The graph keeps the buffers and the pinned memory that its work used, whatever handles the
 /// program drops. Memory that the work allocated and dropped is used again by each launch. Memory
 /// that it returned is the [`output`](Graph::output): each launch writes it.
 ///
 /// A *parameter* is a buffer that the work reads. [`Graph::update`] uploads into it on the stream
 /// of the launch, after earlier launches, so that two launches in flight read their own values. A
-/// *result* is read back after the launch, on its stream, into page-locked memory of its own for
+/// *result* is read back after the launch, on its stream, into pinned memory of its own for
 /// each launch.
 ///
 /// ```
@@ -72,8 +72,8 @@ impl Allocator {
     /// streams is captured if `work` forks and joins them by events
     /// ([`Event`](crate::device::Event)).
     ///
-    /// In the capture, uploads read their source once and keep a page-locked copy in the graph;
-    /// from page-locked memory, each launch reads what that holds then. Downloads go to page-locked
+    /// In the capture, uploads read their source once and keep a pinned copy in the graph;
+    /// from pinned memory, each launch reads what that holds then. Downloads go to pinned
     /// memory only. Calls that wait, such as [`Buffer::to_vec`], are refused.
     ///
     /// ```

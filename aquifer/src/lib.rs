@@ -39,7 +39,7 @@
 //! # Copy
 //!
 //! The verbs `upload`, `download`, `copy_from`, `to_vec` and `item` take any source or target:
-//! slices and vectors, page-locked memory, files, buffers and their views, of any device, and
+//! slices and vectors, pinned memory, files, buffers and their views, of any device, and
 //! strided regions of these. `upload` and `download` return a [`Pending`], which can be waited for,
 //! awaited or dropped; `to_vec`, `item` and `download_blocking` wait.
 //!
@@ -94,7 +94,7 @@
 //! # let mut model = ParamSet::new();
 //! # model.insert("linear.weight", Tensor::from_vec(vec![0.5_f32; 6], &[2, 3])?)?;
 //! # model.save_blocking(&path)?;
-//! let model = memory.load_safetensors(&path)?; // through page-locked memory, to the device
+//! let model = memory.load_safetensors(&path)?; // through pinned memory, to the device
 //! let weight = model.get("linear.weight").expect("the file has one");
 //! let input = Tensor::from_vec(vec![1.0_f32; 3], &[3, 1])?.to(&memory)?.wait()?;
 //! let output = weight.matmul(&input, &stream)?;

@@ -21,8 +21,8 @@
 //! | `aquifer_syncs_total` | waits | how often the host waited for streams that still used freed blocks |
 //! | `aquifer_remaps_total`, `aquifer_granules_moved_total` | remaps, granules | moves of free memory |
 //! | `aquifer_cross_stream_reuses_total` | blocks | how often a stream reused a block that another one had freed |
-//! | `aquifer_pinned_active_bytes`, `aquifer_pinned_held_bytes` | bytes | page-locked memory in use, and held |
-//! | `aquifer_pinned_ooms_total` | requests | how often a request failed for lack of page-locked memory |
+//! | `aquifer_pinned_active_bytes`, `aquifer_pinned_held_bytes` | bytes | pinned memory in use, and held |
+//! | `aquifer_pinned_ooms_total` | requests | how often a request failed for lack of pinned memory |
 
 use metrics::{counter, gauge};
 
@@ -66,7 +66,7 @@ pub fn record(memory: &Allocator) {
     publish(&device, &gauges, &counters);
 }
 
-/// Records the statistics of a pool of page-locked memory.
+/// Records the statistics of a pool of pinned memory.
 pub fn record_pinned(pool: &PinnedPool) {
     let (stats, device) = (pool.stats(), pool.device().label().to_string());
     let gauges = [

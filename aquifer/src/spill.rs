@@ -1,4 +1,4 @@
-//! Spilling: buffers that move to page-locked host memory when the device runs out of memory, and
+//! Spilling: buffers that move to pinned host memory when the device runs out of memory, and
 //! come back when they are used.
 //!
 //! The allocator's out-of-memory ladder calls a [`Spiller`]. It spills unused buffers, of lower
@@ -31,7 +31,7 @@ use crate::error::Error;
 use crate::pinned::PinnedBuffer;
 use crate::transfer::Transfer;
 
-/// Spills buffers of one device: moves them to page-locked host memory when the allocator runs out
+/// Spills buffers of one device: moves them to pinned host memory when the allocator runs out
 /// of device memory, and brings them back when they are used ([`Spillable::access`]). Cloning gives
 /// another handle. When the last handle is dropped, spilling ends, and buffers stay where they are.
 ///
@@ -93,7 +93,7 @@ pub struct SpillStats {
     pub spills: u64,
     /// The number of buffers that came back.
     pub returns: u64,
-    /// The number of buffers that could not go to the host, mostly for lack of page-locked memory:
+    /// The number of buffers that could not go to the host, mostly for lack of pinned memory:
     /// then spilling does not help.
     pub failures: u64,
 }
@@ -369,7 +369,7 @@ impl<T> Spillable<T> {
     /// bytes of device memory it gave up.
     ///
     /// # Errors
-    /// When page-locked memory runs out, and errors of the driver. The contents are on the device
+    /// When pinned memory runs out, and errors of the driver. The contents are on the device
     /// then.
     #[track_caller]
     pub fn spill(&self) -> Result<u64, Error> {

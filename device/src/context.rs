@@ -190,7 +190,7 @@ impl Context {
         })
     }
 
-    /// Releases objects of the queue. Returns how many bytes of page-locked memory were released.
+    /// Releases objects of the queue. Returns how many bytes of pinned memory were released.
     pub(crate) fn settle(&self, effort: Effort) -> u64 {
         if fork::is_child() || (effort != Effort::Waiting && !self.releases.any()) {
             return 0;

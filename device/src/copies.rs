@@ -10,7 +10,7 @@ use crate::driver::handles::{DevicePtr, HostPtr};
 pub enum CopyEnd {
     /// Device memory.
     Device(DevicePtr),
-    /// Page-locked host memory that the driver allocated or registered. Ordinary memory is refused,
+    /// Pinned host memory that the driver allocated or registered. Ordinary memory is refused,
     /// because the copy would silently make the host wait.
     Host(HostPtr),
 }

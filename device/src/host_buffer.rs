@@ -1,4 +1,4 @@
-//! Page-locked host memory with one owner, through which contents of device memory pass.
+//! Pinned host memory with one owner, through which contents of device memory pass.
 //!
 //! Invariant: the host touches the bytes, and the memory is freed, only once the copies that use it
 //! are done.
@@ -10,7 +10,7 @@ use crate::launch::AccessKind;
 use crate::stream::Stream;
 use crate::timeline::Tick;
 
-/// Page-locked host memory that copies may use while this lives.
+/// Pinned host memory that copies may use while this lives.
 #[derive(Debug)]
 pub struct HostBuffer {
     device: Device,
@@ -65,10 +65,10 @@ impl HostBuffer {
     ) -> Result<()> {
         let refused = |why: &str| Err(DeviceError::refused(operation, Code::INVALID_VALUE).with_detail(why));
         if at.checked_add(bytes).is_none_or(|end| end > self.bytes) {
-            return refused("the bytes lie outside of the page-locked memory");
+            return refused("the bytes lie outside of the pinned memory");
         }
         if stream.device_id() != self.device.id() {
-            return refused("the stream and the page-locked memory belong to different devices");
+            return refused("the stream and the pinned memory belong to different devices");
         }
         // A graph could copy at any time.
         let Some(_held_off) = stream.hold_off_captures() else { return refused("the stream captures") };

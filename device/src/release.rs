@@ -55,7 +55,7 @@ pub(crate) enum Object {
     Physical(RawPhysical),
     /// A module whose kernels may still run.
     Module(RawModule),
-    /// Page-locked memory that copies may still use.
+    /// Pinned memory that copies may still use.
     Host(HostMemory),
     /// A stream. Its pending work still runs when it is destroyed.
     Stream(RawStream),
@@ -89,7 +89,7 @@ impl fmt::Display for Object {
             }
             Object::Physical(RawPhysical(handle)) => write!(f, "physical memory {handle:#x}"),
             Object::Module(RawModule(handle)) => write!(f, "a module of kernels, {handle:#x},"),
-            Object::Host(memory) => write!(f, "page-locked memory at {:#x}", memory.ptr.0),
+            Object::Host(memory) => write!(f, "pinned memory at {:#x}", memory.ptr.0),
             Object::Stream(RawStream(handle)) => write!(f, "stream {handle:#x}"),
             Object::Graph(RawGraph(handle)) => write!(f, "graph {handle:#x}"),
             Object::Event(RawEvent(handle)) => write!(f, "event {handle:#x}"),
@@ -124,7 +124,7 @@ pub(crate) trait Uses: fmt::Debug + Send + Sync {
     fn ask(&self, asked: &mut BTreeSet<u32>) -> Result<()>;
 }
 
-/// Page-locked memory to be released. Invariant: nothing but work of the device uses it, and
+/// Pinned memory to be released. Invariant: nothing but work of the device uses it, and
 /// nothing else gives it back.
 #[derive(Debug)]
 pub(crate) struct HostMemory {
@@ -194,7 +194,7 @@ pub(crate) enum Effort {
 #[derive(Debug, Default)]
 #[must_use]
 pub(crate) struct Settled {
-    /// Bytes of page-locked memory that were released.
+    /// Bytes of pinned memory that were released.
     pub(crate) host_bytes: u64,
     pub(crate) owners: Vec<MemoryOwner>,
 }
@@ -377,7 +377,7 @@ impl ReleaseQueue {
         }
     }
 
-    /// Gives an object back to the driver. Page-locked memory must not be in use any more. Returns
+    /// Gives an object back to the driver. Pinned memory must not be in use any more. Returns
     /// the owner of registered memory.
     fn give_back(&self, object: Object) -> std::result::Result<Option<MemoryOwner>, (DeviceError, Object)> {
         let driver = &*self.driver;

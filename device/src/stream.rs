@@ -251,7 +251,7 @@ impl Stream {
         self.0.context.driver.copy_on_device(dst, src, bytes, self.usable(Operation::CopyOnDevice)?)
     }
 
-    /// Enqueues a copy of `bytes` bytes from page-locked host memory. Other host memory is read
+    /// Enqueues a copy of `bytes` bytes from pinned host memory. Other host memory is read
     /// before this returns.
     ///
     /// # Errors
@@ -268,7 +268,7 @@ impl Stream {
         unsafe { self.0.context.driver.copy_to_device(dst, src.as_ptr(), bytes, raw) }
     }
 
-    /// Enqueues a copy of `bytes` bytes to page-locked host memory. Other host memory holds the
+    /// Enqueues a copy of `bytes` bytes to pinned host memory. Other host memory holds the
     /// bytes when this returns.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 //! when they are freed.
 //!
 //! Copies run on the block's own stream, so that no block waits for another stream because of them.
-//! Nothing waits for a copy or its page-locked memory when it begins.
+//! Nothing waits for a copy or its pinned memory when it begins.
 
 use std::collections::{BTreeMap, VecDeque};
 

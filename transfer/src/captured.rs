@@ -1,4 +1,4 @@
-//! Page-locked memory that a graph's copies use. Its capture notes it here, the graph keeps it, and
+//! Pinned memory that a graph's copies use. Its capture notes it here, the graph keeps it, and
 //! every launch comes after the copies that use it, as a copy does.
 
 use std::any::Any;
@@ -13,7 +13,7 @@ use crate::error::TransferError;
 use crate::pinned::{HostPart, PinnedMemory};
 use crate::runtime::Transfer;
 
-/// The page-locked memory that a graph uses, and how.
+/// The pinned memory that a graph uses, and how.
 #[derive(Default)]
 pub struct HostUses(Mutex<Vec<(Arc<PinnedMemory>, AccessKind)>>);
 

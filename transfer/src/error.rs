@@ -8,7 +8,7 @@ use std::sync::Arc;
 use aquifer_allocator::AllocError;
 use aquifer_device::{DeviceError, RequestError};
 
-/// Why a transfer, or a request for page-locked memory, failed.
+/// Why a transfer, or a request for pinned memory, failed.
 #[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum TransferError {
@@ -22,11 +22,11 @@ pub enum TransferError {
     /// An allocation, or another request to an allocator, failed.
     #[error(transparent)]
     Alloc(AllocError),
-    /// Page-locked host memory ran out, by the pool's limit or the system's. Free some, raise the
+    /// Pinned host memory ran out, by the pool's limit or the system's. Free some, raise the
     /// limit, or allow pageable memory. Small copies and staging take from the same pool, so leave
     /// them room under a limit.
     #[error(
-        "out of page-locked host memory: {requested} bytes asked for, {reserved} held{}, {free} of them unused; {}",
+        "out of pinned host memory: {requested} bytes asked for, {reserved} held{}, {free} of them unused; {}",
         limit.map_or(String::new(), |limit| format!(" of a limit of {limit}")), pinned_advice(*limit, source.is_some())
     )]
     OutOfPinned {
@@ -41,7 +41,7 @@ pub enum TransferError {
         /// The refusal of the driver or the system.
         source: Option<Box<TransferError>>,
     },
-    /// The system has no memory, page-locked or not.
+    /// The system has no memory, pinned or not.
     #[error("{bytes} bytes of host memory could not be allocated: {cause}")]
     OutOfHostMemory {
         /// Bytes asked for.
@@ -49,9 +49,9 @@ pub enum TransferError {
         /// The error of the system.
         cause: Arc<std::io::Error>,
     },
-    /// The caller asked to page-lock memory of which a page is locked already. Use the buffer that
+    /// The caller asked to pin memory of which a page is locked already. Use the buffer that
     /// holds it, or memory that starts and ends at a page.
-    #[error("{bytes} bytes at {address:#x} are page-locked already, or share a page with memory that is: {cause}")]
+    #[error("{bytes} bytes at {address:#x} are pinned already, or share a page with memory that is: {cause}")]
     AlreadyPinned {
         /// The start of the memory.
         address: u64,
@@ -141,13 +141,13 @@ aquifer_device::debug_as_display!(TransferError);
 impl UnwindSafe for TransferError {}
 impl RefUnwindSafe for TransferError {}
 
-/// Advice about page-locked memory that ran out, which copies of the runtime need, too.
+/// Advice about pinned memory that ran out, which copies of the runtime need, too.
 fn pinned_advice(limit: Option<u64>, system_refused: bool) -> &'static str {
     match limit {
         Some(_) if !system_refused => {
-            "drop page-locked buffers or raise the limit (`PinnedPool::set_limit`); copies of ordinary memory need some, too"
+            "drop pinned buffers or raise the limit (`PinnedPool::set_limit`); copies of ordinary memory need some, too"
         }
-        _ => "drop page-locked buffers, or let memory be pageable (`PinnedPool::alloc_or_pageable`)",
+        _ => "drop pinned buffers, or let memory be pageable (`PinnedPool::alloc_or_pageable`)",
     }
 }
 

@@ -1,9 +1,9 @@
-//! Page-locked host memory, and copies between the host and GPUs, on untyped memory.
+//! Pinned host memory, and copies between the host and GPUs, on untyped memory.
 //!
 //! * A [`Transfer`] copies. Its calls return before copies are done, with a [`Completion`].
-//! * A [`PinnedPool`] recycles page-locked memory. Its [`PinnedBlock`]s know the copies that use
+//! * A [`PinnedPool`] recycles pinned memory. Its [`PinnedBlock`]s know the copies that use
 //!   them, so the host waits where it has to.
-//! * A *staging ring* of page-locked memory ([`StagingConfig`]) stages ordinary memory and files,
+//! * A *staging ring* of pinned memory ([`StagingConfig`]) stages ordinary memory and files,
 //!   which the device cannot copy from by itself.
 //!
 //! Ends of copies are parts of memory: [`DevicePart`], [`PinnedPart`], [`PinnedPartMut`], [`Owned`]

@@ -36,7 +36,7 @@ pub(crate) const NO_CAPTURE: &str = "this copy cannot be captured into a graph: 
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct TransferConfig {
-    /// Page-locked memory.
+    /// Pinned memory.
     pub pinned: PinnedConfig,
     /// Number of streams per direction and priority, 1 to 32: fewer count as 1, more as 32.
     /// Transfers use them in rotation, so that a small one need not wait for a large one.
@@ -99,7 +99,7 @@ impl TransferConfig {
 ///
 /// *Waiting.* Calls that make the host wait for the device say so in their name or documentation,
 /// and [`Transfer::counters`] counts them. [`crate::HostMemoryStats::num_waits`] counts waits for
-/// page-locked memory that a copy still uses.
+/// pinned memory that a copy still uses.
 ///
 /// Streams that capture a graph are refused, because a graph's work runs later, and may run many
 /// times.
@@ -114,7 +114,7 @@ pub struct Transfer {
     stream: Option<Stream>,
 }
 
-/// What copies of one device need: page-locked memory, streams, and a staging ring. Cloning gives
+/// What copies of one device need: pinned memory, streams, and a staging ring. Cloning gives
 /// another handle. It does not keep the allocator of its [`Transfer`]s open.
 #[derive(Clone)]
 pub struct Runtime(Arc<RuntimeState>);
@@ -132,7 +132,7 @@ pub(crate) struct RuntimeState {
 }
 
 impl Runtime {
-    /// A runtime for copies of `device`. Page-locks no memory and starts no thread before the first
+    /// A runtime for copies of `device`. Pins no memory and starts no thread before the first
     /// use.
     ///
     /// # Errors
@@ -146,7 +146,7 @@ impl Runtime {
         Ok(Runtime(Arc::new(RuntimeState { pinned, levels, priority, crossovers, shared, staging })))
     }
 
-    /// Page-locked memory for copies of its device.
+    /// Pinned memory for copies of its device.
     pub fn pinned(&self) -> &PinnedPool {
         &self.0.pinned
     }
@@ -191,8 +191,8 @@ impl Transfer {
     /// them: a bulk transfer yields to them between two chunks. Kernels that transfers launch, such
     /// as conversions, run on streams of this priority, which a GPU prefers. Drivers do not reorder
     /// copies: stream priorities have no effect on copies between host and device (CUDA on
-    /// `cuStreamCreateWithPriority`). So a copy of page-locked memory waits for the copies before
-    /// it on its engine; split bulk transfers of page-locked memory where others must pass. Copies
+    /// `cuStreamCreateWithPriority`). So a copy of pinned memory waits for the copies before
+    /// it on its engine; split bulk transfers of pinned memory where others must pass. Copies
     /// between host memory have no priority.
     ///
     /// # Errors
@@ -227,7 +227,7 @@ impl Transfer {
         &self.allocator
     }
 
-    /// Page-locked memory for copies of this device.
+    /// Pinned memory for copies of this device.
     pub fn pinned(&self) -> &PinnedPool {
         &self.inner.pinned
     }

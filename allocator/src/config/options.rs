@@ -190,7 +190,7 @@ options! {
     inert "blocks used by several streams are not reused inside a graph capture" {
         "graph_capture_record_stream_reuse" => flag, "`True` or `False`", "`False`";
     }
-    inert "page-locked memory has a pool of its own, which has options of its own" {
+    inert "pinned host memory has a pool of its own, which has options of its own" {
         "pinned_use_background_threads" => flag, "`True` or `False`", "`False`";
         "pinned_max_round_threshold_mb" => |value| mib_from(value, 0, None),
             "a whole number of MiB", "";

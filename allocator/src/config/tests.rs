@@ -171,7 +171,7 @@ fn an_ignored_option_describes_itself() {
     let ignored = parse("pinned_use_hip_host_register:True").ignored(Backing::Paged);
     assert_eq!(
         ignored[0].to_string(),
-        "pinned_use_cuda_host_register:True (page-locked memory has a pool of its own, which has options of its own)",
+        "pinned_use_cuda_host_register:True (pinned host memory has a pool of its own, which has options of its own)",
     );
 }
 
@@ -182,7 +182,7 @@ fn options_of_mapped_memory_are_ignored_on_segments() {
     assert_eq!(
         ignored("granule_mb:4,pinned_free_catch_all:True,pinned_max_cached_size_mb:1", Backing::Segments),
         "granule_mb:4 (for mapped memory only, and this memory comes in segments); pinned_max_cached_size_mb:1, \
-         pinned_free_catch_all:True (page-locked memory has a pool of its own, which has options of its own)"
+         pinned_free_catch_all:True (pinned host memory has a pool of its own, which has options of its own)"
     );
     for backing in [Backing::Paged, Backing::Segments] {
         assert!(

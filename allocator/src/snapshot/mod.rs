@@ -13,7 +13,7 @@
 //!   Segments and blocks with a name have that key, too, which they do not have in PyTorch.
 //! * `requested_size` of an inactive block is 0. In PyTorch it is the size of an earlier request.
 //! * `external_annotations`, which PyTorch's profiler makes, are empty. So are `host_segments` and
-//!   `host_traces`, as in PyTorch unless it records the history of page-locked memory: a snapshot
+//!   `host_traces`, as in PyTorch unless it records the history of pinned host memory: a snapshot
 //!   is of an allocator, which has none.
 //! * `entries_overwritten` is no key of PyTorch.
 

@@ -1,7 +1,7 @@
 //! The record of accesses to a piece of memory: the ticks of the last ones, and the reservations.
 //!
 //! It is pure data: it neither locks nor waits. [`crate::Storage`] keeps one for device memory, the
-//! transfer runtime one for page-locked host memory.
+//! transfer runtime one for pinned host memory.
 //!
 //! Invariant: an access that writes comes after all accesses recorded before it; one that reads
 //! comes after the last one that writes (A8).

@@ -315,7 +315,7 @@ impl<T: Pod + Send + Sync> Buffer<T> {
     ///
     /// # Errors
     /// Ends of different lengths, a source that cannot be read, a stream of another device or that
-    /// captures, and errors of the driver. When page-locked memory for staging runs out.
+    /// captures, and errors of the driver. When pinned memory for staging runs out.
     #[track_caller]
     pub fn upload<S: Source<T>>(&mut self, from: S, stream: &Stream) -> Result<Pending<S::Report>, Error> {
         let copies = self.copies(stream)?;

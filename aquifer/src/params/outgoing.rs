@@ -14,7 +14,7 @@ use crate::transfer::{Pending, Transfer, TransferBatch};
 /// The most bytes of a tensor in a batch, before and after conversion.
 pub(super) const SMALL_TENSOR_BYTES: u64 = 64 << 10;
 
-/// A batch of this many bytes is sent: until then its tensors are in page-locked memory.
+/// A batch of this many bytes is sent: until then its tensors are in pinned memory.
 const BATCH_BYTES: u64 = 4 << 20;
 
 /// Tensors in flight. Small ones wait in a batch until it is sent.

@@ -1,4 +1,4 @@
-//! The handle of a page-locked buffer.
+//! The handle of a pinned buffer.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -11,7 +11,7 @@ use bytemuck::Pod;
 use super::slices::{PinnedSlice, PinnedSliceMut};
 use crate::error::Error;
 
-/// Page-locked host memory for `len` values of `T`, with one owner.
+/// Pinned host memory for `len` values of `T`, with one owner.
 ///
 /// # While a copy is in flight
 /// A call that begins a copy takes a view of the buffer and returns while the copy goes on. The
@@ -71,7 +71,7 @@ impl<T: Pod> PinnedBuffer<T> {
         self.len * size_of::<T>()
     }
 
-    /// Whether the memory is page-locked, as it is unless the caller let it be pageable.
+    /// Whether the memory is pinned, as it is unless the caller let it be pageable.
     pub fn is_pinned(&self) -> bool {
         self.block.is_pinned()
     }
@@ -186,7 +186,7 @@ impl<T: Pod> PinnedBuffer<T> {
 
 impl<T: Pod + Send> PinnedBuffer<T> {
     /// The values as ordinary memory, after waiting on the host for all copies. Memory that was
-    /// registered comes back itself, no longer page-locked, for which the driver waits for the
+    /// registered comes back itself, no longer pinned, for which the driver waits for the
     /// device; other buffers are copied from.
     ///
     /// # Errors

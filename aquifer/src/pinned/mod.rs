@@ -1,4 +1,4 @@
-//! Page-locked host memory of typed values.
+//! Pinned host memory of typed values.
 
 mod buffer;
 mod pool;

@@ -1,4 +1,4 @@
-//! The pool of page-locked memory, with types.
+//! The pool of pinned memory, with types.
 
 use std::fmt;
 use std::ops::Deref;
@@ -11,7 +11,7 @@ use bytemuck::Pod;
 use super::buffer::{PinnedBuffer, Returned};
 use crate::error::Error;
 
-/// A caching pool of page-locked host memory for copies of one device. Cloning gives another handle
+/// A caching pool of pinned host memory for copies of one device. Cloning gives another handle
 /// of the same pool.
 ///
 /// It derefs to the pool below, which says how memory is kept and released, and has limits and
@@ -54,7 +54,7 @@ impl PinnedPool {
         PinnedPool(pool.clone())
     }
 
-    /// Page-locked memory for `len` values of `T`. Its contents are those of earlier use. Makes no
+    /// Pinned memory for `len` values of `T`. Its contents are those of earlier use. Makes no
     /// driver call while the pool has unused memory of that size.
     ///
     /// # Errors
@@ -84,7 +84,7 @@ impl PinnedPool {
         Ok(buffer)
     }
 
-    /// Page-locks the caller's memory where it is, without a copy. [`PinnedBuffer::into_vec`] gives
+    /// Pins the caller's memory where it is, without a copy. [`PinnedBuffer::into_vec`] gives
     /// it back. A `Box<[T]>` becomes a `Vec` at no cost. It counts towards no limit and no
     /// statistic of the pool.
     ///
@@ -110,7 +110,7 @@ impl PinnedPool {
     ///
     /// # Errors
     /// [`AlreadyPinned`](aquifer_transfer::TransferError::AlreadyPinned) when a page of it is
-    /// page-locked already; errors of the driver. They return the memory.
+    /// pinned already; errors of the driver. They return the memory.
     pub fn register<T: Pod + Send>(&self, memory: Vec<T>) -> Result<PinnedBuffer<T>, Box<Returned<Vec<T>>>> {
         let len = memory.len();
         match self.0.register(memory) {
@@ -119,7 +119,7 @@ impl PinnedPool {
         }
     }
 
-    /// As [`PinnedPool::alloc_zeroed`], but where page-locked memory cannot be had the buffer is
+    /// As [`PinnedPool::alloc_zeroed`], but where pinned memory cannot be had the buffer is
     /// ordinary memory: see [`PinnedBuffer::is_pinned`]. Copies from and to it are staged, which
     /// takes time of the host. A lost device is still an error.
     ///

@@ -1,4 +1,4 @@
-//! Views of page-locked memory, for copies.
+//! Views of pinned memory, for copies.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -79,7 +79,7 @@ impl<'a, T: Pod> PinnedSlice<'a, T> {
         self.part.bytes()
     }
 
-    /// Whether the memory is page-locked.
+    /// Whether the memory is pinned.
     pub fn is_pinned(&self) -> bool {
         self.part.is_pinned()
     }
@@ -155,7 +155,7 @@ impl<'a, T: Pod> PinnedSliceMut<'a, T> {
         self.part.bytes()
     }
 
-    /// Whether the memory is page-locked.
+    /// Whether the memory is pinned.
     pub fn is_pinned(&self) -> bool {
         self.part.is_pinned()
     }

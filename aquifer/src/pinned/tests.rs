@@ -1,4 +1,4 @@
-//! Page-locked memory as values of any type.
+//! Pinned memory as values of any type.
 
 use std::time::Duration;
 
@@ -67,7 +67,7 @@ fn views_stay_inside_and_casts_are_checked() {
 /// The number of looks, a millisecond apart.
 const LOOKS: u32 = 5000;
 
-/// Asserts that no page-locked memory is in use except for the staging ring's. A thread that
+/// Asserts that no pinned memory is in use except for the staging ring's. A thread that
 /// extends the ring has memory for a moment that the ring does not count yet.
 pub(crate) fn assert_unused(transfer: &Transfer) {
     let in_use = || {
@@ -81,5 +81,5 @@ pub(crate) fn assert_unused(transfer: &Transfer) {
         }
         std::thread::sleep(Duration::from_millis(1));
     }
-    panic!("{} bytes of page-locked memory are in use", in_use());
+    panic!("{} bytes of pinned memory are in use", in_use());
 }

@@ -9,7 +9,7 @@ use crate::pinned::PinnedBuffer;
 use crate::tensor::{Tensor, To};
 use crate::transfer::{OnStreams, Pending, Transfer};
 
-/// A value to send to a device: a [`Tensor`], a `Vec` of numbers, page-locked memory, or tuples,
+/// A value to send to a device: a [`Tensor`], a `Vec` of numbers, pinned memory, or tuples,
 /// arrays and `Option`s of these. Structs implement it by sending their fields and joining the
 /// transfers.
 ///

@@ -83,7 +83,7 @@ impl Tensor {
         Tensor::written(Place::named(place)?, dtype, shape, |_| {}, |_, _, _| Ok(()))
     }
 
-    /// A new tensor: `write` fills memory of the host, which page-locked memory needs, and
+    /// A new tensor: `write` fills memory of the host, which pinned memory needs, and
     /// `enqueue` that of a device.
     #[track_caller]
     fn written(
@@ -234,7 +234,7 @@ impl Tensor {
         Ok(&self.memory.read()?[self.byte_range(self.first(), self.len())])
     }
 
-    /// The elements of a contiguous tensor in host memory, without a copy. Page-locked memory that
+    /// The elements of a contiguous tensor in host memory, without a copy. Pinned memory that
     /// a copy is still filling is waited for.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! The memory of tensors: bytes on the host, page-locked or not, or on a device. All views share
+//! The memory of tensors: bytes on the host, pinned or not, or on a device. All views share
 //! it.
 
 use std::ops::Range;
@@ -24,7 +24,7 @@ pub(crate) enum Memory {
     Device(DeviceMemory),
 }
 
-/// Page-locked host memory. Nothing writes it any more, except for the copy that fills it.
+/// Pinned host memory. Nothing writes it any more, except for the copy that fills it.
 #[derive(Clone)]
 pub(crate) struct PinnedHost {
     pub(crate) buffer: Arc<PinnedBuffer<u8>>,
@@ -53,7 +53,7 @@ impl Memory {
         }
     }
 
-    /// New host memory for elements, written by `fill`: page-locked memory of `pool`, or else
+    /// New host memory for elements, written by `fill`: pinned memory of `pool`, or else
     /// ordinary memory, which is zeros at first.
     pub(crate) fn on_host(
         pool: Option<&PinnedPool>,
@@ -67,7 +67,7 @@ impl Memory {
         Ok(Memory::Pinned(PinnedHost { buffer: buffer.into(), pool: pool.clone() }))
     }
 
-    /// The pool of page-locked memory.
+    /// The pool of pinned memory.
     pub(super) fn pool(&self) -> Option<&PinnedPool> {
         match self {
             Memory::Pinned(memory) => Some(&memory.pool),
@@ -92,7 +92,7 @@ impl Memory {
         }
     }
 
-    /// The bytes of host memory. Waits for the copy that fills page-locked memory.
+    /// The bytes of host memory. Waits for the copy that fills pinned memory.
     pub(crate) fn read(&self) -> Result<&[u8], Error> {
         match self {
             Memory::Host(memory) => Ok(memory.bytes()),

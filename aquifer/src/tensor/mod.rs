@@ -37,7 +37,7 @@ pub(crate) use transport::smaller;
 use crate::error::Error;
 use crate::transfer::{OnStreams, Transfer};
 
-/// Elements of one dtype in a shape, in host memory, page-locked host memory or the memory of a
+/// Elements of one dtype in a shape, in host memory, pinned host memory or the memory of a
 /// device.
 ///
 /// Clones and views share the memory; [`Tensor::deep_copy`] does not. No method changes elements
@@ -52,7 +52,7 @@ use crate::transfer::{OnStreams, Transfer};
 /// by the ticks that the memory carries.
 ///
 /// *Waiting.* Methods that wait on the host say so in their names. Beyond that, where the host
-/// itself changes, copies or converts elements in page-locked memory, it waits for copies that
+/// itself changes, copies or converts elements in pinned memory, it waits for copies that
 /// still fill that memory ([`crate::transfer::HostMemoryStats::num_waits`] counts these waits).
 ///
 /// ```
@@ -88,7 +88,7 @@ pub(crate) struct Tie {
     layout: Layout,
 }
 
-/// Reading page-locked memory waits for its copies.
+/// Reading pinned memory waits for its copies.
 impl OnStreams for Tensor {
     fn ready_on(&self, stream: &Stream) -> Result<(), Error> {
         match &self.memory {

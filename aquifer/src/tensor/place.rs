@@ -1,4 +1,4 @@
-//! Places of tensors: the host, page-locked or not, and devices.
+//! Places of tensors: the host, pinned or not, and devices.
 
 use std::fmt;
 use std::panic::Location;
@@ -16,7 +16,7 @@ use crate::transfer::Transfer;
 /// | argument | place |
 /// | --- | --- |
 /// | [`Place::Host`] | ordinary host memory |
-/// | `&pool` | page-locked memory of a [`PinnedPool`] |
+/// | `&pool` | pinned memory of a [`PinnedPool`] |
 /// | `&memory` | memory of an [`Allocator`] |
 /// | `(&memory, &stream)` | the same, by copies on the stream |
 /// | `&device` | memory of the process's allocator of a [`Device`] |
@@ -35,7 +35,7 @@ use crate::transfer::Transfer;
 pub enum Place {
     /// Ordinary host memory.
     Host,
-    /// Page-locked host memory of a pool, for copies to and from its device.
+    /// Pinned host memory of a pool, for copies to and from its device.
     Pinned(PinnedPool),
     /// Memory of a device. Copies there run on the stream of the [`Transfer`], if it has one
     /// ([`Transfer::on`]).
@@ -90,12 +90,12 @@ impl Place {
         by.try_into().map_err(Into::into)
     }
 
-    /// Whether it is on the host, page-locked or not.
+    /// Whether it is on the host, pinned or not.
     pub fn is_host(&self) -> bool {
         !matches!(self, Place::Device(_))
     }
 
-    /// Whether it is page-locked host memory.
+    /// Whether it is pinned host memory.
     pub fn is_pinned(&self) -> bool {
         self.pool().is_some()
     }
@@ -108,7 +108,7 @@ impl Place {
         }
     }
 
-    /// The pool, if it is page-locked host memory.
+    /// The pool, if it is pinned host memory.
     pub(crate) fn pool(&self) -> Option<&PinnedPool> {
         match self {
             Place::Pinned(pool) => Some(pool),
@@ -127,8 +127,8 @@ impl Place {
         self.serves_as(other) && other.serves_as(self)
     }
 
-    /// Whether a tensor in this place needs no move to the other one. Page-locked memory counts as
-    /// host memory, too; from host to page-locked memory a copy is needed.
+    /// Whether a tensor in this place needs no move to the other one. Pinned memory counts as
+    /// host memory, too; from host to pinned memory a copy is needed.
     pub fn serves_as(&self, wanted: &Place) -> bool {
         match (self, wanted) {
             (Place::Device(own), Place::Device(wanted)) => own.device().id() == wanted.device().id(),

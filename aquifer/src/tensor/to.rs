@@ -40,7 +40,7 @@ impl To {
     }
 
     /// Leaves the result on the host if the device has no memory for it, as
-    /// [`crate::Tensor::place`] reports. A lack of page-locked memory is an error in any case.
+    /// [`crate::Tensor::place`] reports. A lack of pinned memory is an error in any case.
     pub fn or_host(self) -> To {
         To { or_host: true, ..self }
     }

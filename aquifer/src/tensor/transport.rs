@@ -3,7 +3,7 @@
 //! Rules, in this order:
 //! * nothing is copied unless the place or the dtype changes;
 //! * elements without gaps between them cross as they lie, and keep their strides; those with gaps
-//!   are packed first. From page-locked memory with long rows the copy engine skips the gaps;
+//!   are packed first. From pinned memory with long rows the copy engine skips the gaps;
 //! * between host and device, dtypes are converted where fewer bytes cross: to a smaller one
 //!   before, to a larger one after. Of the same size, or within a device, the device converts;
 //! * after an upload that threads still work on, work of the device is enqueued when the result is
@@ -28,8 +28,8 @@ use crate::layout::Layout;
 use crate::pinned::PinnedPool;
 use crate::transfer::{OnStreams, Pending, Transfer};
 
-/// The most bytes of converted or packed elements that go to page-locked memory directly. More go
-/// through ordinary memory and the staging ring, so that no large piece is page-locked for one use.
+/// The most bytes of converted or packed elements that go to pinned memory directly. More go
+/// through ordinary memory and the staging ring, so that no large piece is pinned for one use.
 const PINNED_AT_ONCE: u64 = 4 << 20;
 
 /// The least bytes of a row for the copy engine, which takes a transaction for each row.
@@ -49,7 +49,7 @@ pub(super) struct Sent {
 impl Tensor {
     /// The tensor in another place. Returns before the copy is done: streams can use device memory
     /// at once, as it carries its ticks. Shares the memory where it is in the place already;
-    /// page-locked memory is host memory, too.
+    /// pinned memory is host memory, too.
     ///
     /// # Errors
     /// When memory runs out, and errors of the drivers.
@@ -69,7 +69,7 @@ impl Tensor {
         self.to(Place::Host)
     }
 
-    /// The tensor in page-locked host memory, from where copies to the pool's device are fastest;
+    /// The tensor in pinned host memory, from where copies to the pool's device are fastest;
     /// see [`Tensor::to`]. From host memory this is a copy by the calling thread: pin tensors that
     /// are sent often, or create them there.
     ///
@@ -176,7 +176,7 @@ impl Tensor {
             (Memory::Device(own), Place::Device(wanted)) => self.to_peer(own, wanted, dtype, stream),
             (Memory::Device(own), place) => self.download(own, &on(&own.transfer, stream)?, place, dtype),
             (_, Place::Device(wanted)) => self.upload(wanted, dtype, stream),
-            // A copy by the calling thread needs no stream. Page-locked memory stays page-locked.
+            // A copy by the calling thread needs no stream. Pinned memory stays pinned.
             (own, place) => self.convert_to(place.pool().or(own.pool()), dtype),
         }
     }
@@ -205,7 +205,7 @@ impl Tensor {
     }
 
     /// Writes the elements that cross as elements of `dtype`. Waits for the copy that fills
-    /// page-locked memory.
+    /// pinned memory.
     pub(super) fn write_sent(&self, sent: &Sent, dtype: DType, to: &mut [u8]) -> Result<(), Error> {
         let from = self.memory.read()?;
         match sent.first {

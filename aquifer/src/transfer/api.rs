@@ -31,7 +31,7 @@ use crate::pinned::{PinnedBuffer, PinnedPool, PinnedSliceMut};
 ///
 /// *Waiting.* Calls that make the host wait for the device say so in their name or documentation,
 /// and [`counters`](aquifer_transfer::Transfer::counters) counts them.
-/// [`num_waits`](aquifer_transfer::HostMemoryStats::num_waits) counts waits for page-locked memory
+/// [`num_waits`](aquifer_transfer::HostMemoryStats::num_waits) counts waits for pinned memory
 /// that a copy still uses.
 ///
 /// Streams that capture a graph are refused, because a graph's work runs later, and may run many
@@ -98,7 +98,7 @@ impl Transfer {
         Transfer::with_config(allocator, TransferConfig::default())
     }
 
-    /// A runtime for the allocator's device, configured by `config`. Page-locks no memory and
+    /// A runtime for the allocator's device, configured by `config`. Pins no memory and
     /// starts no thread before the first use.
     ///
     /// # Errors
@@ -130,8 +130,8 @@ impl Transfer {
     /// them: a bulk transfer yields to them between two chunks. Kernels that transfers launch, such
     /// as conversions, run on streams of this priority, which a GPU prefers. Drivers do not reorder
     /// copies: stream priorities have no effect on copies between host and device (CUDA on
-    /// `cuStreamCreateWithPriority`). So a copy of page-locked memory waits for the copies before
-    /// it on its engine; split bulk transfers of page-locked memory where others must pass. Copies
+    /// `cuStreamCreateWithPriority`). So a copy of pinned memory waits for the copies before
+    /// it on its engine; split bulk transfers of pinned memory where others must pass. Copies
     /// between host memory have no priority.
     ///
     /// ```
@@ -168,7 +168,7 @@ impl Transfer {
         &self.allocator
     }
 
-    /// Page-locked memory for copies of this device.
+    /// Pinned memory for copies of this device.
     pub fn pinned(&self) -> &PinnedPool {
         &self.pinned
     }
@@ -198,7 +198,7 @@ impl Transfer {
     ///
     /// # Errors
     /// Ends of different lengths or devices; a region that reaches beyond either end or writes a
-    /// place twice; a stream that captures; when page-locked memory runs out; a file that is
+    /// place twice; a stream that captures; when pinned memory runs out; a file that is
     /// missing or too short; errors of the driver. The [`Pending`] returns errors of threads that
     /// read a source.
     ///
@@ -254,7 +254,7 @@ impl Transfer {
     ///
     /// # Errors
     /// Ends of different lengths or devices; a region that reaches beyond either end or writes a
-    /// place twice; a stream that captures; when page-locked memory runs out; errors of the driver.
+    /// place twice; a stream that captures; when pinned memory runs out; errors of the driver.
     /// Memory that was handed over is dropped then.
     ///
     /// ```
@@ -283,7 +283,7 @@ impl Transfer {
         to.download_from(&self.copies, from, None)
     }
 
-    /// Copies device memory to new page-locked memory.
+    /// Copies device memory to new pinned memory.
     ///
     /// # Errors
     /// As [`Transfer::download`].
@@ -433,7 +433,7 @@ impl Transfer {
         buffer.allocator().transfer()
     }
 
-    /// Copies host memory to page-locked memory. The calling thread waits until no copy writes
+    /// Copies host memory to pinned memory. The calling thread waits until no copy writes
     /// `from` and no copy uses `to`, and then copies: the result is complete when this returns. The
     /// pools may be of different devices, and the memory pageable.
     ///

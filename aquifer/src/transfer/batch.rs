@@ -73,7 +73,7 @@ impl TransferBatch {
     /// Adds a copy to the device. The elements are copied now.
     ///
     /// # Errors
-    /// Ends of different lengths, a buffer of another device, and when page-locked memory runs out.
+    /// Ends of different lengths, a buffer of another device, and when pinned memory runs out.
     /// The batch is then unchanged.
     pub fn upload<T: Pod>(&mut self, from: &[T], to: &mut Buffer<T>) -> Result<(), Error> {
         check_lengths(from.len(), to.len())?;
@@ -109,7 +109,7 @@ impl TransferBatch {
     /// ([`aquifer_transfer::Transfer::batch_calls_pay_below`]).
     ///
     /// # Errors
-    /// When page-locked memory runs out, a stream that captures, and errors of the driver. Some
+    /// When pinned memory runs out, a stream that captures, and errors of the driver. Some
     /// copies may have been enqueued then.
     #[track_caller]
     pub fn run(self) -> Result<Pending<()>, Error> {

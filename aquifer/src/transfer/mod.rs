@@ -1,10 +1,10 @@
-//! Copies: page-locked memory, sources and targets, prefetching, spilling.
+//! Copies: pinned memory, sources and targets, prefetching, spilling.
 //!
 //! * A [`Transfer`] copies. Its calls return before copies are done, with a [`Pending`] to wait
 //!   for, await, or chain to a stream.
-//! * A [`PinnedPool`] recycles page-locked memory. Its [`PinnedBuffer`]s know the copies that use
+//! * A [`PinnedPool`] recycles pinned memory. Its [`PinnedBuffer`]s know the copies that use
 //!   them, so the host waits where it has to.
-//! * A *staging ring* of page-locked memory ([`StagingConfig`]) stages ordinary memory and files,
+//! * A *staging ring* of pinned memory ([`StagingConfig`]) stages ordinary memory and files,
 //!   which the device cannot copy from by itself.
 //!
 //! The crate `aquifer-transfer` makes the copies. This module has the types of elements.

@@ -112,7 +112,7 @@ impl<T> Pending<T> {
     ///
     /// Device memory in the value is ready on `stream` ([`OnStreams::ready_on`]): any work of
     /// `stream` may use it, and it may be dropped at any time. The host should not read the value
-    /// in `next`, because it would have to wait; page-locked memory waits by itself when it is
+    /// in `next`, because it would have to wait; pinned memory waits by itself when it is
     /// read.
     ///
     /// # Errors

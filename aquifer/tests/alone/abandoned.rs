@@ -33,7 +33,7 @@ fn the_last_memory_of_a_transfer_in_flight_goes_back_to_the_device() {
     }
 }
 
-/// The runtime of buffers, with its page-locked memory, streams and kernels, is kept for the
+/// The runtime of buffers, with its pinned memory, streams and kernels, is kept for the
 /// allocator, which the last buffer closes.
 #[test]
 fn what_is_kept_for_buffers_goes_back_with_the_last_handle_of_the_device() {

@@ -56,14 +56,14 @@ fn host_overhead_of_a_copy() {
     let host_ptr = HostPtr(host.read().unwrap().as_ptr().expose_provenance());
     // The same driver calls are a copy, and an event after it.
     let upload = || {
-        // SAFETY: the memory is page-locked, lives until the device was waited for, and nothing
+        // SAFETY: the memory is pinned, lives until the device was waited for, and nothing
         // writes it.
         unsafe { stream.upload(ptr, host_ptr, 64) }.unwrap();
         stream.tick().cover().unwrap();
     };
     compare(&device, "an upload", || drop(on.upload(&host, &mut buffer).unwrap()), upload);
     let download = || {
-        // SAFETY: the memory is page-locked, lives until the device was waited for, and nothing
+        // SAFETY: the memory is pinned, lives until the device was waited for, and nothing
         // else touches it.
         unsafe { stream.download(host_ptr, ptr, 64) }.unwrap();
         stream.tick().cover().unwrap();

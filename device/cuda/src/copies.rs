@@ -91,12 +91,12 @@ fn is_pageable(gpu: &Gpu, operation: Operation, start: *const u8, bytes: usize, 
         gpu,
         operation,
         stream,
-        "copies of pageable memory cannot be captured; use page-locked memory",
+        "copies of pageable memory cannot be captured; use pinned memory",
     )?;
     Ok(true)
 }
 
-/// Splits a copy from or to host memory into pieces each of which is page-locked as a whole or not
+/// Splits a copy from or to host memory into pieces each of which is pinned as a whole or not
 /// at all, because the driver takes no others (CUDA driver API, “API synchronization behavior”).
 /// Calls `copy` with the offset and length of each, and stops at the first that fails.
 fn by_piece(
@@ -209,17 +209,17 @@ fn check_ends(operation: Operation, dst: CopyEnd, src: CopyEnd) -> Result<()> {
     Ok(())
 }
 
-/// Refuses an end of a copy that is neither live device memory nor within one piece of page-locked
+/// Refuses an end of a copy that is neither live device memory nor within one piece of pinned
 /// memory.
 fn check_place(gpu: &Gpu, operation: Operation, place: CopyEnd, bytes: u64) -> Result<()> {
     match place {
         CopyEnd::Device(ptr) => memory::check_memory(gpu, operation, ptr, bytes),
         CopyEnd::Host(ptr) if !gpu.host.hold(ptr.0 as u64, bytes) => {
-            let detail = format!("{bytes} bytes at {:#x} are not page-locked memory of this device", ptr.0);
+            let detail = format!("{bytes} bytes at {:#x} are not pinned memory of this device", ptr.0);
             Err(bad_value(operation, detail))
         }
         CopyEnd::Host(ptr) if gpu.host.piece(ptr.0 as u64, bytes) < bytes => {
-            let detail = format!("{bytes} bytes at {:#x} lie in several pieces of page-locked memory", ptr.0);
+            let detail = format!("{bytes} bytes at {:#x} lie in several pieces of pinned memory", ptr.0);
             Err(bad_value(operation, detail))
         }
         CopyEnd::Host(_) => Ok(()),
@@ -275,7 +275,7 @@ pub(crate) unsafe fn copy_2d(gpu: &Gpu, copy: &Copy2d, stream: RawStream) -> Res
         ..ends(dst, src)
     };
     let _current = gpu.context.enter_relaxed(operation)?;
-    // SAFETY: the description outlives the call; its ranges are live device memory, or page-locked
+    // SAFETY: the description outlives the call; its ranges are live device memory, or pinned
     // memory for which the caller vouches; the stream lives (L1, F1).
     check(operation, unsafe { call(&raw const copy, stream.raw) })
 }
@@ -354,7 +354,7 @@ pub(crate) unsafe fn copy_batch(gpu: &Gpu, copies: &[CopyPart], stream: RawStrea
     // The call lost an argument with CUDA 13.
     let code = match (functions.cuMemcpyBatchAsync_v2, functions.cuMemcpyBatchAsync) {
         // SAFETY: all of it outlives the call; the three lists have one length, and their ranges
-        // are live device memory, or page-locked memory for which the caller vouches; the stream
+        // are live device memory, or pinned memory for which the caller vouches; the stream
         // lives (L1, F1).
         (Some(call), _) => unsafe { call(targets, sources, lengths, count, attributes, first, 1, raw) },
         (None, Some(call)) => {

@@ -73,7 +73,7 @@ impl CudaDriver {
     /// tables are dropped.
     fn give_everything_back(&self) -> Result<()> {
         let gpu = &self.gpu;
-        // Unmapping and freeing page-locked memory do not wait for work.
+        // Unmapping and freeing pinned memory do not wait for work.
         let mut outcome = persistently(|| captures::synchronize(gpu));
         if outcome.as_ref().is_err_and(|error| !error.is_device_lost()) {
             self.leak_everything();

@@ -27,7 +27,7 @@ pub(crate) struct Gpu {
     pub(crate) physicals: Handles<OwnedObject<Physicals>>,
     /// Allocated device memory.
     pub(crate) memory: Ranges<Source>,
-    /// Page-locked host memory.
+    /// Pinned host memory.
     pub(crate) host: Ranges<Locked>,
     /// Reserved addresses.
     pub(crate) reserved: Ranges<()>,

@@ -1,4 +1,4 @@
-//! Plain device memory, the driver's stream-ordered pool, and page-locked host memory.
+//! Plain device memory, the driver's stream-ordered pool, and pinned host memory.
 
 use std::ffi::{c_uint, c_void};
 use std::ptr;
@@ -13,7 +13,7 @@ use crate::objects::{Locked, Source};
 use crate::raw::{handle, pointer, size};
 use crate::{captures, streams};
 
-/// `CU_MEMHOSTALLOC_PORTABLE` and `CU_MEMHOSTREGISTER_PORTABLE`: page-locked for every context.
+/// `CU_MEMHOSTALLOC_PORTABLE` and `CU_MEMHOSTREGISTER_PORTABLE`: pinned for every context.
 /// Never write-combined, which would make reading it back many times slower.
 const PORTABLE: c_uint = 1;
 
@@ -22,10 +22,10 @@ const DEVICE_MEMORY: u64 = 2;
 
 const NOT_REGISTERED: Code = Code(713);
 
-/// Alignment of page-locked memory, in bytes.
+/// Alignment of pinned memory, in bytes.
 const PAGE: u64 = 4096;
 
-/// Frees page-locked memory, from where the driver's allocation starts.
+/// Frees pinned memory, from where the driver's allocation starts.
 ///
 /// # Safety
 /// It was allocated, not freed, and nothing uses it any more. The context is current.
@@ -219,7 +219,7 @@ pub(crate) fn host_alloc(gpu: &Gpu, bytes: usize) -> Result<HostPtr> {
     }
     // Small pieces come from within pages that the driver shares out. An allocation that is a page
     // longer has a page's border in it. SAFETY: just allocated, and known only here.
-    unsafe { gpu.context.destroy_or_leak("page-locked memory at", first, free_host) };
+    unsafe { gpu.context.destroy_or_leak("pinned memory at", first, free_host) };
     let length =
         bytes.checked_add(size(PAGE)).ok_or_else(|| DeviceError::refused(Operation::HostAlloc, Code::OUT_OF_MEMORY))?;
     let start = host_alloc_raw(gpu, length)?;
@@ -237,12 +237,12 @@ fn host_alloc_raw(gpu: &Gpu, bytes: usize) -> Result<u64> {
     let mut start = ptr::null_mut();
     // SAFETY: the address outlives the call (F1).
     let code = unsafe { (gpu.context.functions().cuMemHostAlloc)(&raw mut start, bytes, PORTABLE) };
-    let detail = || format!("{bytes} bytes of page-locked memory asked for");
+    let detail = || format!("{bytes} bytes of pinned memory asked for");
     check(operation, code).map_err(|error| error.with_more(detail()))?;
     Ok(handle(start))
 }
 
-/// Frees page-locked memory.
+/// Frees pinned memory.
 ///
 /// # Safety
 /// As for [`aquifer_device::Driver::host_free`].
@@ -256,10 +256,10 @@ pub(crate) unsafe fn host_free(gpu: &Gpu, ptr: HostPtr) -> Result<()> {
         unsafe { host_free_raw(gpu, start - skipped) }
     };
     let freed = gpu.host.give_back(start, |locked| matches!(locked, Locked::Allocated { .. }), free);
-    freed.unwrap_or_else(|| Err(bad_value(operation, format!("no page-locked allocation starts at {start:#x}"))))
+    freed.unwrap_or_else(|| Err(bad_value(operation, format!("no pinned allocation starts at {start:#x}"))))
 }
 
-/// Frees page-locked memory that the table does not know, from where the driver's allocation
+/// Frees pinned memory that the table does not know, from where the driver's allocation
 /// starts.
 ///
 /// # Safety
@@ -270,7 +270,7 @@ pub(crate) unsafe fn host_free_raw(gpu: &Gpu, start: u64) -> Result<()> {
     unsafe { free_host(&gpu.context, start) }
 }
 
-/// Page-locks the caller's memory.
+/// Pins the caller's memory.
 ///
 /// # Safety
 /// As for [`aquifer_device::Driver::host_register`].
@@ -312,7 +312,7 @@ pub(crate) unsafe fn host_unregister(gpu: &Gpu, ptr: HostPtr) -> Result<()> {
 /// Unregisters memory that the table does not know any more.
 ///
 /// # Safety
-/// It was registered, not unregistered, and nothing relies on its being page-locked any more.
+/// It was registered, not unregistered, and nothing relies on its being pinned any more.
 pub(crate) unsafe fn host_unregister_raw(gpu: &Gpu, start: u64) -> Result<()> {
     let operation = Operation::HostUnregister;
     let unregister = gpu.optional(operation, gpu.context.functions().cuMemHostUnregister)?;

@@ -239,7 +239,7 @@ pub(crate) enum Source {
     Pool,
 }
 
-/// How host memory became page-locked.
+/// How host memory became pinned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Locked {
     /// So many bytes behind where the driver's allocation starts.

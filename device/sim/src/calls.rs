@@ -1,4 +1,4 @@
-//! Calls about streams, events, copies, kernels and page-locked memory: their checks, and the work
+//! Calls about streams, events, copies, kernels and pinned memory: their checks, and the work
 //! that they enqueue or wait for.
 //!
 //! A record of an event is a moment in virtual time and a copy of the clock that its stream had
@@ -110,7 +110,7 @@ impl Machine {
         self.wait_for_all()
     }
 
-    /// The page-locked memory that holds all of a host range.
+    /// The pinned memory that holds all of a host range.
     pub(crate) fn page_locked(&self, address: usize, bytes: usize) -> Option<HostPart> {
         let (block, offset) = self.host.find(address, bytes)?;
         Some(HostPart { block: Arc::clone(block), offset, bytes })
@@ -278,7 +278,7 @@ impl Machine {
         waited
     }
 
-    /// The host touches page-locked memory. Other memory has no entries, so nothing is found there.
+    /// The host touches pinned memory. Other memory has no entries, so nothing is found there.
     pub(crate) fn host_access(&mut self, ptr: HostPtr, bytes: usize, kind: AccessKind) {
         let start = ptr.0 as u64;
         let op = OpRef { operation: None, ..self.op_ref(None, Operation::HostAlloc, None) };
@@ -446,7 +446,7 @@ impl Machine {
             CopyEnd::Device(ptr) => range(ptr, bytes).map(End::Device),
             CopyEnd::Host(ptr) => {
                 let part = usize::try_from(bytes).ok().and_then(|bytes| self.page_locked(ptr.0, bytes));
-                let detail = || format!("{bytes} bytes at {:#x} are not page-locked memory of this device", ptr.0);
+                let detail = || format!("{bytes} bytes at {:#x} are not pinned memory of this device", ptr.0);
                 part.map(End::Host).ok_or_else(|| Refused::value(detail()))
             }
         }

@@ -251,7 +251,7 @@ impl Machine {
         if self.streams.get(id)?.capture.is_none() {
             return Ok(Some(body));
         }
-        let pageable = "copies of pageable memory cannot be captured here; use page-locked memory";
+        let pageable = "copies of pageable memory cannot be captured here; use pinned memory";
         match body {
             Body::FromTaken { .. } | Body::ToWaiting { .. } => self.forbid_capture(id, || unsupported(pageable))?,
             Body::FromPeer { .. } => {

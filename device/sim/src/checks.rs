@@ -61,7 +61,7 @@ struct ReportedMemory {
     /// Blocks in managed memory. One that was dropped stays until another takes its place.
     blocks: IntervalMap<Arc<Block>>,
     unwritten: IntervalMap<Origin>,
-    /// Page-locked memory with contents that were moved there and were never written, by host
+    /// Pinned memory with contents that were moved there and were never written, by host
     /// address.
     unwritten_host: IntervalMap<Origin>,
 }
@@ -161,7 +161,7 @@ impl Checks {
         state.unwritten.remove(range);
     }
 
-    /// Page-locked memory was given back.
+    /// Pinned memory was given back.
     pub(crate) fn host_removed(&self, range: Range<u64>) {
         self.state.lock().unwritten_host.remove(range);
     }

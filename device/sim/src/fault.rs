@@ -62,7 +62,7 @@ pub enum Fault {
     /// Allocations that would bring the bytes held from the device above `bytes` fail with
     /// `OUT_OF_MEMORY`.
     OutOfMemoryAt {
-        /// Most bytes that can be held, page-locked host memory not counted.
+        /// Most bytes that can be held, pinned host memory not counted.
         bytes: u64,
     },
     /// At the `nth` call (from 1) of all operations the device is lost: that call and all later

@@ -1,4 +1,4 @@
-//! Page-locked host memory: real memory of the simulator's own, which pending copies keep alive, or
+//! Pinned host memory: real memory of the simulator's own, which pending copies keep alive, or
 //! memory of the caller's that was registered.
 //!
 //! All reads and writes of host memory through raw pointers happen in this file. Invariant: a
@@ -18,13 +18,13 @@ use aquifer_device::Code;
 use crate::refused::{Answer, Refused};
 use crate::violation::OpRef;
 
-/// Alignment of page-locked memory in bytes.
+/// Alignment of pinned memory in bytes.
 const PAGE: usize = 4096;
 
 const ALREADY_REGISTERED: Code = Code(712);
 const NOT_REGISTERED: Code = Code(713);
 
-/// One page-locked piece of memory.
+/// One pinned piece of memory.
 #[derive(Debug)]
 pub(crate) struct HostBlock {
     start: NonNull<u8>,
@@ -34,15 +34,14 @@ pub(crate) struct HostBlock {
 }
 
 // SAFETY: the block hands out no references to its memory; the rules for accesses to it are those
-// of `Driver`'s copy calls, as for any page-locked memory.
+// of `Driver`'s copy calls, as for any pinned memory.
 unsafe impl Send for HostBlock {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for HostBlock {}
 
 impl HostBlock {
     fn new(bytes: usize) -> Answer<HostBlock> {
-        let out_of_memory =
-            || Refused::new(Code::OUT_OF_MEMORY, format!("{bytes} bytes of page-locked memory asked for"));
+        let out_of_memory = || Refused::new(Code::OUT_OF_MEMORY, format!("{bytes} bytes of pinned memory asked for"));
         if bytes == 0 {
             return Err(Refused::value("0 bytes asked for"));
         }
@@ -102,7 +101,7 @@ impl Drop for HostBlock {
     }
 }
 
-/// The live page-locked memory by address.
+/// The live pinned memory by address.
 #[derive(Debug, Default)]
 pub(crate) struct HostBlocks {
     blocks: BTreeMap<usize, Arc<HostBlock>>,
@@ -119,7 +118,7 @@ impl HostBlocks {
         Ok(address)
     }
 
-    /// Page-locks the caller's memory, which must stay there until it is unregistered.
+    /// Pins the caller's memory, which must stay there until it is unregistered.
     pub(crate) fn register(&mut self, start: *mut u8, bytes: usize) -> Answer<usize> {
         let address = start.expose_provenance();
         let end = address.checked_add(bytes);
@@ -128,7 +127,7 @@ impl HostBlocks {
         };
         let before = self.blocks.range(..end).next_back();
         if let Some((&other, _)) = before.filter(|(start, block)| **start + block.bytes > address) {
-            let detail = format!("the memory at {other:#x} is page-locked already");
+            let detail = format!("the memory at {other:#x} is pinned already");
             return Err(Refused::new(ALREADY_REGISTERED, detail));
         }
         self.blocks.insert(address, Arc::new(HostBlock::registered(start, bytes)));
@@ -143,7 +142,7 @@ impl HostBlocks {
     /// The range of the live allocation that starts at `address`.
     pub(crate) fn allocated(&self, address: usize) -> Answer<Range<u64>> {
         let block = self.blocks.get(&address).filter(|block| block.layout.is_some());
-        let none = || Refused::value(format!("no page-locked allocation starts at {address:#x}"));
+        let none = || Refused::value(format!("no pinned allocation starts at {address:#x}"));
         block.map(|block| block.range(0, block.bytes)).ok_or_else(none)
     }
 

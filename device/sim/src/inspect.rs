@@ -34,7 +34,7 @@ pub struct LiveObjects {
     pub graphs: usize,
     /// Modules of kernels.
     pub modules: usize,
-    /// Pieces of page-locked host memory.
+    /// Pieces of pinned host memory.
     pub host: usize,
 }
 

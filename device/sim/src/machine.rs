@@ -367,7 +367,7 @@ impl Machine {
         let cost = body.cost();
         let freed = |part: &HostPart| Some((part.block.range(part.offset, part.bytes), self.host.freed(&part.block)?));
         if let Some((range, by)) = body.host_parts().into_iter().find_map(freed) {
-            let missing = format!("the page-locked memory was taken away by {by}");
+            let missing = format!("the pinned memory was taken away by {by}");
             let kind = ViolationKind::UseAfterFree;
             let violation = Violation { kind, first: Some(by), second: op, range, missing, block: None };
             body = Body::Fault { violation: violation.to_string().into() };

@@ -11,7 +11,7 @@
 //! | host link | 53 GB/s (PCIe 5 x16) | 53 GB/s | 25 GB/s (PCIe 4 x16) | 25 GB/s | usable of 63 and 31.5 GB/s raw, each way; see below |
 //! | copy engines | 3 | 3 | 3 | 2 | `cudaDeviceProp::asyncEngineCount` as commonly reported |
 //!
-//! Of a PCIe 4 x16 link 22.5 to 26.6 GB/s are reported for page-locked memory (cuda-oxide issue
+//! Of a PCIe 4 x16 link 22.5 to 26.6 GB/s are reported for pinned memory (cuda-oxide issue
 //! 976: 22.5–23.9 to and 25.4–26.6 from an RTX 4090; spark-rapids-jni issue 4593: 26.35 from the
 //! device), of PCIe 5 x16 about twice that, 50 to 55 GB/s. [`crate::SimConfig::link_gb_s`] sets
 //! another speed.
@@ -40,7 +40,7 @@
 //! PyTorch's allocator says (pull request 96995) and the H200 confirmed: a call over many mappings
 //! saves little.
 //!
-//! Launches and asynchronous calls 2.5 µs, events and queries 0.3–0.6 µs, page-locking 0.3 ms/MiB,
+//! Launches and asynchronous calls 2.5 µs, events and queries 0.3–0.6 µs, pinning 0.3 ms/MiB,
 //! loading a module 1 ms: orders of magnitude.
 
 use aquifer_device::Operation;

@@ -156,7 +156,7 @@ impl Shadow {
 pub(crate) struct Detector {
     /// Accesses by device address.
     pub(crate) device: Shadow,
-    /// Device-side accesses of page-locked memory, by host address.
+    /// Device-side accesses of pinned memory, by host address.
     pub(crate) host: Shadow,
     /// The operations that the host knows complete.
     pub(crate) known: Known,
@@ -333,7 +333,7 @@ impl Detector {
 pub(crate) enum Space {
     /// Device memory, by device address.
     Device,
-    /// Page-locked host memory, by host address.
+    /// Pinned host memory, by host address.
     Host,
 }
 

@@ -33,7 +33,7 @@ impl fmt::Display for StreamRef {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct OpRef {
-    /// The call that made it; `None` for the host's own access to page-locked memory.
+    /// The call that made it; `None` for the host's own access to pinned memory.
     pub operation: Option<Operation>,
     /// Name of the kernel, when it is one.
     pub kernel: Option<&'static str>,
@@ -150,7 +150,7 @@ pub enum ViolationKind {
     ReadWrite,
     /// A read after a write that nothing orders before it.
     WriteRead,
-    /// The host touched page-locked memory that a copy may still be using.
+    /// The host touched pinned memory that a copy may still be using.
     HostAccess,
     /// Memory was unmapped, released or freed while work may still be using it.
     PendingWork,
@@ -208,7 +208,7 @@ pub struct Violation {
     pub first: Option<OpRef>,
     /// The operation that broke the rule.
     pub second: OpRef,
-    /// The addresses where they met: device addresses, or host addresses of page-locked memory.
+    /// The addresses where they met: device addresses, or host addresses of pinned memory.
     pub range: Range<u64>,
     /// The order that is missing between the two, or the mistake, in words.
     pub missing: String,

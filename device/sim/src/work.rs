@@ -17,7 +17,7 @@ use crate::objects::PhysicalTable;
 use crate::race::Space;
 use crate::violation::{OpRef, Violation, ViolationKind};
 
-/// A part of a page-locked block.
+/// A part of a pinned block.
 #[derive(Clone, Debug)]
 pub(crate) struct HostPart {
     pub(crate) block: Arc<HostBlock>,
@@ -173,7 +173,7 @@ impl Body {
         }
     }
 
-    /// The page-locked memory it uses.
+    /// The pinned memory it uses.
     pub(crate) fn host_parts(&self) -> Vec<&HostPart> {
         match self {
             Body::Copy { parts, .. } => {

@@ -57,7 +57,7 @@ impl Device {
         self.0.context.releases.add(Object::Module(module));
     }
 
-    /// Leaves page-locked memory of [`crate::Driver::host_alloc`] to the device, to be freed once
+    /// Leaves pinned memory of [`crate::Driver::host_alloc`] to the device, to be freed once
     /// its last `uses` are known to be done: at the next [`Device::settle_host`], at the next
     /// [`Device::settle`], which waits for the device if need be, or when the last handle of the
     /// device is dropped. Makes no driver call.
@@ -112,7 +112,7 @@ impl Device {
         self.0.context.settle_left();
     }
 
-    /// Asks the driver how far streams got, and gives back page-locked memory of
+    /// Asks the driver how far streams got, and gives back pinned memory of
     /// [`Device::host_free_later`] whose uses are done, and registered memory if there is much of
     /// it. Does nothing while a stream captures. Returns how many bytes went back.
     #[doc(hidden)]

@@ -34,7 +34,7 @@ impl fmt::Display for DevicePtr {
     }
 }
 
-/// The address of page-locked host memory. It is a number, not a pointer, so that handles stay
+/// The address of pinned host memory. It is a number, not a pointer, so that handles stay
 /// `Send`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct HostPtr(pub usize);

@@ -130,11 +130,11 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// devices: a peer must be given access to every new mapping.
     fn set_access(&self, ptr: DevicePtr, bytes: u64, devices: &[u32]) -> Result<()>;
 
-    /// Allocates page-locked host memory, aligned to 4096 bytes. Its bytes are unspecified, but
+    /// Allocates pinned host memory, aligned to 4096 bytes. Its bytes are unspecified, but
     /// initialised: the system never hands out pages without contents.
     fn host_alloc(&self, bytes: usize) -> Result<HostPtr>;
 
-    /// Frees page-locked host memory. Does not wait for work: the caller must know it is done.
+    /// Frees pinned host memory. Does not wait for work: the caller must know it is done.
     ///
     /// A [`HostPtr`] can be made of any address, even that of a live buffer. So only the owner may
     /// free:
@@ -147,18 +147,18 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// ```
     ///
     /// # Safety
-    /// If page-locked memory starts at `ptr`, the caller owns it: there is no reference to it,
+    /// If pinned memory starts at `ptr`, the caller owns it: there is no reference to it,
     /// nothing reads or writes it any more, on the host or the device, and nothing else frees it.
     /// Graphs that copy from or to it are not launched again. Any other address is refused.
     unsafe fn host_free(&self, ptr: HostPtr) -> Result<()>;
 
-    /// Announces that the host reads or writes page-locked memory now. A
+    /// Announces that the host reads or writes pinned memory now. A
     /// driver that checks programs looks for work of the device that may conflict; others do nothing.
     /// Touches
     /// no memory itself at any address, makes no driver call, and works on a lost device too.
     fn host_access(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<()>;
 
-    /// Page-locks `bytes` bytes at `ptr` that the caller allocated. From then on, copies may name
+    /// Pins `bytes` bytes at `ptr` that the caller allocated. From then on, copies may name
     /// any part of them.
     ///
     /// # Safety
@@ -172,7 +172,7 @@ pub trait Driver: fmt::Debug + Send + Sync {
     ///
     /// # Safety
     /// If registered memory starts at `ptr`, the caller registered it, and nothing else relies on
-    /// its being page-locked. Graphs that copy from or to it are not launched again. Any other
+    /// its being pinned. Graphs that copy from or to it are not launched again. Any other
     /// address is refused.
     unsafe fn host_unregister(&self, ptr: HostPtr) -> Result<()>;
 
@@ -240,7 +240,7 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// capture.
     ///
     /// # Safety
-    /// `src..src + bytes` must be readable now and, if page-locked, stay readable and unwritten
+    /// `src..src + bytes` must be readable now and, if pinned, stay readable and unwritten
     /// until the copy is done. A copy in a capture is done when its graph was destroyed and all
     /// launches of it are done. After an error, part of the copy may be under way, from memory of
     /// either kind, until the stream was waited for.
@@ -251,7 +251,7 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// capture.
     ///
     /// # Safety
-    /// `dst..dst + bytes` must be writable now and, if page-locked, stay writable and untouched
+    /// `dst..dst + bytes` must be writable now and, if pinned, stay writable and untouched
     /// until the copy is done. A copy in a capture is done when its graph was destroyed and all
     /// launches of it are done. After an error, part of the copy may be under way, into memory of
     /// either kind, until the stream was waited for.
@@ -270,7 +270,7 @@ pub trait Driver: fmt::Debug + Send + Sync {
     -> Result<()>;
 
     /// Enqueues a copy of `height` rows of `width` bytes. Refuses a pitch below `width` or beyond
-    /// the device's limit (on GPUs about 2 GiB), host memory that is not page-locked, copies within
+    /// the device's limit (on GPUs about 2 GiB), host memory that is not pinned, copies within
     /// the host, and rows written where others are read or written.
     ///
     /// # Safety

@@ -72,9 +72,9 @@ operations! {
     Unmap = "cuMemUnmap",
     /// Granting access to a mapped range.
     SetAccess = "cuMemSetAccess",
-    /// Allocating page-locked host memory.
+    /// Allocating pinned host memory.
     HostAlloc = "cuMemHostAlloc",
-    /// Freeing page-locked host memory.
+    /// Freeing pinned host memory.
     HostFree = "cuMemFreeHost",
     /// Creating a stream.
     CreateStream = "cuStreamCreate",
@@ -126,7 +126,7 @@ operations! {
     LoadModule = "cuModuleLoadData",
     /// Unloading a module of kernels.
     UnloadModule = "cuModuleUnload",
-    /// Page-locking memory that the caller allocated.
+    /// Pinning memory that the caller allocated.
     HostRegister = "cuMemHostRegister",
     /// Undoing that.
     HostUnregister = "cuMemHostUnregister",

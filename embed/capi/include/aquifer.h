@@ -30,7 +30,7 @@
 // Contents are lost: the memory is uninitialised after waking up.
 #define AQUIFER_SLEEP_DISCARD 0
 
-// Contents are kept in page-locked host memory and restored.
+// Contents are kept in pinned host memory and restored.
 #define AQUIFER_SLEEP_SAVE 1
 
 // All bytes are 0 after waking up.

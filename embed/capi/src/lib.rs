@@ -276,7 +276,7 @@ pub extern "C" fn aquifer_enable_peer_access(device: c_int, peer: c_int) -> c_in
 
 /// Contents are lost: the memory is uninitialised after waking up.
 pub const AQUIFER_SLEEP_DISCARD: c_int = 0;
-/// Contents are kept in page-locked host memory and restored.
+/// Contents are kept in pinned host memory and restored.
 pub const AQUIFER_SLEEP_SAVE: c_int = 1;
 /// All bytes are 0 after waking up.
 pub const AQUIFER_SLEEP_ZERO: c_int = 2;

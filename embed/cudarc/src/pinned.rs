@@ -1,4 +1,4 @@
-//! Page-locked memory of Aquifer's in copies of cudarc's.
+//! Pinned memory of Aquifer's in copies of cudarc's.
 
 use std::fmt;
 use std::mem::ManuallyDrop;

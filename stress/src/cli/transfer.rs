@@ -69,7 +69,7 @@ copies:
                             size of the copy
   peer, route               the other device, and the route of copies from there; null for others
   us, gb_per_s              time of a copy, and bandwidth
-  of_driver_pinned          its bandwidth as a share of the driver's own copy of page-locked memory;
+  of_driver_pinned          its bandwidth as a share of the driver's own copy of pinned memory;
                             null for that copy itself, and if both ends are on the
                             host or on devices
 small:

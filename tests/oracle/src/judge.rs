@@ -20,8 +20,8 @@
 //! * A copy from pageable host memory has read it when the call returns; the device may still write
 //!   the target. A copy to pageable host memory is complete when the call returns, and with it the
 //!   earlier work of its stream ("API synchronization behavior").
-//! * The device may touch page-locked memory at any time until the copy is complete.
-//! * `cuMemFree` waits for all work of the device. Unmapping device memory and freeing page-locked
+//! * The device may touch pinned memory at any time until the copy is complete.
+//! * `cuMemFree` waits for all work of the device. Unmapping device memory and freeing pinned
 //!   memory wait for nothing, so work through these addresses must be known to be complete. So must
 //!   it before `cuMemHostUnregister`, although the driver waits there. Releasing a handle of
 //!   physical memory takes nothing away from its mappings (`cuMemRelease`).
@@ -70,13 +70,13 @@ pub enum Call {
     Map { ptr: DevicePtr, bytes: u64, physical: RawPhysical },
     /// Addresses were unmapped.
     Unmap { ptr: DevicePtr, bytes: u64 },
-    /// Host memory became page-locked: it was allocated so, or registered.
+    /// Host memory became pinned: it was allocated so, or registered.
     PageLock { ptr: HostPtr, bytes: usize },
-    /// Page-locked memory was freed.
+    /// Pinned memory was freed.
     HostFree { ptr: HostPtr },
     /// Host memory was unregistered; then all work was done.
     HostUnregister { ptr: HostPtr },
-    /// The host accesses page-locked memory.
+    /// The host accesses pinned memory.
     HostAccess { ptr: HostPtr, bytes: usize, kind: AccessKind },
     /// A stream was created.
     CreateStream { stream: RawStream, non_blocking: bool },

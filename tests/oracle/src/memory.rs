@@ -1,6 +1,6 @@
 //! Memory: who wrote each byte last, and who has read it since.
 //!
-//! A *space* is memory of its own: an allocation, a piece of physical memory, a block of page-locked
+//! A *space* is memory of its own: an allocation, a piece of physical memory, a block of pinned
 //! host memory. A *mapping* makes a space, or a part of it, visible at a range of addresses of the
 //! device or the host. Accesses are noted in the space, so mappings of one space are one memory
 //! ("virtual aliasing" in the CUDA Programming Guide). Each mapping also notes the operations that
@@ -143,7 +143,7 @@ impl Memory {
         mappings.get(&start).map(|mapping| start..mapping.end)
     }
 
-    /// Whether the address is in page-locked host memory.
+    /// Whether the address is in pinned host memory.
     pub(crate) fn is_page_locked(&self, address: u64) -> bool {
         self.host.range(..=address).next_back().is_some_and(|(_, mapping)| address < mapping.end)
     }

@@ -37,7 +37,7 @@ pub enum RaceKind {
     /// Work touches memory that other work touches, at least one of the two writes, and nothing
     /// orders them.
     Work,
-    /// The host touches page-locked memory that work may still be using.
+    /// The host touches pinned memory that work may still be using.
     Host,
     /// Memory is taken away while work may still be using it.
     Removal,

@@ -70,7 +70,7 @@ trait Controls: fmt::Debug + Send + Sync {
     fn advance(&self, time: Duration);
     /// Keeps a stream busy for so long from the end of its present work.
     fn stall(&self, stream: &Stream, time: Duration) -> Result<()>;
-    /// How many streams, events, captures, graphs, modules and pieces of page-locked memory were
+    /// How many streams, events, captures, graphs, modules and pieces of pinned memory were
     /// made and not given back, where that is known.
     fn live_objects(&self) -> Option<u64> {
         None
@@ -234,7 +234,7 @@ impl Subject {
         self.controls.now_ns()
     }
 
-    /// How many streams, events, captures, graphs, modules and pieces of page-locked memory were
+    /// How many streams, events, captures, graphs, modules and pieces of pinned memory were
     /// made and not given back, where that is known.
     pub fn live_objects(&self) -> Option<u64> {
         self.controls.live_objects()

@@ -37,7 +37,7 @@ pub enum Number {
     NowNs = 1,
     /// Bytes of the device that this process holds.
     HeldBytes = 3,
-    /// Bytes of page-locked host memory.
+    /// Bytes of pinned host memory.
     PinnedBytes = 4,
     /// Streams that were created and not destroyed.
     Streams = 5,
@@ -48,7 +48,7 @@ pub enum Number {
     /// Events created so far for which a waiting host would spin, not sleep.
     SpinningEvents = 8,
     /// Objects other than device memory that were made and not given back: streams, events,
-    /// captures, graphs, modules, page-locked memory.
+    /// captures, graphs, modules, pinned memory.
     LiveObjects = 9,
 }
 
@@ -288,7 +288,7 @@ control! {
         Ok(())
     }
 
-    /// Tells that the host touches page-locked memory now, for the race detector.
+    /// Tells that the host touches pinned memory now, for the race detector.
     fn standin_host_access(ordinal: u32, ptr: usize, bytes: usize, writes: u32) {
         let kind = if writes == 0 { AccessKind::Read } else { AccessKind::Write };
         device(ordinal)?.life().sim.host_access(HostPtr(ptr), bytes, kind).map_err(crate::abi::code)

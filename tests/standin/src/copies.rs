@@ -110,7 +110,7 @@ impl Life {
         self.sim.synchronize_stream(RawStream::LEGACY).map_err(code)
     }
 
-    /// Refuses host memory of which a part is page-locked, or in several pieces (CUDA driver API,
+    /// Refuses host memory of which a part is pinned, or in several pieces (CUDA driver API,
     /// "API synchronization behavior").
     fn check_uniform(&self, start: usize, bytes: usize) -> Answer {
         if self.pinned.is_uniform(start, bytes) { Ok(()) } else { Err(Code::INVALID_VALUE) }
@@ -243,14 +243,14 @@ abi! {
     /// Enqueues a copy from the host. Bytes of pageable memory are taken before this returns.
     3020 cuMemcpyHtoDAsync_v2(call, dst: u64, src: *const c_void, bytes: usize, stream: Handle) {
         let life = call.life()?;
-        // SAFETY: the caller vouches for the source, until the copy is done if it is page-locked.
+        // SAFETY: the caller vouches for the source, until the copy is done if it is pinned.
         unsafe { life.to_device(dst, src, bytes, stream) }
     }
 
     /// Enqueues a copy to the host. With pageable memory this returns when the bytes are there.
     3020 cuMemcpyDtoHAsync_v2(call, dst: *mut c_void, src: u64, bytes: usize, stream: Handle) {
         let life = call.life()?;
-        // SAFETY: the caller vouches for the target, until the copy is done if it is page-locked.
+        // SAFETY: the caller vouches for the target, until the copy is done if it is pinned.
         unsafe { life.to_host(dst, src, bytes, stream) }
     }
 
@@ -306,7 +306,7 @@ abi! {
         life.wait()
     }
 
-    /// Enqueues many copies. Host memory must be page-locked. Which copy failed is not reported.
+    /// Enqueues many copies. Host memory must be pinned. Which copy failed is not reported.
     12080 cuMemcpyBatchAsync(
         call, dsts: *const u64, srcs: *const u64, sizes: *const usize, count: usize,
         attributes: *const BatchAttributes, firsts: *const usize, attribute_count: usize,

@@ -1,4 +1,4 @@
-//! Page-locked host memory: allocated here, or the caller's own and registered.
+//! Pinned host memory: allocated here, or the caller's own and registered.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -20,7 +20,7 @@ const WITHIN: usize = 512;
 /// Memory of another device, which is not there to be registered.
 const IO_MEMORY: u32 = 4;
 
-/// A piece of page-locked memory.
+/// A piece of pinned memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Block {
     pub(crate) start: usize,
@@ -31,12 +31,12 @@ pub(crate) struct Block {
     pub(crate) is_registered: bool,
 }
 
-/// The page-locked memory by address.
+/// The pinned memory by address.
 #[derive(Debug, Default)]
 pub(crate) struct Pinned(Mutex<BTreeMap<usize, Block>>);
 
 impl Pinned {
-    /// Bytes that are page-locked.
+    /// Bytes that are pinned.
     pub(crate) fn bytes(&self) -> u64 {
         self.0.lock().values().map(|block| block.bytes as u64).sum()
     }
@@ -89,18 +89,18 @@ impl Life {
 }
 
 abi! {
-    /// Allocates page-locked memory. All of it is cached and of this device alone, whatever the
+    /// Allocates pinned memory. All of it is cached and of this device alone, whatever the
     /// flags ask for.
     2020 cuMemHostAlloc(call, ptr: Out<'_, usize>, bytes: usize, flags: u32) {
         call.guarded_life()?.host_alloc(ptr, bytes, flags)
     }
 
-    /// Allocates page-locked memory.
+    /// Allocates pinned memory.
     3020 cuMemAllocHost_v2(call, ptr: Out<'_, usize>, bytes: usize) {
         call.guarded_life()?.host_alloc(ptr, bytes, 0)
     }
 
-    /// Frees page-locked memory.
+    /// Frees pinned memory.
     2000 cuMemFreeHost(call, ptr: usize) {
         let life = call.guarded_life()?;
         // SAFETY: the caller of the C function vouches that the memory is not used any more.
@@ -109,7 +109,7 @@ abi! {
         Ok(())
     }
 
-    /// Page-locks the caller's memory.
+    /// Pins the caller's memory.
     6050 cuMemHostRegister_v2(call, ptr: *mut c_void, bytes: usize, flags: u32) {
         let life = call.guarded_life()?;
         check_flags(flags, REGISTER_FLAGS)?;

@@ -42,7 +42,7 @@ impl Fact {
 }
 
 impl Life {
-    /// The range of this device, or of its page-locked memory, that an address is part of.
+    /// The range of this device, or of its pinned memory, that an address is part of.
     fn own_range(&self, ptr: u64) -> Option<Range> {
         let of = |start, bytes, host| Range { ordinal: self.ordinal, start, bytes, host, memory: Some((start, bytes)) };
         let pinned = usize::try_from(ptr).ok().and_then(|address| self.pinned.holding(address));
@@ -63,7 +63,7 @@ impl Life {
         Ok(match attribute {
             1 => Fact::Wide(range.map_or(Ok(0), |range| context(self, range))?),
             2 => Fact::Narrow(host.map_or(0, |host| if host { 1 } else { 2 })),
-            // Page-locked memory has no address on the device here.
+            // Pinned memory has no address on the device here.
             3 => Fact::Wide(if host == Some(false) { ptr } else { 0 }),
             4 => Fact::Wide(if host == Some(true) { ptr } else { 0 }),
             8 => Fact::Narrow(0),
@@ -94,7 +94,7 @@ fn range(life: &Arc<Life>, ptr: u64) -> Answer<Range> {
 }
 
 abi! {
-    /// A fact about an address of the device or of page-locked memory: context, kind of memory,
+    /// A fact about an address of the device or of pinned memory: context, kind of memory,
     /// addresses, whether it is managed, device, range, whether it is mapped.
     4000 cuPointerGetAttribute(call, data: *mut c_void, attribute: u32, ptr: u64) {
         let life = call.life()?;

@@ -134,7 +134,7 @@ impl StandinDevice {
         mapped.ok()
     }
 
-    /// Tells the race detector that the host touches page-locked memory now, which CUDA cannot be
+    /// Tells the race detector that the host touches pinned memory now, which CUDA cannot be
     /// told.
     pub fn host_access(&self, ptr: usize, bytes: usize, writes: bool) {
         let tell = self.functions().standin_host_access;

@@ -1,4 +1,4 @@
-//! Many small copies as one: those from host memory are packed into page-locked memory, and the
+//! Many small copies as one: those from host memory are packed into pinned memory, and the
 //! driver gets them in one call, if it has such a call.
 
 use std::sync::{Arc, OnceLock};
@@ -16,7 +16,7 @@ use crate::host_memory;
 use crate::pinned::{HostPart, PinnedBlock};
 use crate::runtime::Transfer;
 
-/// The least page-locked memory for packing, in bytes.
+/// The least pinned memory for packing, in bytes.
 const PACKED_BYTES: usize = 1 << 20;
 
 /// The alignment of packed pieces in bytes: copy engines are fastest then, and it suits every
@@ -47,7 +47,7 @@ struct Group {
     pieces: Vec<Piece>,
 }
 
-/// Page-locked memory for packed uploads.
+/// Pinned memory for packed uploads.
 #[derive(Debug)]
 struct PackedUploads {
     block: PinnedBlock,
@@ -68,7 +68,7 @@ struct Piece {
 #[derive(Clone, Debug)]
 enum Endpoint {
     Device(Arc<Storage>, DevicePtr),
-    /// The index of a page-locked buffer, and the offset in it.
+    /// The index of a pinned buffer, and the offset in it.
     Host {
         buffer: usize,
         offset: usize,
@@ -111,7 +111,7 @@ impl Batch {
     /// Adds a copy to the device. The bytes are copied now.
     ///
     /// # Errors
-    /// Ends of different lengths, memory of another device, and when page-locked memory runs out.
+    /// Ends of different lengths, memory of another device, and when pinned memory runs out.
     /// The batch is then unchanged.
     pub fn upload(&mut self, from: &[u8], to: DevicePart<'_>) -> Result<(), TransferError> {
         check_lengths(from.len() as u64, to.bytes)?;
@@ -170,7 +170,7 @@ impl Batch {
     /// ([`Transfer::batch_calls_pay_below`]).
     ///
     /// # Errors
-    /// When page-locked memory runs out, a stream that captures, and errors of the driver. Some
+    /// When pinned memory runs out, a stream that captures, and errors of the driver. Some
     /// copies may have been enqueued then.
     #[track_caller]
     pub fn run(self) -> Result<Completion, TransferError> {
@@ -294,7 +294,7 @@ impl Piece {
     }
 }
 
-/// Enqueues copies in one direction, between the device and page-locked buffers or within the
+/// Enqueues copies in one direction, between the device and pinned buffers or within the
 /// device.
 fn enqueue_pieces(
     transfer: &Transfer,

@@ -1,7 +1,7 @@
 //! Copies between device memory and the host.
 //!
-//! The driver copies page-locked memory. The calling thread copies up to 256 KiB of other memory
-//! into or out of page-locked memory. More than that goes through the staging ring, whose threads
+//! The driver copies pinned memory. The calling thread copies up to 256 KiB of other memory
+//! into or out of pinned memory. More than that goes through the staging ring, whose threads
 //! work on while the caller goes on. Files always do.
 
 use std::path::Path;
@@ -33,7 +33,7 @@ const UNSTAGED_BYTES: u64 = 256 << 10;
 pub type Arrival<T> = Box<dyn FnOnce() -> Result<T, TransferError> + Send>;
 
 impl Transfer {
-    /// Begins a copy of page-locked memory to the device.
+    /// Begins a copy of pinned memory to the device.
     ///
     /// # Errors
     /// Ends of different lengths or devices; a region that reaches beyond either end or writes a
@@ -46,7 +46,7 @@ impl Transfer {
     ) -> Result<Completion, TransferError> {
         let part = from.host();
         self.check_part(to)?;
-        self.check_device("page-locked memory", part.memory.device_id())?;
+        self.check_device("pinned memory", part.memory.device_id())?;
         let Some(plan) = Plan::of(elements, part.bytes as u64, to.bytes)? else { return Ok(Completion::complete()) };
         if !part.memory.is_pinned() {
             let source = HostEndpoint::Source(Arc::new(GuardedRange::from(part.reserve(AccessKind::Read)?)));
@@ -58,7 +58,7 @@ impl Transfer {
     /// Begins a copy of memory that the copy owns.
     ///
     /// # Errors
-    /// As [`Transfer::upload_pinned`], and when page-locked memory runs out.
+    /// As [`Transfer::upload_pinned`], and when pinned memory runs out.
     pub fn upload_owned(
         &self,
         from: Owned,
@@ -128,7 +128,7 @@ impl Transfer {
         Ok(self.staged(self.stage_rows(HostEndpoint::Source(source), to, Rows::dense(to.bytes))?))
     }
 
-    /// Begins a copy of device memory to page-locked memory.
+    /// Begins a copy of device memory to pinned memory.
     ///
     /// # Errors
     /// As [`Transfer::upload_pinned`].
@@ -140,7 +140,7 @@ impl Transfer {
     ) -> Result<Completion, TransferError> {
         let part = to.host();
         self.check_part(from)?;
-        self.check_device("page-locked memory", part.memory.device_id())?;
+        self.check_device("pinned memory", part.memory.device_id())?;
         let Some(plan) = Plan::of(elements, from.bytes, part.bytes as u64)? else { return Ok(Completion::complete()) };
         if !part.memory.is_pinned() {
             let target = HostEndpoint::Target(Arc::new(GuardedRange::from(part.reserve(AccessKind::Write)?)));
@@ -172,7 +172,7 @@ impl Transfer {
     /// Begins a copy of device memory to a vector that the copy owns.
     ///
     /// # Errors
-    /// As [`Transfer::upload_pinned`], and when page-locked memory or host memory runs out.
+    /// As [`Transfer::upload_pinned`], and when pinned memory or host memory runs out.
     pub fn download_vec<T: Pod + Send + Sync>(
         &self,
         from: DevicePart<'_>,
@@ -222,7 +222,7 @@ impl Transfer {
         self.staged(job).wait()
     }
 
-    /// Copies host memory to page-locked memory. The calling thread waits until no copy uses `to`,
+    /// Copies host memory to pinned memory. The calling thread waits until no copy uses `to`,
     /// and then copies: the result is complete when this returns. The pool may be of another
     /// device, and the memory pageable.
     ///
@@ -254,7 +254,7 @@ impl Transfer {
         Plan::of(elements, from_bytes, to_bytes)
     }
 
-    /// Packs the elements into page-locked memory now, and copies them from there.
+    /// Packs the elements into pinned memory now, and copies them from there.
     fn upload_small(&self, from: &[u8], to: DevicePart<'_>, plan: &Plan) -> Result<Completion, TransferError> {
         let bytes = host_memory::len_of(plan.bytes(), 1)?;
         if plan.rows.is_dense() {
@@ -267,7 +267,7 @@ impl Transfer {
         self.enqueue_pinned(Direction::Upload, to, host.all().host(), &packed.scattering(), plan.size)
     }
 
-    /// Packs the elements into page-locked memory; `take` gets them when that is complete.
+    /// Packs the elements into pinned memory; `take` gets them when that is complete.
     fn download_small<R>(
         &self,
         from: DevicePart<'_>,
@@ -285,7 +285,7 @@ impl Transfer {
         Ok((copied, Box::new(move || take(host.read()?))))
     }
 
-    /// Enqueues a copy of rows between device memory and page-locked memory. They must lie within
+    /// Enqueues a copy of rows between device memory and pinned memory. They must lie within
     /// both.
     fn enqueue_pinned(
         &self,

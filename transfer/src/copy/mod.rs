@@ -2,11 +2,11 @@
 //!
 //! * `host`: between the host and the device;
 //! * `on_device`, `peer`: within the device, and between devices;
-//! * `region`: elements with gaps between them, and their order in page-locked memory (`packed`);
+//! * `region`: elements with gaps between them, and their order in pinned memory (`packed`);
 //! * `batch`: many small copies as one, where that pays (`crossover`);
 //! * `memory`: host memory that threads of the staging ring access.
 //!
-//! Copies by the driver are sound by the invariants of page-locked memory (`pinned/memory.rs`),
+//! Copies by the driver are sound by the invariants of pinned memory (`pinned/memory.rs`),
 //! copies by threads by that of `memory`.
 
 use std::sync::Arc;

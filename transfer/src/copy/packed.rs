@@ -1,4 +1,4 @@
-//! Regions on their way through page-locked memory, where their elements are adjacent.
+//! Regions on their way through pinned memory, where their elements are adjacent.
 //!
 //! The elements are packed in the order in which the device has them: single elements cost the host
 //! less than a driver call or a copy engine's transaction for each.

@@ -28,7 +28,7 @@ pub enum Route {
     /// From device to device by the driver, which goes by way of the host as the devices cannot
     /// reach each other.
     Staged,
-    /// By way of page-locked memory of this crate, as the devices have different drivers. Waits on
+    /// By way of pinned memory of this crate, as the devices have different drivers. Waits on
     /// the host for the first half.
     ViaHost,
 }

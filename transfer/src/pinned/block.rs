@@ -1,4 +1,4 @@
-//! The handle of a block of page-locked memory.
+//! The handle of a block of pinned memory.
 
 use std::fmt;
 use std::ops::Range;
@@ -12,7 +12,7 @@ use super::part::{PinnedPart, PinnedPartMut};
 use crate::error::TransferError;
 use crate::host_memory;
 
-/// A block of page-locked host memory, with one owner. It knows the copies that use it:
+/// A block of pinned host memory, with one owner. It knows the copies that use it:
 /// [`PinnedBlock::read`] waits for copies into it, [`PinnedBlock::write`] for all.
 ///
 /// Dropping it waits for nothing: the memory goes back to its pool together with the ticks of its
@@ -40,7 +40,7 @@ impl PinnedBlock {
         self.0.bytes()
     }
 
-    /// Whether the memory is page-locked, as it is unless the caller let it be pageable.
+    /// Whether the memory is pinned, as it is unless the caller let it be pageable.
     pub fn is_pinned(&self) -> bool {
         self.0.is_pinned()
     }
@@ -116,7 +116,7 @@ impl PinnedBlock {
 
     /// The first `len` values of `T` as ordinary memory, after waiting on the host for all copies.
     /// A vector that was registered ([`super::PinnedPool::register`]) comes back itself, all of it
-    /// and no longer page-locked, for which the driver waits for the device; other blocks are
+    /// and no longer pinned, for which the driver waits for the device; other blocks are
     /// copied from.
     ///
     /// # Errors

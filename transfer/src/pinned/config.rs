@@ -1,8 +1,8 @@
-//! The configuration of a pool of page-locked memory.
+//! The configuration of a pool of pinned memory.
 
 use std::num::NonZeroUsize;
 
-/// The configuration of a pool of page-locked memory.
+/// The configuration of a pool of pinned memory.
 ///
 /// ```
 /// use std::num::NonZeroUsize;
@@ -20,7 +20,7 @@ pub struct PinnedConfig {
     pub limit_bytes: Option<u64>,
     /// `None`: the driver allocates slabs (`cuMemHostAlloc`), on one thread. Otherwise they are
     /// ordinary memory, in huge pages where the system has them, that so many threads touch in
-    /// parallel, 16 MiB or more each, and that is then page-locked (`cuMemHostRegister`): so the
+    /// parallel, 16 MiB or more each, and that is then pinned (`cuMemHostRegister`): so the
     /// system clears pages on several cores, and locks few large ones. Giving a slab back waits for
     /// the device. As PyTorch's `pinned_use_cuda_host_register` and `pinned_num_register_threads`,
     /// of which it says that 8 threads served best.

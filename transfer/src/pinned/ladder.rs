@@ -293,7 +293,7 @@ fn unless_lost(error: TransferError) -> Result<(), TransferError> {
     if error.is_device_lost() {
         return Err(error);
     }
-    tracing::warn!(%error, "cached page-locked memory could not be asked for or given back");
+    tracing::warn!(%error, "cached pinned memory could not be asked for or given back");
     Ok(())
 }
 

@@ -41,9 +41,9 @@ pub(super) enum Origin {
     Nowhere,
     /// A block of the pool.
     Pool(PoolBlock),
-    /// The caller's memory, page-locked. `None` once it was given back.
+    /// The caller's memory, pinned. `None` once it was given back.
     Registered(Mutex<Option<Box<dyn Any + Send>>>),
-    /// Not page-locked. A driver is done with such memory when its copy call returns.
+    /// Not pinned. A driver is done with such memory when its copy call returns.
     Pageable { _map: MmapMut },
 }
 
@@ -56,7 +56,7 @@ pub(crate) struct HostPart<'a> {
 }
 
 impl PinnedMemory {
-    /// Page-locked memory of the pool for `bytes` bytes, at a multiple of `alignment`.
+    /// Pinned memory of the pool for `bytes` bytes, at a multiple of `alignment`.
     pub(super) fn alloc(
         pool: &Arc<SharedPool>,
         bytes: usize,
@@ -96,7 +96,7 @@ impl PinnedMemory {
         self.pool.device.id()
     }
 
-    /// Whether it is page-locked, so that copies need not be staged.
+    /// Whether it is pinned, so that copies need not be staged.
     pub(crate) fn is_pinned(&self) -> bool {
         !matches!(self.origin, Origin::Pageable { .. })
     }
@@ -152,11 +152,11 @@ impl PinnedMemory {
         kind: AccessKind,
     ) -> Result<Option<HostAccess<'a>>, TransferError> {
         if stream.device_id() != self.device_id() {
-            return Err(RequestError::wrong_device("page-locked memory", self.device_id(), stream.device_id()).into());
+            return Err(RequestError::wrong_device("pinned memory", self.device_id(), stream.device_id()).into());
         }
         refuse_capture(
             stream,
-            "a graph may run when this page-locked memory has another owner; copy outside of the capture",
+            "a graph may run when this pinned memory has another owner; copy outside of the capture",
         )?;
         Ok(self.uses.try_access(stream, kind)?)
     }
@@ -176,7 +176,7 @@ impl PinnedMemory {
         Ok(())
     }
 
-    /// The caller's own vector, no longer page-locked; `None` if the memory is not a registered
+    /// The caller's own vector, no longer pinned; `None` if the memory is not a registered
     /// `Vec<T>`.
     ///
     /// # Safety
@@ -197,7 +197,7 @@ impl PinnedMemory {
 
 impl HostPart<'_> {
     /// Reserves the part for threads of the runtime. A part to write must be borrowed mutably.
-    /// Waits for reservations that conflict, and for copies that do: a part that is not page-locked
+    /// Waits for reservations that conflict, and for copies that do: a part that is not pinned
     /// has no others.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! Page-locked host memory.
+//! Pinned host memory.
 //!
 //! A [`PinnedPool`] rounds a request (`class`) and takes an unused block of its slabs (`slabs`). If
 //! there is none, it gets more memory from the system or from reclaimable caches (`ladder`,

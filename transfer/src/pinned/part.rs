@@ -1,4 +1,4 @@
-//! Parts of blocks of page-locked memory, for copies.
+//! Parts of blocks of pinned memory, for copies.
 
 use std::fmt;
 use std::ops::Range;
@@ -38,7 +38,7 @@ impl<'a> PinnedPart<'a> {
         self.0.ptr
     }
 
-    /// Whether the memory is page-locked.
+    /// Whether the memory is pinned.
     pub fn is_pinned(&self) -> bool {
         self.0.memory.is_pinned()
     }
@@ -55,7 +55,7 @@ impl<'a> PinnedPart<'a> {
     ///
     /// # Errors
     /// Errors of the driver.
-    #[allow(unsafe_code, reason = "the memory is page-locked, so no collection of the standard library holds it")]
+    #[allow(unsafe_code, reason = "the memory is pinned, so no collection of the standard library holds it")]
     pub fn read(self) -> Result<&'a [u8], TransferError> {
         let HostPart { memory, ptr, bytes } = self.0;
         memory.touch(ptr, bytes, AccessKind::Read)?;
@@ -86,7 +86,7 @@ impl<'a> PinnedPartMut<'a> {
         self.0.ptr
     }
 
-    /// Whether the memory is page-locked.
+    /// Whether the memory is pinned.
     pub fn is_pinned(&self) -> bool {
         self.0.memory.is_pinned()
     }
@@ -122,7 +122,7 @@ impl<'a> PinnedPartMut<'a> {
     ///
     /// # Errors
     /// Errors of the driver.
-    #[allow(unsafe_code, reason = "the memory is page-locked, so no collection of the standard library holds it")]
+    #[allow(unsafe_code, reason = "the memory is pinned, so no collection of the standard library holds it")]
     pub fn into_write(self) -> Result<&'a mut [u8], TransferError> {
         let HostPart { memory, ptr, bytes } = self.0;
         memory.touch(ptr, bytes, AccessKind::Write)?;

@@ -1,4 +1,4 @@
-//! The handle of a pool of page-locked memory.
+//! The handle of a pool of pinned memory.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -20,7 +20,7 @@ use crate::host_memory;
 /// CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED.
 const ALREADY_REGISTERED: Code = Code(712);
 
-/// A caching pool of page-locked host memory for copies of one device. Cloning gives another handle
+/// A caching pool of pinned host memory for copies of one device. Cloning gives another handle
 /// of the same pool.
 ///
 /// *Sizes* are rounded up to eight classes per doubling, and up to 4 KiB to multiples of 512 bytes.
@@ -85,7 +85,7 @@ impl PinnedPool {
         self.0.reserved()
     }
 
-    /// `bytes` bytes of page-locked memory, aligned to `alignment`, and to 512 bytes, or to 4096
+    /// `bytes` bytes of pinned memory, aligned to `alignment`, and to 512 bytes, or to 4096
     /// from 32 KiB on. The contents are those of earlier use. Makes no driver call while the pool
     /// has unused memory of that size.
     ///
@@ -117,7 +117,7 @@ impl PinnedPool {
         Ok(block)
     }
 
-    /// Takes `bytes` bytes, rounded up to 2 MiB, from the system now: page-locking takes long, some
+    /// Takes `bytes` bytes, rounded up to 2 MiB, from the system now: pinning takes long, some
     /// 0.5 ms a MiB, and its calls make the driver wait. Buffers of 32 KiB and more, of any sizes
     /// that together have room there, are then handed out without it; smaller ones come from slabs
     /// of their own. The memory is the pool's as any other, and [`PinnedPool::trim_to`] gives it
@@ -144,14 +144,14 @@ impl PinnedPool {
         }
     }
 
-    /// Page-locks the caller's memory where it is, without a copy. [`PinnedBlock::into_vec`] gives
+    /// Pins the caller's memory where it is, without a copy. [`PinnedBlock::into_vec`] gives
     /// it back. It counts towards no limit and no statistic of the pool. A block that is dropped
     /// leaves its memory to the device, which drops it at its next
     /// [`aquifer_device::Device::settle`], or when a pool of the device gets more memory and more
     /// than 64 MiB of such memory are done.
     ///
     /// # Errors
-    /// [`TransferError::AlreadyPinned`] when a page of it is page-locked already; errors of the
+    /// [`TransferError::AlreadyPinned`] when a page of it is pinned already; errors of the
     /// driver. They return the memory.
     pub fn register<T: Pod + Send>(&self, mut memory: Vec<T>) -> Result<PinnedBlock, (Vec<T>, TransferError)> {
         let bytes = size_of_val(memory.as_slice());
@@ -181,7 +181,7 @@ impl PinnedPool {
         })
     }
 
-    /// As [`PinnedPool::alloc_zeroed`], but where page-locked memory cannot be had the block is
+    /// As [`PinnedPool::alloc_zeroed`], but where pinned memory cannot be had the block is
     /// ordinary memory: see [`PinnedBlock::is_pinned`]. Copies from and to it are staged, which
     /// takes time of the host. A lost device is still an error.
     ///
@@ -195,7 +195,7 @@ impl PinnedPool {
             Err(error) if error.is_device_lost() => return Err(error),
             Err(error) => error,
         };
-        tracing::warn!(%error, bytes, "no page-locked memory; the buffer is pageable, as the caller accepts");
+        tracing::warn!(%error, bytes, "no pinned memory; the buffer is pageable, as the caller accepts");
         // A map starts at a page, which may be less than the alignment.
         let mut map = MmapMut::map_anon(bytes.saturating_add(alignment))
             .map_err(|cause| TransferError::OutOfHostMemory { bytes: bytes as u64, cause: cause.into() })?;

@@ -1,4 +1,4 @@
-//! Slabs of page-locked memory and the blocks that tile them: a pure data structure without a
+//! Slabs of pinned memory and the blocks that tile them: a pure data structure without a
 //! driver, locks or waits.
 //!
 //! Invariants, which [`Slabs::check`] asserts:
@@ -365,7 +365,7 @@ impl<M> Slabs<M> {
 /// 512 bytes of locked memory, or for a slab.
 #[expect(
     clippy::cast_possible_truncation,
-    reason = "2^32 records would take 2 TiB of page-locked memory in the smallest blocks"
+    reason = "2^32 records would take 2 TiB of pinned memory in the smallest blocks"
 )]
 fn number(place: usize) -> u32 {
     debug_assert!(u32::try_from(place).is_ok());

@@ -25,7 +25,7 @@ pub(super) struct SlabMemory {
 }
 
 impl SlabMemory {
-    /// `bytes` bytes of page-locked memory that starts at a page. All of it is initialised.
+    /// `bytes` bytes of pinned memory that starts at a page. All of it is initialised.
     ///
     /// First releases finished memory of earlier pools that the device holds, so programs that make
     /// one pool after another do not grow. If the system has no memory, releases the rest of it,
@@ -67,7 +67,7 @@ impl SlabMemory {
         if room > 0
             && let Err(error) = map.advise(memmap2::Advice::HugePage)
         {
-            tracing::debug!(%error, "no huge pages for page-locked memory");
+            tracing::debug!(%error, "no huge pages for pinned memory");
         }
         let start = map.as_ptr().expose_provenance();
         let offset = if room > 0 { start.next_multiple_of(HUGE) - start } else { 0 };
@@ -143,7 +143,7 @@ fn touch(slab: &mut [u8], threads: NonZeroUsize) {
             let started =
                 thread::Builder::new().name("aquifer-touch".to_owned()).spawn_scoped(scope, move || touch_pages(part));
             if let Err(error) = started {
-                tracing::debug!(%error, "no thread to touch page-locked memory");
+                tracing::debug!(%error, "no thread to touch pinned memory");
             }
         }
         own.map(touch_pages);

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use aquifer_allocator::Stat;
 
-/// Statistics of a pool of page-locked memory, named as in PyTorch's
+/// Statistics of a pool of pinned memory, named as in PyTorch's
 /// `torch.cuda.host_memory_stats()`; additions are marked. Bytes are those of blocks, after
 /// rounding.
 ///
@@ -52,7 +52,7 @@ pub struct HostMemoryStats {
     pub num_waits: u64,
     /// The time of these waits. Not in PyTorch.
     pub wait_time: TimeStat,
-    /// The number of requests that failed for lack of page-locked memory. Not in PyTorch.
+    /// The number of requests that failed for lack of pinned memory. Not in PyTorch.
     pub num_ooms: u64,
 }
 

@@ -25,7 +25,7 @@ pub struct StagingConfig {
     /// Number of threads that copy, 1 to 64. If chosen by the ring: 1 to 8, and no more than there
     /// are cores. When all of them wait for streams, more start, at most one for each stream.
     pub threads: Option<usize>,
-    /// The most page-locked memory that the ring takes, in bytes, besides half of the pool's limit.
+    /// The most pinned memory that the ring takes, in bytes, besides half of the pool's limit.
     /// To stay within it, the ring has fewer chunks than configured, and rather two smaller ones
     /// than one. It takes at least 4096 bytes.
     pub bytes_max: usize,
@@ -50,7 +50,7 @@ pub enum DirectIo {
 }
 
 impl Default for StagingConfig {
-    /// All sizes are chosen by the ring; at most 128 MiB are page-locked.
+    /// All sizes are chosen by the ring; at most 128 MiB are pinned.
     fn default() -> Self {
         StagingConfig {
             chunk_bytes: None,

@@ -1,6 +1,6 @@
-//! Staging: transfers of files, and of memory that is not page-locked.
+//! Staging: transfers of files, and of memory that is not pinned.
 //!
-//! A few chunks of page-locked memory form a ring. Threads fill some chunks, or store the contents
+//! A few chunks of pinned memory form a ring. Threads fill some chunks, or store the contents
 //! of fetched ones, while the copy engine works on others, so that it need not wait for the host.
 //! Transfers alternate by the chunk, so a small one is not stuck behind a large one, and more
 //! urgent ones go first.
@@ -48,7 +48,7 @@ use crate::pinned::PinnedPool;
 pub(crate) use staged_transfer::{DeviceEndpoint, HostEndpoint};
 use workers::Workers;
 
-/// The staging ring of a runtime. Nothing is page-locked and no thread runs before its first use.
+/// The staging ring of a runtime. Nothing is pinned and no thread runs before its first use.
 /// When it is dropped, the transfers in flight complete; then its threads end and its memory goes
 /// back to the pool.
 pub(crate) struct Staging {

@@ -1,6 +1,6 @@
 //! The ring as a pure state machine: it assigns pieces of jobs to chunks, and hands out tasks.
 //!
-//! A job is one transfer. Pieces of at most a chunk go through chunks of page-locked memory: an
+//! A job is one transfer. Pieces of at most a chunk go through chunks of pinned memory: an
 //! upload fills the chunk and sends it to the device, a download fetches into the chunk and stores
 //! the contents. [`Ring::next`] returns the next task, and [`Ring::complete`] takes its result.
 //! Nothing here calls a driver, waits or locks.

@@ -89,7 +89,7 @@ pub(super) fn choose(config: &StagingConfig, pool: &PinnedPool) -> Sizes {
     sizes
 }
 
-/// Bytes that are copied to measure the link, and page-locked memory that host copies are measured
+/// Bytes that are copied to measure the link, and pinned memory that host copies are measured
 /// with, as large as a chunk.
 const SAMPLE: usize = 4 << 20;
 
@@ -112,7 +112,7 @@ fn measure(pool: &PinnedPool) -> Result<Speeds, TransferError> {
     Ok(Speeds { copy, link })
 }
 
-/// The mean over one pass through ordinary memory, a chunk at a time into the same page-locked
+/// The mean over one pass through ordinary memory, a chunk at a time into the same pinned
 /// memory, as the ring's threads copy. One pass only: cached memory reads twice as fast as any
 /// staged memory.
 fn measure_copy(to: &mut [u8]) -> f64 {

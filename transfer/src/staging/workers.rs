@@ -1,4 +1,4 @@
-//! The worker threads of a ring: they perform its tasks with page-locked memory and a device.
+//! The worker threads of a ring: they perform its tasks with pinned memory and a device.
 
 use std::sync::{Arc, Weak};
 use std::thread;

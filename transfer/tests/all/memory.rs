@@ -1,4 +1,4 @@
-//! Page-locked memory that the ring shares with others.
+//! Pinned memory that the ring shares with others.
 
 use std::sync::{Arc, Mutex};
 

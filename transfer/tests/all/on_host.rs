@@ -16,7 +16,7 @@ fn bench() -> (Arc<SimDriver>, Transfer) {
     (sim, Transfer::new(&allocator).unwrap())
 }
 
-/// Both ends wait for copies of any pool's device, page-locked or not.
+/// Both ends wait for copies of any pool's device, pinned or not.
 #[test]
 fn copies_on_the_host_come_after_those_of_devices() {
     let (sim, transfer) = bench();

@@ -85,7 +85,7 @@ fn shapes() -> impl Strategy<Value = Shape> {
     })
 }
 
-/// A runtime whose ring has small chunks, and a pool that page-locks nothing.
+/// A runtime whose ring has small chunks, and a pool that pins nothing.
 fn world(seed: u64) -> (Arc<SimDriver>, Transfer, PinnedPool) {
     let sim = SimDriver::new(sim().seed(seed));
     let device = Device::new(sim.clone());
@@ -228,7 +228,7 @@ fn regions_that_do_not_fit_are_refused_before_any_copy() {
     assert_eq!(sim.take_violations(), []);
 }
 
-/// Every second row of a matrix: to the device, and back to memory that could not be page-locked.
+/// Every second row of a matrix: to the device, and back to memory that could not be pinned.
 fn rows() -> Shape {
     Shape { extents: vec![200, 1000], from: vec![2000, 1], to: vec![1500, 1] }
 }

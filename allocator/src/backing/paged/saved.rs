@@ -1,7 +1,7 @@
-//! Contents of memory that sleeps (`sleep.rs`), in page-locked memory or in a file.
+//! Contents of memory that sleeps (`sleep.rs`), in pinned host memory or in a file.
 //!
-//! Copies to page-locked memory are enqueued one behind the other, and waited for together. Those
-//! to and from a file go through two pieces of page-locked memory: while the host writes or reads
+//! Copies to pinned host memory are enqueued one behind the other, and waited for together. Those
+//! to and from a file go through two pieces of pinned host memory: while the host writes or reads
 //! one, the device copies the other.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -18,7 +18,7 @@ use aquifer_device::{Device, DeviceError, DevicePtr, Stream};
 use crate::backing::paged::contents::Contents;
 use crate::error::AllocError;
 
-/// Bytes of a piece of page-locked memory on the way to and from a file.
+/// Bytes of a piece of pinned host memory on the way to and from a file.
 const CHUNK: usize = 8 << 20;
 
 /// Contents of a piece of memory.
@@ -79,9 +79,9 @@ pub(crate) struct Mover<'a> {
     stream: Stream,
     /// The files that contents are saved to, each with its length.
     files: BTreeMap<PathBuf, (Arc<SavedFile>, u64)>,
-    /// Page-locked memory that copies use.
+    /// Pinned host memory that copies use.
     buffers: Vec<Arc<Mutex<HostBuffer>>>,
-    /// Page-locked memory of earlier sleeps.
+    /// Pinned host memory of earlier sleeps.
     spare: &'a mut Vec<HostBuffer>,
     /// Chunks for files that the host may use next, the one that came back first at the front,
     chunks: VecDeque<HostBuffer>,
@@ -120,7 +120,7 @@ impl<'a> Mover<'a> {
         Ok(saved)
     }
 
-    /// Page-locked memory that keeps contents: some of an earlier sleep, if it is not much larger.
+    /// Pinned host memory that keeps contents: some of an earlier sleep, if it is not much larger.
     fn host_buffer(&mut self, bytes: u64) -> Result<Arc<Mutex<HostBuffer>>, AllocError> {
         let fits = |spare: &HostBuffer| (bytes..=2 * bytes).contains(&(spare.size() as u64));
         let spare =
@@ -202,7 +202,7 @@ impl<'a> Mover<'a> {
         Ok(())
     }
 
-    /// Waits until all copies are done. Returns the page-locked memory that they used.
+    /// Waits until all copies are done. Returns the pinned host memory that they used.
     pub(crate) fn finish(self) -> Result<UsedBuffers, DeviceError> {
         self.stream.synchronize()?;
         self.buffers.iter().try_for_each(|buffer| buffer.lock().wait())?;
@@ -210,7 +210,7 @@ impl<'a> Mover<'a> {
     }
 }
 
-/// Page-locked memory that copies used.
+/// Pinned host memory that copies used.
 #[derive(Default)]
 pub(crate) struct UsedBuffers(Vec<Arc<Mutex<HostBuffer>>>);
 

@@ -102,7 +102,7 @@ impl Allocator {
     /// held now; snapshots show the memory that will be there after waking up. If all memory sleeps
     /// already, this does nothing.
     ///
-    /// Page-locked memory for contents takes a while to get, so it is kept for the next sleep,
+    /// Pinned host memory for contents takes a while to get, so it is kept for the next sleep,
     /// until [`Allocator::empty_cache`].
     ///
     /// ```

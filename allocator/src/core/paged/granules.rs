@@ -51,7 +51,7 @@ pub(crate) struct Paged {
     /// True if some of it is memory outside of heaps. None such is recycled then.
     pub(crate) dedicated_sleeps: bool,
     pub(crate) cordon: Cordon,
-    /// Page-locked memory for the contents of the next sleep.
+    /// Pinned host memory for the contents of the next sleep.
     pub(crate) host_buffers: Vec<HostBuffer>,
     /// Frames that are mapped nowhere.
     pub(crate) spares: LooseFrames,

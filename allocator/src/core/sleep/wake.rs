@@ -29,7 +29,7 @@ pub(crate) struct Woken {
 }
 
 impl Core {
-    /// Takes the page-locked memory that is kept for the contents of the next sleep.
+    /// Takes the pinned host memory that is kept for the contents of the next sleep.
     pub(crate) fn take_host_buffers(&mut self) -> Vec<HostBuffer> {
         self.paged.as_mut().map(|paged| std::mem::take(&mut paged.host_buffers)).unwrap_or_default()
     }

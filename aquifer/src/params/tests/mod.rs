@@ -230,7 +230,7 @@ fn moving_is_all_or_nothing() {
     assert!(failed > 5, "{failed}");
 }
 
-/// Small tensors use little page-locked memory at a time.
+/// Small tensors use little pinned memory at a time.
 #[test]
 fn many_small_tensors_need_little_page_locked_memory() {
     let transfer = transfer();

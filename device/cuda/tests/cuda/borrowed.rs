@@ -13,7 +13,7 @@ const BYTES: usize = 2 * HALF;
 /// The function that fails, the number of the call from now on, and its code.
 type Order = (&'static str, u64, Code);
 
-/// Host memory of which the first half is page-locked, so that it is copied in two pieces and read
+/// Host memory of which the first half is pinned, so that it is copied in two pieces and read
 /// when the first is done.
 struct Copies {
     bench: Bench,
@@ -112,7 +112,7 @@ fn a_failed_wait_for_an_enqueued_copy_is_tried_again() {
     let waits = [("cuStreamSynchronize", 1, UNKNOWN), ("cuCtxSynchronize", 1, UNKNOWN)];
     let mut copies = Copies::failing(&waits);
     let (stream, ptr) = (copies.stream.clone(), copies.ptr);
-    // All of it is page-locked, so that the copy itself waits for nothing.
+    // All of it is pinned, so that the copy itself waits for nothing.
     stream.upload_blocking(ptr, &copies.host[..HALF]).unwrap();
     copies.host.fill(9);
     assert_eq!(copies.on_device()[..HALF], [0; HALF]);

@@ -104,11 +104,11 @@ fn copies_move_bytes_between_all_kinds_of_memory() {
     bench.upload(one, &bytes, stream).unwrap();
     driver.copy_on_device(two, one, 256, stream).unwrap();
     assert_eq!(bench.download(two, 256, stream).unwrap(), bytes);
-    // Page-locked memory: the caller waits.
+    // Pinned memory: the caller waits.
     let pinned = driver.host_alloc(4096).unwrap();
     driver.host_access(pinned, 4096, aquifer_device::AccessKind::Read).unwrap();
     assert_eq!(pinned.0 % 4096, 0);
-    // SAFETY: the memory is page-locked and not touched until the stream was waited for.
+    // SAFETY: the memory is pinned and not touched until the stream was waited for.
     unsafe { driver.copy_to_host(pinned.as_ptr(), two, 256, stream) }.unwrap();
     driver.synchronize_stream(stream).unwrap();
     // SAFETY: freshly allocated memory of 4096 bytes, the first 256 just written and no work
@@ -139,7 +139,7 @@ fn rows_are_copied_to_their_pitch() {
     unsafe { std::slice::from_raw_parts_mut(pinned.as_ptr(), 12) }.copy_from_slice(b"aaaabbbbcccc");
     let (dst, src) = (CopyEnd::Device(device), CopyEnd::Host(pinned));
     let rows = Copy2d { dst, dst_pitch: 16, src, src_pitch: 4, width: 4, height: 3 };
-    // SAFETY: the page-locked memory is not touched until the stream was waited for.
+    // SAFETY: the pinned memory is not touched until the stream was waited for.
     unsafe { driver.copy_2d(&rows, stream) }.unwrap();
     let found = bench.download(device, 36, stream).unwrap();
     assert_eq!((&found[..4], &found[16..20], &found[32..36]), (&b"aaaa"[..], &b"bbbb"[..], &b"cccc"[..]));
@@ -170,7 +170,7 @@ fn many_copies_are_one_call() {
             CopyPart { dst: CopyEnd::Host(pinned), src: CopyEnd::Device(device.offset(16)), bytes: 16 },
             CopyPart { dst: CopyEnd::Device(device), src: CopyEnd::Device(device), bytes: 0 },
         ];
-        // SAFETY: the page-locked memory is not touched until the stream was waited for.
+        // SAFETY: the pinned memory is not touched until the stream was waited for.
         unsafe { driver.copy_batch(&copies, stream) }.unwrap();
         // SAFETY: nothing is copied.
         unsafe { driver.copy_batch(&copies[2..], stream) }.unwrap();
@@ -340,7 +340,7 @@ fn page_locked_memory_starts_at_a_page_wherever_the_driver_puts_it() {
     assert!(hosts.iter().all(|host| host.0.is_multiple_of(4096)), "{hosts:?}");
     for (host, bytes) in hosts.into_iter().zip(sizes) {
         driver.memset(device, u8::try_from(bytes % 251).unwrap(), bytes as u64, stream).unwrap();
-        // SAFETY: the memory is page-locked and not touched until the stream was waited for.
+        // SAFETY: the memory is pinned and not touched until the stream was waited for.
         unsafe { driver.copy_to_host(host.as_ptr(), device, bytes, stream) }.unwrap();
         driver.synchronize_stream(stream).unwrap();
     }

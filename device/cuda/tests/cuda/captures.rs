@@ -75,7 +75,7 @@ fn blocking_copies_of_page_locked_memory_are_kept_out_of_captures() {
     let device = Device::new(bench.driver.clone());
     let (stream, memory) = (device.stream().unwrap(), device.alloc(4096).unwrap());
     let host = device.driver().host_alloc(4096).unwrap();
-    // SAFETY: 4096 bytes of page-locked memory that nothing else uses, freed below.
+    // SAFETY: 4096 bytes of pinned memory that nothing else uses, freed below.
     let slice = unsafe { std::slice::from_raw_parts_mut(host.as_ptr(), 4096) };
     let capture = stream.begin_capture().unwrap();
     assert_eq!(kind(stream.download_blocking(slice, memory)), ErrorKind::Capture);

@@ -84,7 +84,7 @@ fn copied(driver: &CudaDriver, stream: RawStream, memory: DevicePtr) -> Result<(
     let (device, host) = (CopyEnd::Device(memory), CopyEnd::Host(pinned));
     let rows = Copy2d { dst: device, dst_pitch: 128, src: host, src_pitch: 64, width: 64, height: 4 };
     let part = CopyPart { dst: device, src: host, bytes: 64 };
-    // SAFETY: nothing touches the page-locked memory, which the device is waited for before it is
+    // SAFETY: nothing touches the pinned memory, which the device is waited for before it is
     // freed.
     let outcome = unsafe { driver.copy_2d(&rows, stream) };
     // SAFETY: as above.

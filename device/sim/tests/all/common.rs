@@ -91,14 +91,14 @@ pub(crate) trait Short: Driver {
         (ptr, physical)
     }
 
-    /// Copies from page-locked memory.
+    /// Copies from pinned memory.
     fn upload(&self, dst: DevicePtr, src: HostPtr, bytes: usize, stream: RawStream) {
-        // SAFETY: page-locked memory of the simulator stays valid until its copies ran; tests leave
+        // SAFETY: pinned memory of the simulator stays valid until its copies ran; tests leave
         // its bytes alone.
         unsafe { self.copy_to_device(dst, src.as_ptr(), bytes, stream) }.unwrap();
     }
 
-    /// Copies to page-locked memory.
+    /// Copies to pinned memory.
     fn download(&self, dst: HostPtr, src: DevicePtr, bytes: usize, stream: RawStream) {
         // SAFETY: as for `upload`.
         unsafe { self.copy_to_host(dst.as_ptr(), src, bytes, stream) }.unwrap();

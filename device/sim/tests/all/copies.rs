@@ -10,7 +10,7 @@ use proptest::prelude::*;
 
 use crate::common::{MIB, Short, code, device};
 
-/// Page-locked memory with the given bytes in it.
+/// Pinned memory with the given bytes in it.
 fn pinned(driver: &dyn Driver, bytes: &[u8]) -> HostPtr {
     let host = driver.host_alloc(bytes.len()).unwrap();
     // SAFETY: the memory was just allocated with this length and nothing else uses it.

@@ -1,4 +1,4 @@
-//! Page-locked memory of the layers above, which keeps itself until copies are done.
+//! Pinned memory of the layers above, which keeps itself until copies are done.
 
 use aquifer_device::Device;
 use aquifer_device::internal::HostBuffer;

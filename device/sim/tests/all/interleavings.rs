@@ -62,7 +62,7 @@ fn run(config: &SimConfig, steps: &[(u8, u8, u8)], orders: bool) -> (Vec<u8>, u6
         }
     }
     driver.synchronize().unwrap();
-    // Addresses of page-locked memory come from the host's allocator and differ between runs.
+    // Addresses of pinned memory come from the host's allocator and differ between runs.
     let name = |found: &Violation| {
         format!("{}: {} {:?}", found.kind, found.second, found.first.map(|first| first.to_string()))
     };

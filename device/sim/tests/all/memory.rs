@@ -1,4 +1,4 @@
-//! Plain memory, page-locked memory and the driver's pool: addresses, capacity, content, and
+//! Plain memory, pinned memory and the driver's pool: addresses, capacity, content, and
 //! their costs on the host.
 
 use std::collections::BTreeMap;
@@ -194,7 +194,7 @@ fn page_locked_copies_take_effect_when_they_run() {
     driver.memset(memory, 7, MIB, stream).unwrap();
     driver.stall(stream, std::time::Duration::from_millis(1)).unwrap();
     driver.download(host, memory, 4096, stream);
-    // SAFETY: page-locked memory is initialised, and nothing else touches it while the lock-step
+    // SAFETY: pinned memory is initialised, and nothing else touches it while the lock-step
     // program is here.
     let byte = || unsafe { host.as_ptr().read() };
     assert_eq!(byte(), 0, "the copy has not run yet");

@@ -1,4 +1,4 @@
-//! Page-locked memory that is left to the device, and goes back when its last uses are done.
+//! Pinned memory that is left to the device, and goes back when its last uses are done.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use aquifer_sim::Fault;
 
 use crate::common::{Bench, MIB};
 
-/// Leaves page-locked memory to the device that a copy is in flight for.
+/// Leaves pinned memory to the device that a copy is in flight for.
 fn leave_in_flight(bench: &Bench) {
     bench.driver.stall(bench.stream.raw(), Duration::from_secs(1)).unwrap();
     let host = bench.device.driver().host_alloc(4096).unwrap();

@@ -96,7 +96,7 @@ fn in_words(pay_below: Option<u64>) -> String {
     }
 }
 
-/// Nanoseconds for all copies: one call each from page-locked memory, and packed from ordinary
+/// Nanoseconds for all copies: one call each from pinned memory, and packed from ordinary
 /// memory.
 fn uploads(meter: &Meter, mut buffers: Vec<Buffer<u8>>) -> Result<[f64; 2], Failure> {
     let len = buffers[0].len();

@@ -12,7 +12,7 @@ pub(crate) const MINE: RawStream = RawStream::PER_THREAD;
 pub(crate) const BYTES: u64 = 256;
 pub(crate) const GRANULE: u64 = 2 << 20;
 
-/// A device with two blocking and two non-blocking streams, memory, and page-locked memory.
+/// A device with two blocking and two non-blocking streams, memory, and pinned memory.
 pub(crate) struct Bench {
     pub(crate) both: Both,
     pub(crate) blocking: [RawStream; 2],
@@ -54,7 +54,7 @@ impl Bench {
         unsafe { self.both.launch(&Launch { name: "k", accesses, ..Launch::default() }, stream) }.unwrap();
     }
 
-    /// Copies `bytes` bytes of the memory to page-locked memory.
+    /// Copies `bytes` bytes of the memory to pinned memory.
     pub(crate) fn download(&self, bytes: usize, stream: RawStream) {
         // SAFETY: the host memory lives as long as the bench, and only the simulator touches it.
         unsafe { self.both.copy_to_host(self.host.as_ptr(), self.memory, bytes, stream) }.unwrap();

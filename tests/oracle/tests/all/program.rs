@@ -15,7 +15,7 @@ pub(crate) const PLAIN: Range<usize> = 0..2;
 pub(crate) const POOL: Range<usize> = 2..4;
 pub(crate) const MAPPED: Range<usize> = 4..7;
 pub(crate) const PINNED: Range<usize> = 7..9;
-/// Among those that are page-locked, memory of the program's own.
+/// Among those that are pinned, memory of the program's own.
 pub(crate) const REGISTERED: usize = 8;
 pub(crate) const PAGEABLE: usize = 9;
 pub(crate) const MEMORIES: usize = 10;

@@ -141,7 +141,7 @@ impl Running {
         self.act(&step.action);
     }
 
-    /// Frees page-locked memory, which outlives the simulator otherwise.
+    /// Frees pinned memory, which outlives the simulator otherwise.
     fn end(&mut self) {
         self.both.sim.clear_faults();
         // A capture would keep registered memory from being given back.

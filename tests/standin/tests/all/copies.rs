@@ -1,4 +1,4 @@
-//! Copies and fills, with pageable and page-locked memory.
+//! Copies and fills, with pageable and pinned memory.
 
 use std::ptr::null_mut;
 
@@ -13,7 +13,7 @@ fn pattern(bytes: usize) -> Vec<u8> {
     (0..=250).cycle().take(bytes).collect()
 }
 
-/// Page-locked memory from the driver, as an address.
+/// Pinned memory from the driver, as an address.
 fn pinned(bytes: usize) -> *mut u8 {
     let mut host = null_mut();
     assert_eq!(call!(cuMemHostAlloc(&mut host, bytes, 0)), 0);

@@ -1,4 +1,4 @@
-//! Steps with copies: of each kind, between device memory, page-locked memory, ordinary memory and
+//! Steps with copies: of each kind, between device memory, pinned memory, ordinary memory and
 //! borrowed memory.
 
 use aquifer::Error;
@@ -33,7 +33,7 @@ impl Interpreter {
         }
     }
 
-    /// A new buffer of page-locked memory.
+    /// A new buffer of pinned memory.
     pub(super) fn new_pinned(&mut self, length: usize, seed: u64) {
         let bytes = pattern(seed, LENGTHS[length]);
         if let Some(buffer) = self.done(self.bench.transfer.pinned().alloc_from(&bytes)) {
@@ -41,7 +41,7 @@ impl Interpreter {
         }
     }
 
-    /// The host writes page-locked memory.
+    /// The host writes pinned memory.
     pub(super) fn write(&mut self, index: usize, seed: u64) {
         let Some(index) = pick(&self.pinned, index) else { return };
         let (buffer, content) = &mut self.pinned[index];
@@ -51,16 +51,16 @@ impl Interpreter {
         self.done(written);
     }
 
-    /// The host reads page-locked memory.
+    /// The host reads pinned memory.
     pub(super) fn read(&mut self, index: usize) {
         let Some(index) = pick(&self.pinned, index) else { return };
         let (buffer, content) = &self.pinned[index];
         if let (Some(bytes), Some(content)) = (self.done(buffer.read()), content) {
-            assert!(bytes == content, "page-locked memory {index} differs");
+            assert!(bytes == content, "pinned memory {index} differs");
         }
     }
 
-    /// From page-locked memory to the device.
+    /// From pinned memory to the device.
     pub(super) fn upload(&mut self, pinned: usize, device: usize, on: Option<usize>) {
         let Some((device, pinned)) = self.pair(device, pinned) else { return };
         let transfer = self.on(on);
@@ -71,7 +71,7 @@ impl Interpreter {
         self.begin(begun.map(Begun::Nothing));
     }
 
-    /// From the device to page-locked memory.
+    /// From the device to pinned memory.
     pub(super) fn download(&mut self, device: usize, pinned: usize, on: Option<usize>) {
         let Some((device, pinned)) = self.pair(device, pinned) else { return };
         let transfer = self.on(on);
@@ -94,7 +94,7 @@ impl Interpreter {
         self.begin(begun.map(|begun| Begun::Nothing(begun.map(drop))));
     }
 
-    /// Between page-locked memory: all of it, or rows of one with gaps to rows without.
+    /// Between pinned memory: all of it, or rows of one with gaps to rows without.
     pub(super) fn copy_on_host(&mut self, from: usize, to: usize, width: Option<usize>) {
         let (Some(from), Some(to)) = (pick(&self.pinned, from), pick(&self.pinned, to)) else { return };
         if from == to || self.pinned[from].0.len() != self.pinned[to].0.len() {
@@ -175,7 +175,7 @@ impl Interpreter {
         self.begin(begun.map(|begun| Begun::Bytes(begun, content)));
     }
 
-    /// From the device to new page-locked memory.
+    /// From the device to new pinned memory.
     pub(super) fn begin_to_host(&mut self, device: usize) {
         let Some(device) = pick(&self.devices, device) else { return };
         let (buffer, content) = &self.devices[device];
@@ -199,7 +199,7 @@ impl Interpreter {
         }
     }
 
-    /// Every other byte of rows, from page-locked memory.
+    /// Every other byte of rows, from pinned memory.
     pub(super) fn rows(&mut self, pinned: usize, device: usize, width: usize) {
         let Some((device, pinned)) = self.pair(device, pinned) else { return };
         let ((buffer, content), (source, bytes)) = (&mut self.devices[device], &self.pinned[pinned]);

@@ -17,7 +17,7 @@ pub(super) type Content = Option<Vec<u8>>;
 /// A transfer that was not waited for yet, and its expected content.
 pub(super) enum Begun {
     Nothing(Pending<()>),
-    /// A copy between page-locked memory.
+    /// A copy between pinned memory.
     OnHost(Pending<()>),
     Bytes(Pending<Vec<u8>>, Content),
     Host(Pending<PinnedBuffer<u8>>, Content),
@@ -88,7 +88,7 @@ impl Interpreter {
         }
     }
 
-    /// A device buffer and a page-locked one of the same length.
+    /// A device buffer and a pinned one of the same length.
     pub(super) fn pair(&self, device: usize, pinned: usize) -> Option<(usize, usize)> {
         let device = pick(&self.devices, device)?;
         let len = host(self.devices[device].0.len() as u64);
@@ -213,7 +213,7 @@ impl Interpreter {
             }
             (Begun::Host(pending, content), how) => {
                 let Some(buffer) = self.done(finish(pending, how)) else { return };
-                assert!(!differ(self.done(buffer.read()), &content), "what came to page-locked memory differs");
+                assert!(!differ(self.done(buffer.read()), &content), "what came to pinned memory differs");
             }
         }
     }

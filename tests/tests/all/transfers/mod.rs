@@ -83,11 +83,7 @@ impl Bench {
             std::thread::yield_now();
         }
         let stats = pinned.stats();
-        assert_eq!(
-            (stats.active_bytes.current, stats.allocated_bytes.current),
-            (0, 0),
-            "page-locked memory is missing"
-        );
+        assert_eq!((stats.active_bytes.current, stats.allocated_bytes.current), (0, 0), "pinned memory is missing");
         assert_eq!((allocator.memory_allocated(), allocator.memory_reserved()), (0, 0), "device memory is missing");
         self.driver.assert_no_violation();
     }

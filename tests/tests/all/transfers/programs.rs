@@ -101,7 +101,7 @@ fn all_that_was_begun_can_be_waited_for() {
     bench.finish();
 }
 
-/// Only the calls of this test let time pass: no thread works on a copy of page-locked memory.
+/// Only the calls of this test let time pass: no thread works on a copy of pinned memory.
 #[test]
 fn waiting_for_all_that_was_begun_is_counted_where_there_is_something_to_wait_for() {
     let bench = Bench::new();

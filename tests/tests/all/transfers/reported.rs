@@ -1,6 +1,6 @@
 //! Defects of transfers that users of other libraries reported. Numbers in names are those of the
 //! reports; numbers without a name are PyTorch's. `reported_page_locked.rs` has the defects of
-//! page-locked memory.
+//! pinned memory.
 
 use aquifer::Error;
 use aquifer::transfer::{Region, TransferError};
@@ -337,7 +337,7 @@ fn a_region_that_overlaps_its_source_is_refused() {
 }
 
 /// All devices of a process shared one map of their memory and its locks. A thread that is blocked
-/// while memory runs out on one device blocks neither another device nor page-locked memory.
+/// while memory runs out on one device blocks neither another device nor pinned memory.
 #[test]
 fn a_blocked_device_blocks_no_other_118550() {
     let (held_up, other) = (Bench::new(), Bench::seeded(1));

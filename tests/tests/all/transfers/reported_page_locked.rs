@@ -1,11 +1,11 @@
-//! Defects of page-locked memory that users of other libraries reported; see `reported.rs`.
+//! Defects of pinned memory that users of other libraries reported; see `reported.rs`.
 
 use aquifer_tests::prelude::*;
 use aquifer_tests::random::pattern;
 
 use super::Bench;
 
-/// A page-locked buffer was written or reused while a copy from it was in flight.
+/// A pinned buffer was written or reused while a copy from it was in flight.
 #[test]
 fn page_locked_memory_in_flight_is_neither_written_nor_reused_130785() {
     let bench = Bench::new();

@@ -82,7 +82,7 @@ fn download(part: HostPart<'_>, from: DevicePtr, stream: &Stream, device: &Devic
     Ok(stream.tick().cover()?)
 }
 
-/// Enqueues a copy to page-locked memory that the caller has an access guard on.
+/// Enqueues a copy to pinned memory that the caller has an access guard on.
 #[allow(unsafe_code, reason = "raw driver copies, as the runtime makes them")]
 fn raw_download(
     to: usize,

@@ -90,10 +90,10 @@ fn pageable_memory_needs_an_explicit_call() {
     assert!(buffer.is_idle().unwrap() && buffer.read().unwrap().iter().all(|&value| value == 0));
     buffer.write().unwrap()[9] = 9;
     assert_eq!(buffer.into_vec::<u8>(10).unwrap()[9], 9);
-    assert!(bench.pool.alloc_or_pageable(100, 1).unwrap().is_pinned(), "where it can be had it is page-locked");
+    assert!(bench.pool.alloc_or_pageable(100, 1).unwrap().is_pinned(), "where it can be had it is pinned");
     bench.sim.inject(failing(Operation::HostAlloc, Code(801)));
     bench.pool.empty_cache().unwrap();
-    assert!(!bench.pool.alloc_or_pageable(100, 1).unwrap().is_pinned(), "a device that cannot page-lock");
+    assert!(!bench.pool.alloc_or_pageable(100, 1).unwrap().is_pinned(), "a device that cannot pin");
     assert!(matches!(
         bench.pool.alloc_or_pageable(usize::MAX, 8),
         Err(TransferError::Request(RequestError::LengthOverflow { .. }))

@@ -84,7 +84,7 @@ impl World {
         Ok(())
     }
 
-    /// Ends the staging; then no thread remains, no race was seen, and no memory is page-locked.
+    /// Ends the staging; then no thread remains, no race was seen, and no memory is pinned.
     fn end(mut self) {
         self.close();
         self.device.synchronize().unwrap();

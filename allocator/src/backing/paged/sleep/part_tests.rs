@@ -386,7 +386,7 @@ fn contents_move_as_fast_as_the_link() {
         let busy = [after.to_host_busy_ns - before.to_host_busy_ns, after.to_device_busy_ns - before.to_device_busy_ns];
         ([slept - start, woken - slept], busy)
     };
-    // The first sleep also gives unused memory back, and page-locks memory.
+    // The first sleep also gives unused memory back, and pins memory.
     timed(Contents::SaveToHost);
     let (took, busy) = timed(Contents::SaveToHost);
     assert!(setup.has(&block, 7));
