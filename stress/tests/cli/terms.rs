@@ -60,7 +60,7 @@ fn options_without_effect_are_named_in_one_warning() {
         warnings("sim:80GiB", &format!("{of_pytorch},pinned_free_catch_all:True")),
         [format!(
             "warning: --config '{of_pytorch},pinned_free_catch_all:True': options without effect: {named} (the sizes \
-             of blocks and segments follow fixed rules); pinned_free_catch_all:True (pinned memory has \
+             of blocks and segments follow fixed rules); pinned_free_catch_all:True (pinned host memory has \
              a pool of its own, which has options of its own)"
         )]
     );
