@@ -104,8 +104,7 @@ impl Model {
         Ok(Model { layers, embedding: matrix(VOCABULARY, WIDTH)?, to_logits: matrix(WIDTH, VOCABULARY)? })
     }
 
-    /// One step of a batch: the next token of each row. It enqueues the same work whenever it is
-    /// called with the same batch, which is what a graph needs.
+    /// The next token of each row. It enqueues the same work for the same batch, as a graph needs.
     fn step(
         &self,
         inputs: &Buffer<u32>,
@@ -143,8 +142,7 @@ impl Engine {
         Ok(Engine { memory, stream, model, cache, free_pages: Vec::new(), pages: 0, inputs, graphs })
     }
 
-    /// Decodes all prompts. Returns their tokens, and how many graphs were captured, and how often
-    /// the cache grew.
+    /// Decodes all prompts. Returns their tokens, the number of captures, and that of growths.
     fn run(mut self, prompts: &[Prompt]) -> Result<(Vec<Vec<u32>>, usize, u64), Error> {
         let mut finished = vec![Vec::new(); prompts.len()];
         let (mut running, mut step): (Vec<Sequence>, usize) = (Vec::new(), 0);

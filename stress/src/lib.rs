@@ -106,7 +106,7 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         Some(Command::Soak(args)) => commands::soak::run(&Session::new(global)?, args),
         Some(Command::Simulate(args)) => commands::simulate::run(&Session::without_device(global)?, args),
         Some(Command::Fragmentation(args)) => commands::fragmentation::run(&listing(args.list)?, args),
-        Some(Command::Graphs(args)) => commands::graphs::run(&Session::new(global)?, args),
+        Some(Command::Graphs(args)) => commands::graphs::run(&measuring()?, args),
         Some(Command::Oom(args)) => commands::oom::run(&listing(args.list)?, args),
         // Its page replays what was recorded.
         Some(Command::Run(args)) => commands::run::run(&Session::without_device(global)?.for_measuring(), args),

@@ -50,9 +50,9 @@ const ORDERS: [(&str, Order); 3] = [
     ("shuffled", |place, count| place * 23 % count + 1),
 ];
 /// Launches of each graph that are measured.
-const LAUNCHES: u32 = 20;
+const LAUNCHES: usize = 5;
 /// Bytes of the largest activation of a batch of one.
-const ACTIVATION_BYTES: u64 = 1_200_000;
+const ACTIVATION_BYTES: u64 = 12_000_000;
 /// Bytes of a block of a program of several streams.
 const BLOCK_BYTES: usize = 168 << 10;
 
@@ -109,16 +109,18 @@ fn measure(
     let Captured { graphs, took, calls } = capture(&memory, &stream)?;
     let pool_bytes = memory.reserved_by_private_pools().values().sum();
     device.synchronize()?;
-    let (before, start) = (device.driver_calls(), Instant::now());
-    for _ in 0..LAUNCHES {
-        graphs.iter().try_for_each(|graph| graph.launch(&stream))?;
+    let (mut launched, mut launch_calls) = (Duration::ZERO, 0);
+    for graph in (0..LAUNCHES).flat_map(|_| &graphs) {
+        let (before, start) = (device.driver_calls(), Instant::now());
+        graph.launch(&stream)?;
+        launched += start.elapsed();
+        launch_calls += device.driver_calls().since(&before).total();
+        device.synchronize()?;
     }
-    let (launched, launch_calls) = (start.elapsed(), device.driver_calls().since(&before).total());
-    device.synchronize()?;
     // The pool has no outputs, and a pass does.
     let scratch = graphs.iter().map(|graph| graph.pass_bytes() - graph.output().bytes().min(graph.pass_bytes()));
     let each = |sum: f64, count: usize| hundredths(sum / count.max(1) as f64);
-    let launches = graphs.len() * LAUNCHES as usize;
+    let launches = graphs.len() * LAUNCHES;
     Ok(Row {
         program: program.to_owned(),
         device: session.device_text().to_owned(),
@@ -179,7 +181,7 @@ fn forking(memory: &Allocator, stream: &Stream, streams: usize, operations: usiz
             let mut block = memory.alloc_zeros::<u8>(BLOCK_BYTES, stream)?;
             fork.record(stream)?;
             side.wait_event(&fork)?;
-            block.fill(1, side)?;
+            block.zero(side)?;
             join.record(side)?;
             stream.wait_event(&join)?;
         }
