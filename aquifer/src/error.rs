@@ -11,7 +11,6 @@ use aquifer_device::{DeviceError, RequestError};
 use aquifer_kernels::{ConvertError, DType, KernelError};
 use aquifer_transfer::TransferError;
 
-use crate::buffer::WithError;
 use crate::layout::LayoutError;
 use crate::open::OpenError;
 use crate::params::{CheckpointFault, Listed, mismatch};
@@ -331,15 +330,6 @@ impl From<ConfigError> for Error {
 impl From<aquifer_sim::SimConfigError> for Error {
     fn from(cause: aquifer_sim::SimConfigError) -> Error {
         OpenError::Sim { text: "the settings of a simulated device".to_owned(), cause }.into()
-    }
-}
-
-impl<E: Into<Error>> From<WithError<E>> for Error {
-    fn from(error: WithError<E>) -> Error {
-        match error {
-            WithError::Work(error) => error.into(),
-            WithError::Order(error) => error.into(),
-        }
     }
 }
 

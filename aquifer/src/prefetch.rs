@@ -421,5 +421,25 @@ impl WorkerStatus {
 /// Named in errors about panics.
 const SOURCE: &str = "the source of batches";
 
+/// The batches that [`Allocator::prefetch`] keeps ahead of their use.
+const AHEAD: usize = 2;
+
+impl Allocator {
+    /// Brings the batches that `source` gives to the device, two ahead of their use on `stream`: an
+    /// iterator of batches that are ready for `stream`. A thread calls `source`. [`Prefetcher`] has
+    /// more settings.
+    ///
+    /// # Errors
+    /// As [`Prefetcher::new`].
+    pub fn prefetch<S>(&self, source: S, stream: &Stream) -> Result<Prefetcher<S::Item>, Error>
+    where
+        S: IntoIterator,
+        S::IntoIter: Send + 'static,
+        S::Item: Batch,
+    {
+        Prefetcher::new(source, self, stream, AHEAD)
+    }
+}
+
 #[cfg(test)]
 mod tests;

@@ -134,3 +134,12 @@ impl<E: Error> Error for WithError<E> {
         }
     }
 }
+
+impl<E: Into<crate::error::Error>> From<WithError<E>> for crate::error::Error {
+    fn from(error: WithError<E>) -> crate::error::Error {
+        match error {
+            WithError::Work(error) => error.into(),
+            WithError::Order(error) => error.into(),
+        }
+    }
+}

@@ -16,6 +16,7 @@ use crate::error::Error;
 use crate::transfer::{DeviceSource, Pending, Source, Target, bytes_of_mut, elements};
 
 mod access;
+mod alloc;
 mod view;
 
 pub use access::{Access, WithError, read, with, write};

@@ -7,6 +7,7 @@
 
 use std::fmt;
 use std::fs::File;
+use std::path::Path;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -19,6 +20,7 @@ use super::errors::CheckpointFault;
 use super::outgoing::{Outgoing, SMALL_TENSOR_BYTES};
 use super::param_set::ParamSet;
 use super::relocate::{Progress, ProgressCallback};
+use crate::allocator::Allocator;
 use crate::error::Error;
 use crate::layout::Layout;
 use crate::tensor::{Converted, Memory, Place, Tensor, smaller};
@@ -305,5 +307,16 @@ impl HostSource for ShardPart {
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
         let (_, error) = read_at(&self.file, into, self.offset + offset);
         error.map_or(Ok(()), |error| Err(read_error(&self.path, error).into()))
+    }
+}
+
+impl Allocator {
+    /// The tensors of a safetensors file, in this allocator's memory. Waits until they are there.
+    /// [`Checkpoint`] loads a part, converts, and reports progress.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`] and [`Checkpoint::load_blocking`].
+    pub fn load_safetensors(&self, path: impl AsRef<Path>) -> Result<ParamSet, Error> {
+        Checkpoint::open(path)?.load_blocking(&self.transfer()?, Load::new())
     }
 }

@@ -9,6 +9,7 @@ use aquifer_transfer::internal::bytes_of;
 use bytemuck::Pod;
 
 use super::buffer::{PinnedBuffer, Returned};
+use crate::allocator::Allocator;
 use crate::error::Error;
 
 /// A caching pool of pinned host memory for copies of one device. Cloning gives another handle
@@ -135,5 +136,24 @@ impl PinnedPool {
 impl fmt::Debug for PinnedPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
+    }
+}
+
+impl Allocator {
+    /// Pinned memory for `len` values of `T`, which copies of this device read and write
+    /// without staging. Its contents are undefined.
+    ///
+    /// # Errors
+    /// When pinned memory runs out, and errors of the driver.
+    pub fn pinned<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, Error> {
+        PinnedPool::of(self.services().runtime()?.pinned()).alloc(len)
+    }
+
+    /// Pinned memory with a copy of `values`.
+    ///
+    /// # Errors
+    /// As [`Allocator::pinned`].
+    pub fn pinned_from_slice<T: Pod>(&self, values: &[T]) -> Result<PinnedBuffer<T>, Error> {
+        PinnedPool::of(self.services().runtime()?.pinned()).alloc_from(values)
     }
 }

@@ -480,3 +480,14 @@ impl Transfer {
         TransferBatch::new(&self.copies)
     }
 }
+
+impl Allocator {
+    /// The runtime that copies to and from this allocator's memory: for its settings, counters and
+    /// pinned memory, for batches of copies, and for copies on streams of its own.
+    ///
+    /// # Errors
+    /// Errors of the driver, at the first call.
+    pub fn transfer(&self) -> Result<Transfer, Error> {
+        Transfer::of_runtime(self.services().runtime()?, self)
+    }
+}
