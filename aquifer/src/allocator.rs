@@ -13,7 +13,7 @@ use aquifer_transfer::{Runtime, TransferConfig};
 
 use crate::error::Error;
 
-/// The memory of one device. It allocates [`Buffer`]s and pinned memory, and loads models.
+/// The memory of one device. It allocates [`Buffer`](crate::Buffer)s and pinned memory, and loads models.
 /// Cloning gives another handle of the same allocator.
 ///
 /// It derefs to the allocator below, which has statistics, limits, private pools, sleep, and
