@@ -13,8 +13,8 @@ use aquifer_transfer::{Runtime, TransferConfig};
 
 use crate::error::Error;
 
-/// The memory of one device. It allocates [`Buffer`](crate::Buffer)s and pinned memory, and loads models.
-/// Cloning gives another handle of the same allocator.
+/// The memory of one device. It allocates [`Buffer`](crate::Buffer)s and pinned memory, and loads
+/// models. Cloning gives another handle of the same allocator.
 ///
 /// It derefs to the allocator below, which has statistics, limits, private pools, sleep, and
 /// allocation without types.
