@@ -135,12 +135,15 @@ impl Allocator {
         let before = self.held_otherwise()?;
         let capture = stream.begin_capture()?;
         let (uses, host) = (GraphUses::collect(self, stream)?, HostUses::collect(stream));
+        let live_before = pool.live_bytes_of(stream);
         let route = self.capture(stream, pool)?;
         let output = work(stream)?;
-        let more = pass.outlived().bytes();
+        // Other graphs of the pool may write what is live there: it belongs to no buffer of the warm-up.
+        let more = pass.outlived().bytes().max(pool.live_bytes_of(stream).saturating_sub(live_before));
         if more > 0 {
             return Err(Error::UnevenWork { bytes: more });
         }
+        uses.note_ranges(pool.ranges());
         let graph = capture.end()?;
         drop(route);
         uses.note_driver_bytes(self.held_otherwise()?.saturating_sub(before));
@@ -149,6 +152,9 @@ impl Allocator {
 
     /// Does the work of a graph once, as the warm-up of [`Allocator::graph`] does, and returns what the
     /// graph will need: to size the rest of memory, such as a cache, before anything is captured.
+    ///
+    /// While a graph is captured into a pool that already serves others, its warm-up needs its pass
+    /// beside that pool: fill the rest of memory once the last graph is captured.
     ///
     /// ```
     /// use aquifer::prelude::*;
@@ -223,6 +229,8 @@ impl Allocator {
         // Memory is given back once the device is done with it.
         stream.synchronize()?;
         let bytes = self.reserved_by_private_pools().get(&pool.id()).copied();
+        // This waits for other streams of the work, too.
+        pool.empty_cache()?;
         Ok((outlived, bytes.unwrap_or(0)))
     }
 }
@@ -291,7 +299,9 @@ impl<R> Graph<R> {
         values: S,
         stream: &Stream,
     ) -> Result<Pending<S::Report>, Error> {
-        self.access_to(parameter).ok_or(Error::NotOfGraph)?;
+        if !parameter.is_empty() {
+            self.access_to(parameter).ok_or(Error::NotOfGraph)?;
+        }
         parameter.upload(values, stream)
     }
 

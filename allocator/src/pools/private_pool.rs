@@ -2,6 +2,7 @@
 //! it serves.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
@@ -13,12 +14,14 @@ use crate::allocator::Allocator;
 use crate::backing::paged::sleep_options::Part;
 use crate::backing::paged::trim::{synchronize_free, trim_pools};
 use crate::backing::segments::release_where;
+use crate::core::heap::State;
 use crate::core::pools::{PoolKey, PoolOptions, Private, Which};
 use crate::cross_stream::progress::poll;
 use crate::cross_stream::waiting::synchronize_pending;
 use crate::error::AllocError;
 use crate::pools::lookup::wait_for_launched;
 use crate::state::special;
+use crate::types::StreamId;
 
 /// A separate pool of memory, for a thread ([`PrivatePool::route_thread`]) or for graph captures
 /// ([`Allocator::capture`]). Dropping it releases its unused memory; live allocations stay valid,
@@ -134,6 +137,30 @@ impl PrivatePool {
     pub fn alloc_raw(&self, bytes: u64, stream: &Stream) -> Result<DevicePtr, AllocError> {
         let _place = self.allocator.device().called_from(Location::caller());
         self.routed(|allocator| allocator.alloc_raw(bytes, stream))
+    }
+
+    /// Bytes of the pool in live blocks that were allocated for a stream.
+    #[doc(hidden)]
+    pub fn live_bytes_of(&self, stream: &Stream) -> u64 {
+        let (key, stream) = (self.key, StreamId::of(stream));
+        let mut bytes = 0;
+        self.allocator.state().walk(|core, passed| {
+            let block = &passed.block;
+            let is_here = || core.pools.find(key).is_some_and(|private| private.owns(block.pool));
+            if block.state == State::Live && block.owner == stream && is_here() {
+                bytes += block.requested;
+            }
+        });
+        bytes
+    }
+
+    /// The addresses of the pool.
+    #[doc(hidden)]
+    pub fn ranges(&self) -> Vec<Range<u64>> {
+        let guard = self.allocator.state().lock();
+        let Some(private) = guard.pools.find(self.key) else { return Vec::new() };
+        let own = guard.heap().regions().filter(|region| private.owns(region.pool));
+        own.map(|region| region.addr..region.addr + region.bytes).collect()
     }
 
     /// Calls `request` on the allocator while the thread is routed here.

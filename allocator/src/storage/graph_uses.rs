@@ -119,6 +119,11 @@ impl GraphUses {
         *noted = bytes;
     }
 
+    /// True if the stream is part of a capture whose graph notes what it uses.
+    pub(crate) fn are_collected(stream: &Stream) -> bool {
+        stream.launches_of_capture().is_some_and(|launches| launches.kept::<GraphUses>().is_some())
+    }
+
     /// Notes those of the accesses that are captured, and takes them out.
     pub(crate) fn take_captured(wanted: &mut Vec<(&Stream, &Arc<Storage>, AccessKind)>) -> Result<(), AllocError> {
         let collecting = |stream: &Stream| stream.launches_of_capture()?.kept::<GraphUses>();
@@ -175,6 +180,15 @@ impl GraphUses {
         let outside = noted.outside.values().cloned();
         let own = noted.own.values().filter_map(|(storage, kind)| Some((storage.upgrade()?, *kind)));
         outside.chain(own).collect()
+    }
+
+    /// Notes addresses that the graph's work may use by bare pointers: those of its pool.
+    pub fn note_ranges(&self, ranges: impl IntoIterator<Item = Range<u64>>) {
+        let mut noted = self.noted.lock();
+        for Range { start, end } in ranges {
+            let known = noted.ranges.entry(start).or_insert(end);
+            *known = end.max(*known);
+        }
     }
 
     /// Keeps the allocator awake while a launch is enqueued, which also uses memory that no handle

@@ -248,14 +248,19 @@ impl Storage {
     /// wait for each stream that must be waited for. `stream` itself is not ordered after access
     /// guards that others take later: take an access guard, or make the memory ready again.
     ///
+    /// In a capture whose graph notes what it uses ([`crate::GraphUses`]), this notes a write.
+    ///
     /// # Errors
     /// As [`crate::AccessGuard::acquire`].
-    pub fn ready_on(&self, stream: &Stream) -> Result<(), AllocError> {
+    pub fn ready_on(self: &Arc<Self>, stream: &Stream) -> Result<(), AllocError> {
         if stream.device_id() != self.device_id {
             return Err(AllocError::wrong_device("buffer", self.device_id, stream.device_id()));
         }
         if self.bytes() == 0 {
             return Ok(());
+        }
+        if GraphUses::are_collected(stream) {
+            return AccessGuard::acquire(stream, &[(self, AccessKind::Write)]).map(drop);
         }
         let _awake = KeptAwake::of_all(std::iter::once(self.place()))?;
         let mut uses = self.lock_unreserved(AccessKind::Write)?;

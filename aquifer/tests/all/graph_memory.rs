@@ -1,7 +1,7 @@
 //! The memory that graphs need, and where it is reused.
 
 use aquifer::device::sim::{Fault, SimDriver};
-use aquifer::memory::PoolOptions;
+use aquifer::memory::{Contents, Part, PoolOptions, SleepOptions};
 use aquifer::prelude::*;
 use aquifer::{Error, Graph, GraphPlan};
 use aquifer_device::{Code, Operation};
@@ -211,4 +211,94 @@ fn what_the_driver_takes_for_graphs_is_named_until_they_are_gone() {
     assert!(refusal.contains("16.00 MiB is held by the driver for graphs"), "{refusal}");
     drop(graph);
     assert_eq!(memory.attribution().unwrap().graphs, 0);
+}
+
+#[test]
+fn memory_that_outlives_a_capture_without_a_buffer_in_the_warm_up_is_refused() {
+    let bench = Bench::new();
+    let Bench { memory, stream, .. } = &bench;
+    let pool = memory.create_pool(PoolOptions::default()).unwrap();
+    let uneven = |result: Result<(), Error>| assert!(matches!(result, Err(Error::UnevenWork { .. })), "{result:?}");
+    // By the bytes, which the warm-up does not follow.
+    let bytes = memory.graph_in(&pool, stream, |stream| {
+        let mut output = memory.buffer_of::<u8>(memory.alloc_bytes(1024, stream)?, stream)?;
+        output.fill(2, stream)?;
+        Ok(output)
+    });
+    uneven(bytes.map(drop));
+    // Kept outside, by the capture alone.
+    let mut kept = None;
+    let outside = memory.graph_in(&pool, stream, |stream| {
+        if stream.is_capturing() {
+            kept = Some(memory.alloc_bytes(1024, stream)?);
+        }
+        Ok(())
+    });
+    uneven(outside.map(drop));
+    drop(kept);
+    // A graph that frees what it allocates is captured after both.
+    let graph = memory.graph_in(&pool, stream, |stream| Ok(memory.alloc_bytes(1024, stream).map(drop)?)).unwrap();
+    graph.launch(stream).unwrap();
+}
+
+#[test]
+fn a_launch_is_refused_while_memory_sleeps_that_only_bare_addresses_name() {
+    let bench = Bench::new();
+    let Bench { memory, stream, .. } = &bench;
+    let pool = memory.create_pool(PoolOptions::default()).unwrap();
+    let work = |stream: &Stream| {
+        let workspace = memory.alloc_bytes(1 << 20, stream)?;
+        Ok(stream.fill(workspace.ptr(), 0, workspace.bytes())?)
+    };
+    let graph = memory.graph_in(&pool, stream, work).unwrap();
+    memory.sleep(SleepOptions::part(Part::pool(&pool), Contents::Discard)).unwrap();
+    let refused = graph.launch(stream).unwrap_err();
+    assert!(refused.is_asleep(), "{refused}");
+    memory.wake().unwrap();
+    graph.launch(stream).unwrap();
+}
+
+#[test]
+fn the_warm_up_of_a_fork_leaves_its_memory_to_the_capture() {
+    let bench = bench("sim:64MiB,violations=panic");
+    let Bench { device, memory, stream, side } = &bench;
+    let event = device.create_event(false).unwrap();
+    let work = |stream: &Stream| {
+        let mut temporary = memory.alloc_zeros::<u8>(40 << 20, stream)?;
+        event.record(stream)?;
+        side.wait_event(&event)?;
+        temporary.fill(1, side)?;
+        event.record(side)?;
+        Ok(stream.wait_event(&event)?)
+    };
+    memory.graph(stream, work).unwrap().launch(stream).unwrap();
+}
+
+#[test]
+fn a_buffer_made_ready_in_a_capture_is_kept_and_ordered_by_the_graph() {
+    let bench = Bench::new();
+    let Bench { memory, stream, side, .. } = &bench;
+    let mut target = memory.alloc::<u8>(1000, stream).unwrap();
+    target.fill(1, stream).unwrap();
+    let work = |stream: &Stream| {
+        target.ready_on(stream)?;
+        Ok(stream.fill(target.ptr(), 7, target.bytes())?)
+    };
+    let graph = memory.graph(stream, work).unwrap();
+    bench.stall(stream);
+    graph.launch(stream).unwrap();
+    assert_eq!(target.to_vec(side).unwrap(), [7; 1000]);
+    drop(target);
+    let others: Vec<_> = (0..100).map(|_| memory.alloc_zeros::<u8>(1000, side).unwrap()).collect();
+    graph.launch(stream).unwrap();
+    assert!(others.iter().all(|other| other.to_vec(side).unwrap() == [0; 1000]));
+}
+
+#[test]
+fn an_empty_parameter_is_updated() {
+    let bench = Bench::new();
+    let Bench { memory, stream, .. } = &bench;
+    let mut empty = memory.alloc::<f32>(0, stream).unwrap();
+    let graph = memory.graph(stream, |_| Ok(())).unwrap();
+    graph.update(&mut empty, vec![], stream).unwrap();
 }
