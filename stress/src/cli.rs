@@ -256,7 +256,7 @@ JSON keys, per program and config:
   ooms, retries             requests refused; times that all cached memory was released to try again
   warm_ooms                 requests refused in the later passes, all together
   events_recorded, stream_waits   events and waits that ordering streams after each other took
-  hazards                   pieces of work that the simulated device found unordered, and memory
+  violations                pieces of work that the simulated device found unordered, and memory
                             released before the device was done with it; 0 unless there is a bug
   yardstick_ns_per_op       time per event of offset-allocator; with --yardstick only, and if there
                             are events
@@ -267,9 +267,9 @@ JSON keys, per program and config:
                             where this program did not raise it, the value is the most held at the
                             end of a pass
 Counts are of the first pass unless stated otherwise; peaks, remaps, granules_moved, frames_split,
-retries and hazards are of all passes, and hazards also of the end. In the table, the ratios of the
-first and the last pass stand beside the greatest, with the number of the pass that held most; there
-is none for a program that was refused a request. A program that was refused a request with
+retries and violations are of all passes, and violations also of the end. In the table, the ratios
+of the first and the last pass stand beside the greatest, with the number of the pass that held
+most; there is none for a program that was refused a request. Such a program with
 split_frames:off, the default, has another row with split_frames:on if frames were split then.
 Times are taken in separate passes on another device, where nothing is counted; they include neither
 reading the file nor freeing leftover blocks of a pass. Modelled times are those of the simulator's

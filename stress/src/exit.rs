@@ -21,7 +21,7 @@ Exit codes (if several apply, the last one in this list):
   1  a failure at run time: a device that cannot be opened, a driver that fails, output that cannot
      be written, memory that `oom` or `soak` found damaged or could not get back
   2  incorrect usage: an unknown command or option, or an invalid device or option string
-  5  hazards: the simulated device's race detector found unordered work
+  5  violations: the simulated device's race detector found unordered work
 `run` ends as its program does.";
 
 /// The outcome of the program. Graver ones are greater.
@@ -38,8 +38,8 @@ pub enum Outcome {
     Failed,
     /// The command line is invalid.
     Usage,
-    /// The race detector found hazards.
-    Hazards,
+    /// The race detector found violations.
+    Violations,
     /// The exit code of a program that `run` ran.
     Program(u8),
 }
@@ -53,7 +53,7 @@ impl Outcome {
             Outcome::Usage => 2,
             Outcome::OutOfMemory => 3,
             Outcome::BadInput => 4,
-            Outcome::Hazards => 5,
+            Outcome::Violations => 5,
             Outcome::Program(code) => code,
         }
     }
@@ -194,8 +194,14 @@ mod tests {
 
     #[test]
     fn codes_are_distinct_and_documented() {
-        let all =
-            [Outcome::Done, Outcome::OutOfMemory, Outcome::BadInput, Outcome::Failed, Outcome::Usage, Outcome::Hazards];
+        let all = [
+            Outcome::Done,
+            Outcome::OutOfMemory,
+            Outcome::BadInput,
+            Outcome::Failed,
+            Outcome::Usage,
+            Outcome::Violations,
+        ];
         let mut position = 0;
         for outcome in all {
             let found = CODES.find(&format!("\n  {}  ", outcome.code()));

@@ -3,10 +3,10 @@
 //! [`Lagging`] says how far the device has got.
 //!
 //! The device also checks memory, independently of the allocator. The program reports which
-//! addresses its allocations cover and when each was last used. The device reports a hazard, as the
-//! race detector reports a violation (`take_violation`), when memory is unmapped that is live or
-//! whose last use the device has not reached, when plain memory is freed that is live, and when the
-//! same memory is given out twice, at one address or at two. Releasing physical memory needs no
+//! addresses its allocations cover and when each was last used. The device reports a violation, as
+//! the race detector does (`take_violation`), when memory is unmapped that is live or whose last
+//! use the device has not reached, when plain memory is freed that is live, and when the same
+//! memory is given out twice, at one address or at two. Releasing physical memory needs no
 //! check of its own, because memory is gone only once it is unmapped.
 //!
 //! Invariant: the position never goes back. The state's lock is a leaf: no call is passed on under
@@ -29,7 +29,7 @@ use aquifer_device::{
 use crate::SimDriver;
 use crate::interval::IntervalMap;
 
-/// Most hazards that are kept until they are taken; later ones are dropped.
+/// Most violations that are kept until they are taken; later ones are dropped.
 const KEPT_MAX: usize = 4096;
 
 /// A simulated device that lags behind the host by a number of events of a program.
@@ -80,7 +80,7 @@ struct LagState {
     recorded: HashMap<RawEvent, u64>,
     /// The allocations of the program by address, and those that were there before.
     uses: IntervalMap<Use>,
-    hazards: VecDeque<String>,
+    violations: VecDeque<String>,
 }
 
 /// An allocation of the program.
@@ -103,9 +103,9 @@ impl LagState {
         }
     }
 
-    fn report(&mut self, hazard: String) {
-        if self.hazards.len() < KEPT_MAX {
-            self.hazards.push_back(hazard);
+    fn report(&mut self, violation: String) {
+        if self.violations.len() < KEPT_MAX {
+            self.violations.push_back(violation);
         }
     }
 }
@@ -344,7 +344,7 @@ impl Driver for Lagging {
     }
 
     fn take_violation(&self) -> Option<String> {
-        let hazard = self.state.lock().hazards.pop_front();
-        hazard.or_else(|| self.inner.take_violation())
+        let violation = self.state.lock().violations.pop_front();
+        violation.or_else(|| self.inner.take_violation())
     }
 }

@@ -54,17 +54,17 @@ JSON keys, per program and config (\"row\": \"trace\"):
                             the most within one allocation of the first pass
   ns_per_op, yardstick_ns_per_op   time per event, and that of the bare index offset-allocator, as
                                    in `replay`
-  ooms, warm_ooms, hazards  as in `replay`; with ooms, the other figures are those of the served
+  ooms, warm_ooms, violations  as in `replay`; with ooms, the other figures are those of the served
                             requests
 and per config, at the end (\"row\": \"mean\"):
   config, traces, finished  the options, the number of programs, and how many of them finished,
                             without ooms in any pass; the others count only for
-                            smallest_over_requested, ooms, warm_ooms and hazards
+                            smallest_over_requested, ooms, warm_ooms and violations
   reserved_over_requested, first_pass_reserved_over_requested, smallest_over_requested, ns_per_op,
   times_yardstick           geometric means
   worst_reserved_over_requested, worst_smallest_over_requested, worst_alloc_us   maxima
   allocs, driver_calls, warm_driver_calls, driver_time_modelled_us,
-  warm_driver_time_modelled_us, ooms, warm_ooms, hazards   totals
+  warm_driver_time_modelled_us, ooms, warm_ooms, violations   totals
 Unknown figures are null; means, maxima and totals are null unless the figure is known for each
 program that finished, and if there are none.
 Figures from --pytorch are taken from the file, so its times are those of the machine that made it.

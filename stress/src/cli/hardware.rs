@@ -151,7 +151,7 @@ JSON keys:
                             operation and block of the first byte that differs; 0 unless there is a
                             bug
   not_given_back_bytes      memory that could not be released in the end; 0 unless there is a bug
-  hazards                   pieces of work that the simulated device found unordered; 0 unless there
+  violations                pieces of work that the simulated device found unordered; 0 unless there
                             is a bug
   seconds, operations_per_s, gb_per_s   duration, and rates; gb_per_s counts patterns written and
                                         verified

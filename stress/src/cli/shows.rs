@@ -55,7 +55,7 @@ JSON keys, per scenario and policy:
   cross_stream_reuses       times that a stream reused memory that another one had freed
   inputs, inputs_damaged    blocks whose head the host filled by transfers; those of them that did
                             not come back intact
-  hazards                   pieces of work that the simulated device found unordered; 0 unless there
+  violations                pieces of work that the simulated device found unordered; 0 unless there
                             is a bug
   verdict                   the outcome in words
 With --list, per scenario:
@@ -85,7 +85,7 @@ JSON keys, per program:
   capture_driver_calls      driver calls of that
   launch_us                 time on the host of a launch
   launch_driver_calls       driver calls of that
-  hazards                   pieces of work that the simulated device found unordered; 0 unless there
+  violations                pieces of work that the simulated device found unordered; 0 unless there
                             is a bug";
 
 /// Arguments of `oom`.
@@ -129,7 +129,7 @@ JSON keys, per way:
                             same requests again
   allocated_bytes_before, allocated_bytes_after, reserved_bytes_before, reserved_bytes_after
                             before the request and after the refusal, before any measure
-  hazards                   pieces of work that the simulated device found unordered
+  violations                pieces of work that the simulated device found unordered
 With --list, per way:
   way, summary              the way, and its description
 The exit code is 1 if a way failed or did not recover; the remaining ways still run. On a real
@@ -166,17 +166,17 @@ JSON keys, by step; sizes are bytes:
             trace, device_bytes, refused, requested_bytes, free_bytes, largest_free_bytes, error,
             advice, blocks (live then, with known content), damaged (how many of them read
             differently), served_again (whether the same request was served after everything was
-            freed), hazards
+            freed), violations
   remap     the same program on that device with the default options:
             trace, device_bytes, refused (the other figures are then those up to there),
             peak_reserved_bytes, reserved_over_requested, remaps (how often memory moved),
             granules_moved (granules that moved), damaged (live blocks that read differently
-            half-way), hazards
+            half-way), violations
   compare   each program under each set of options:
             trace, config, peak_requested_bytes, peak_reserved_bytes, reserved_over_requested,
             driver_calls, smallest_device_bytes, ratio, retries_at_fit (as `fit` gives them; null
             if the program fits on no device), ooms
             (requests refused on a device with plenty; the other figures are then those of served
-            requests), hazards (0 for PyTorch's allocator, whose model accesses no memory)
+            requests), violations (0 for PyTorch's allocator, whose model accesses no memory)
 The exit code is 3 if a request was refused other than in the step oom, or if a program fits on no
 device under some of the options.";

@@ -5,7 +5,7 @@ use aquifer::{Allocator, Device, Stream};
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, FragmentationArgs};
-use crate::commands::{hazards, list, options};
+use crate::commands::{list, options, violations};
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
@@ -53,7 +53,7 @@ pub struct Row {
     pub cross_stream_reuses: u64,
     pub inputs: u64,
     pub inputs_damaged: u64,
-    pub hazards: u64,
+    pub violations: u64,
     pub verdict: String,
 }
 
@@ -93,8 +93,8 @@ pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failu
             if row.inputs_damaged > 0 {
                 outcome = outcome.max(Outcome::Failed);
             }
-            if row.hazards > 0 {
-                outcome = Outcome::Hazards;
+            if row.violations > 0 {
+                outcome = Outcome::Violations;
             }
             session.row(&row)?;
             if args.maps || row.policy == SEGMENTS {
@@ -173,7 +173,7 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
         cross_stream_reuses: after.cross_stream_reuses,
         inputs,
         inputs_damaged,
-        hazards: hazards(session, scenario.name, &device),
+        violations: violations(session, scenario.name, &device),
         verdict: String::new(),
     };
     row.verdict = verdict(&row, &room, growth);

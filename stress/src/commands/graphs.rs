@@ -7,7 +7,7 @@ use aquifer::{Allocator, Buffer, Device, Error, Graph, Stream};
 use serde::Serialize;
 
 use crate::cli::GraphsArgs;
-use crate::commands::{hazards, hundredths, ratio};
+use crate::commands::{hundredths, ratio, violations};
 use crate::exit::{Failure, Outcome};
 use crate::session::Session;
 use crate::table::{Column, number, table};
@@ -29,7 +29,7 @@ pub struct Row {
     pub capture_driver_calls: f64,
     pub launch_us: f64,
     pub launch_driver_calls: f64,
-    pub hazards: u64,
+    pub violations: u64,
 }
 
 /// The graphs of a program, and what capturing them cost.
@@ -77,8 +77,8 @@ pub fn run(session: &Session, args: &GraphsArgs) -> Result<Outcome, Failure> {
     let mut outcome = Outcome::Done;
     for row in &rows {
         session.row(row)?;
-        if row.hazards > 0 {
-            outcome = Outcome::Hazards;
+        if row.violations > 0 {
+            outcome = Outcome::Violations;
         }
     }
     session.show(format_args!("{}", table(&rows, 1, &COLUMNS)))?;
@@ -133,7 +133,7 @@ fn measure(
         capture_driver_calls: each(calls as f64, graphs.len()),
         launch_us: each(launched.as_secs_f64() * 1e6, launches),
         launch_driver_calls: each(launch_calls as f64, launches),
-        hazards: hazards(session, program, &device),
+        violations: violations(session, program, &device),
     })
 }
 

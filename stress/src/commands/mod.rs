@@ -76,13 +76,13 @@ fn out_of_memory(trace: &str, config: &str, refused: u64, more: &str) -> String 
 }
 
 /// Counts the findings of the race detector and reports the first ones.
-fn hazards(session: &Session, name: &str, device: &Device) -> u64 {
+fn violations(session: &Session, name: &str, device: &Device) -> u64 {
     const SHOWN: u64 = 3;
     let mut count = 0;
     while let Some(violation) = device.driver().take_violation() {
         count += 1;
         if count <= SHOWN {
-            session.message(format_args!("hazard: {name}: {violation}"));
+            session.message(format_args!("violation: {name}: {violation}"));
         }
     }
     count

@@ -5,7 +5,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use crate::cli::OomArgs;
-use crate::commands::{hazards, list, save};
+use crate::commands::{list, save, violations};
 use crate::exit::{Failure, Outcome};
 use crate::session::Session;
 use crate::table::{Column, table};
@@ -31,7 +31,7 @@ pub struct Row {
     pub allocated_bytes_after: u64,
     pub reserved_bytes_before: u64,
     pub reserved_bytes_after: u64,
-    pub hazards: u64,
+    pub violations: u64,
 }
 
 /// A way that was skipped.
@@ -149,7 +149,7 @@ fn go(session: &Session, way: &Way, out: Option<&Path>) -> Result<Row, Failure> 
         allocated_bytes_after: story.refusal.after.0,
         reserved_bytes_before: story.refusal.before.1,
         reserved_bytes_after: story.refusal.after.1,
-        hazards: hazards(session, way.name, stand.allocator.device()),
+        violations: violations(session, way.name, stand.allocator.device()),
     };
     session.show(format_args!(
         "  {} by {}\n  {} written before {}\n  everything was freed, and the allocator {}\n",
@@ -183,7 +183,7 @@ fn word<'a>(good: bool, yes: &'a str, no: &'a str) -> &'a str {
 impl Row {
     fn outcome(&self) -> Outcome {
         match self {
-            Row { hazards: 1.., .. } => Outcome::Hazards,
+            Row { violations: 1.., .. } => Outcome::Violations,
             Row { recovered: true, intact: true, usable: true, .. } => Outcome::Done,
             _ => Outcome::Failed,
         }

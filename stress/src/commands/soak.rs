@@ -9,7 +9,7 @@ use aquifer::{Allocator, Device};
 use serde::Serialize;
 
 use crate::cli::SoakArgs;
-use crate::commands::{hazards, hundredths, record_history, save};
+use crate::commands::{hundredths, record_history, save, violations};
 use crate::exit::{Failure, Outcome};
 use crate::live::{self, Progress, Reading};
 use crate::session::Session;
@@ -41,7 +41,7 @@ pub struct Row {
     pub counts: Counts,
     pub mismatches: u64,
     pub not_given_back_bytes: u64,
-    pub hazards: u64,
+    pub violations: u64,
     pub seconds: f64,
     pub operations_per_s: f64,
     pub gb_per_s: f64,
@@ -96,7 +96,7 @@ pub fn run(session: &Session, args: &SoakArgs) -> Result<Outcome, Failure> {
     session.row(&row)?;
     session.show(&row)?;
     Ok(match row {
-        Row { hazards: 1.., .. } => Outcome::Hazards,
+        Row { violations: 1.., .. } => Outcome::Violations,
         Row { mismatches: 0, not_given_back_bytes: 0, .. } => Outcome::Done,
         _ => Outcome::Failed,
     })
@@ -196,7 +196,7 @@ fn one(
     allocator.empty_cache()?;
     row.not_given_back_bytes += allocator.memory_reserved();
     drop(allocator);
-    row.hazards += hazards(session, &format!("seed {seed}"), &device);
+    row.violations += violations(session, &format!("seed {seed}"), &device);
     (row.limit_bytes, row.seeds) = (limit, row.seeds + 1);
     Ok(())
 }
@@ -261,6 +261,6 @@ impl fmt::Display for Row {
             counts.ooms, counts.releases
         )?;
         let kept = Bytes(self.not_given_back_bytes);
-        write!(f, "  mismatches     {}; hazards {}; not given back {kept}", self.mismatches, self.hazards)
+        write!(f, "  mismatches     {}; violations {}; not given back {kept}", self.mismatches, self.violations)
     }
 }

@@ -50,7 +50,7 @@ pub(super) const COMPARE_KEYS: [&str; 21] = [
     "yardstick_ns_per_op",
     "ooms",
     "warm_ooms",
-    "hazards",
+    "violations",
 ];
 
 pub(super) const MEAN_KEYS: [&str; 20] = [
@@ -73,7 +73,7 @@ pub(super) const MEAN_KEYS: [&str; 20] = [
     "times_yardstick",
     "ooms",
     "warm_ooms",
-    "hazards",
+    "violations",
 ];
 
 #[test]
@@ -102,7 +102,7 @@ fn options_are_compared_side_by_side() {
     }
     assert!(bytes(ours, "driver_calls") > 200 && theirs["driver_calls"].is_null(), "the file has none");
     assert!(find("gpt2_fp32", "pytorch expandable_segments:True")["smallest_device_bytes"].is_null());
-    assert!(find("fsdp_start", "backing:segments")["hazards"] == 0);
+    assert!(find("fsdp_start", "backing:segments")["violations"] == 0);
     assert!(
         rows.iter().all(|row| row["trace"] != "fsdp_start" || !row["config"].as_str().unwrap().starts_with("pytorch"))
     );

@@ -38,7 +38,7 @@ pub(super) const REPLAY_KEYS: [&str; 36] = [
     "retries",
     "events_recorded",
     "stream_waits",
-    "hazards",
+    "violations",
 ];
 
 #[test]
@@ -54,7 +54,7 @@ fn replay_prints_exactly_the_documented_keys() {
     let row: Value = serde_json::from_str(&line).unwrap();
     assert!(row["ns_per_op"].as_f64().unwrap() > 0.0 && row["yardstick_ns_per_op"].as_f64().unwrap() > 0.0);
     assert_eq!((row["trace"].as_str(), row["device"].as_str()), (Some("fsdp_start"), Some("sim:80GiB")));
-    assert_eq!(bytes(&row, "hazards"), 0);
+    assert_eq!(bytes(&row, "violations"), 0);
 }
 
 #[test]
@@ -88,7 +88,7 @@ fn bundled_traces_have_the_figures_of_pytorch() {
             assert_eq!(bytes(row, "peak_reserved_bytes"), reserved, "{file} {config}");
             assert!(allocated == 0 || bytes(row, "peak_allocated_bytes") == allocated, "{file} {config}");
             assert!(calls == 0 || bytes(&row["driver_calls"], "cuMemAlloc") == calls, "{file} {config}");
-            assert_eq!((bytes(row, "ooms"), bytes(row, "hazards")), (0, 0));
+            assert_eq!((bytes(row, "ooms"), bytes(row, "violations")), (0, 0));
             assert_eq!(row["config"], Value::from(config));
         }
     }
@@ -218,7 +218,7 @@ fn an_interrupted_soak_sums_up() {
 fn soak_and_calls_print_their_figures() {
     let soak = &rows(0, &["--device", "sim:1GiB", "soak", "--ops", "500", "--seeds", "2", "--threads", "2"])[0];
     assert_eq!((&soak["operations"], &soak["seeds"], &soak["mismatches"]), (&1000.into(), &2.into(), &0.into()));
-    assert_eq!((&soak["not_given_back_bytes"], &soak["hazards"]), (&0.into(), &0.into()));
+    assert_eq!((&soak["not_given_back_bytes"], &soak["violations"]), (&0.into(), &0.into()));
     assert!(soak["blocks_verified"].as_u64().unwrap() > 100, "{soak}");
     let timed = &rows(0, &["--device", "sim:1GiB", "soak", "--minutes", "0.05", "--seeds", "3", "--threads", "1"])[0];
     assert!(timed["seeds"].as_u64().unwrap() > 1, "each has a share of the time: {timed}");
@@ -325,7 +325,7 @@ fn a_device_may_lag() {
     for (lag, stalls) in [("0", 0), ("1000", 1)] {
         let small = row(lag, "sim:32MiB", 0);
         assert_eq!(
-            (small["lag"].to_string(), bytes(&small, "stalls"), bytes(&small, "hazards")),
+            (small["lag"].to_string(), bytes(&small, "stalls"), bytes(&small, "violations")),
             (lag.into(), stalls, 0)
         );
     }

@@ -38,7 +38,7 @@ const FRAGMENTATION_KEYS: [&str; 21] = [
     "cross_stream_reuses",
     "inputs",
     "inputs_damaged",
-    "hazards",
+    "violations",
     "verdict",
 ];
 
@@ -54,7 +54,7 @@ fn every_scenario_shows_fragmentation_and_a_solution() {
         assert!(bytes(row, "peak_allocated_bytes") <= reserved && reserved <= 4 << 30, "{row}");
         assert!(bytes(row, "largest_free_bytes") <= bytes(row, "free_bytes"), "{row}");
         assert!((0.0..=1.0).contains(&row["unusable_index"].as_f64().unwrap()), "{row}");
-        assert_eq!(bytes(row, "hazards"), 0, "{row}");
+        assert_eq!(bytes(row, "violations"), 0, "{row}");
         assert!(bytes(row, "inputs") > 0 && bytes(row, "inputs_damaged") == 0, "{row}");
         if row["policy"] == "no_cache:True" {
             assert!(row["probe_fits"] == true && row["verdict"] == "fits" && row["ooms"] == 0, "{row}");
@@ -120,7 +120,7 @@ fn graphs_need_the_memory_of_one_pass_in_whatever_order_they_are_captured() {
     assert_eq!(rows.len(), 6);
     for row in &rows {
         assert!(row["pool_over_pass"].as_f64().unwrap() <= 1.1, "{row}");
-        assert_eq!((bytes(row, "hazards"), row["launch_driver_calls"].as_f64()), (0, Some(1.0)), "{row}");
+        assert_eq!((bytes(row, "violations"), row["launch_driver_calls"].as_f64()), (0, Some(1.0)), "{row}");
     }
     let pools: Vec<u64> = rows[1..4].iter().map(|row| bytes(row, "pool_bytes")).collect();
     assert!(pools.iter().all(|&pool| pool == pools[0]), "{pools:?}");
@@ -143,7 +143,7 @@ const OOM_KEYS: [&str; 15] = [
     "allocated_bytes_after",
     "reserved_bytes_before",
     "reserved_bytes_after",
-    "hazards",
+    "violations",
 ];
 
 #[test]
@@ -156,7 +156,7 @@ fn every_way_recovers() {
             for key in ["recovered", "intact", "usable"] {
                 assert_eq!(row[key], true, "{key} in {row}");
             }
-            assert_eq!(bytes(row, "hazards"), 0, "{row}");
+            assert_eq!(bytes(row, "violations"), 0, "{row}");
             let refused = !["pending", "reclaimers"].contains(&row["way"].as_str().unwrap());
             assert_eq!(row["refused"], refused, "{row}");
             assert_eq!(row["error"].is_string(), refused, "{row}");
@@ -236,7 +236,7 @@ fn the_demonstration_shows_every_step() {
     let steps: Vec<&str> = rows.iter().map(|row| row["step"].as_str().unwrap()).collect();
     assert_eq!(steps[..3], ["replay", "oom", "remap"]);
     assert_eq!(steps[3..], ["compare"; 18], "eight options and split_frames:on for each of two programs");
-    assert!(rows[1..].iter().all(|row| row["hazards"] == 0));
+    assert!(rows[1..].iter().all(|row| row["violations"] == 0));
     assert!(rows.iter().filter(|row| row.get("ooms").is_some_and(|ooms| ooms == 0)).count() == 19, "{rows:?}");
     let (replay, oom, remap) = (&rows[0], &rows[1], &rows[2]);
     assert!(bytes(replay, "peak_reserved_bytes") > 3 * bytes(replay, "peak_requested_bytes"), "{replay}");

@@ -54,7 +54,7 @@ impl Interpreter {
             }
             self.note_end(&live);
             drop(live);
-            self.assert_no_hazard();
+            self.assert_no_violation();
         }
     }
 
@@ -72,7 +72,7 @@ impl Interpreter {
     }
 
     fn assert_returned(&self) {
-        self.assert_no_hazard();
+        self.assert_no_violation();
         let held = (self.allocator.memory_allocated(), self.allocator.memory_reserved());
         assert_eq!(held, (0, 0), "memory is not given back");
         let (free, total) = (self.driver.free(), self.device.info().total_bytes);

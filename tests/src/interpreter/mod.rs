@@ -202,7 +202,7 @@ impl Interpreter {
     }
 
     fn check(&mut self, reserved_before: u64) {
-        self.assert_no_hazard();
+        self.assert_no_violation();
         self.pins.assert_kept();
         check::statistics(&self.allocator, self.blocks.totals());
         let reserved = self.allocator.memory_reserved();
@@ -224,10 +224,10 @@ impl Interpreter {
     }
 
     /// Panics if the race detector, or the checks of a lagging device, found anything.
-    fn assert_no_hazard(&self) {
+    fn assert_no_violation(&self) {
         self.driver.assert_no_violation();
-        let hazard = self.lagging.as_ref().and_then(|lagging| lagging.take_violation());
-        assert_eq!(hazard, None, "found on a device that lags");
+        let violation = self.lagging.as_ref().and_then(|lagging| lagging.take_violation());
+        assert_eq!(violation, None, "found on a device that lags");
     }
 
     /// Notes that a live block is given back now, up to which its own stream may use it.

@@ -270,7 +270,7 @@ mod tests {
             drop(allocator);
             device.settle();
             assert_eq!(device.memory_info().unwrap().free, CAPACITY);
-            // Sleep unmaps live memory, which the device takes for a hazard.
+            // Sleep unmaps live memory, which the device takes for a violation.
             assert!(sleeps || lagging.take_violation().is_none());
         }
     }

@@ -1,4 +1,4 @@
-//! A device that lags: its position, the calls that wait, and the hazards that it finds.
+//! A device that lags: its position, the calls that wait, and the violations that it finds.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ fn advance(driver: &Lagging, events: u64) {
     (0..events).for_each(|_| driver.advance());
 }
 
-fn hazards(driver: &Lagging) -> Vec<String> {
+fn violations(driver: &Lagging) -> Vec<String> {
     std::iter::from_fn(|| driver.take_violation()).collect()
 }
 
@@ -120,19 +120,19 @@ fn used_granule(driver: &Lagging) -> DevicePtr {
 }
 
 #[test]
-fn unmapping_before_the_device_is_done_is_a_hazard() {
+fn unmapping_before_the_device_is_done_is_a_violation() {
     let driver = lagging(5);
     let memory = used_granule(&driver);
     advance(&driver, 4);
     driver.unmap(memory, GRANULE).unwrap();
-    let found = hazards(&driver);
+    let found = violations(&driver);
     assert_eq!(found.len(), 1, "{found:?}");
     assert!(found[0].contains("cuMemUnmap at event 5") && found[0].contains("last used at event 1"), "{found:?}");
     assert!(found[0].contains("only reached event 0"), "{found:?}");
 }
 
 #[test]
-fn unmapping_after_the_last_use_is_no_hazard() {
+fn unmapping_after_the_last_use_is_no_violation() {
     for wait in [false, true] {
         let driver = lagging(5);
         let memory = used_granule(&driver);
@@ -143,7 +143,7 @@ fn unmapping_after_the_last_use_is_no_hazard() {
         }
         assert_eq!(code(driver.unmap(memory, 2 * GRANULE)), Code::INVALID_VALUE, "refused: changes nothing");
         driver.unmap(memory, GRANULE).unwrap();
-        assert_eq!(hazards(&driver), [""; 0]);
+        assert_eq!(violations(&driver), [""; 0]);
     }
 }
 
@@ -161,11 +161,11 @@ fn each_use_counts() {
     driver.freed(memory);
     advance(&driver, 4);
     driver.unmap(memory, GRANULE).unwrap();
-    assert_eq!(hazards(&driver).len(), 1, "all of it was last used at event 3");
+    assert_eq!(violations(&driver).len(), 1, "all of it was last used at event 3");
 }
 
 #[test]
-fn live_memory_that_is_freed_or_given_out_again_is_a_hazard() {
+fn live_memory_that_is_freed_or_given_out_again_is_a_violation() {
     let driver = lagging(0);
     let ((mapped, _), plain) = (driver.mapped(), driver.alloc(GRANULE).unwrap());
     for memory in [mapped, plain] {
@@ -173,28 +173,28 @@ fn live_memory_that_is_freed_or_given_out_again_is_a_hazard() {
     }
     driver.unmap(mapped, GRANULE).unwrap();
     driver.free(plain).unwrap();
-    let found = hazards(&driver);
+    let found = violations(&driver);
     assert!(found[0].contains("cuMemUnmap") && found[1].contains("cuMemFree"), "{found:?}");
-    assert!(found.len() == 2 && found.iter().all(|hazard| hazard.ends_with("which are live")), "{found:?}");
+    assert!(found.len() == 2 && found.iter().all(|violation| violation.ends_with("which are live")), "{found:?}");
     driver.allocated(mapped, 1024);
     driver.allocated(mapped.offset(512), 8);
-    assert!(hazards(&driver)[0].contains("were given out"));
+    assert!(violations(&driver)[0].contains("were given out"));
 }
 
 #[test]
-fn live_memory_that_is_given_out_again_at_another_address_is_a_hazard() {
+fn live_memory_that_is_given_out_again_at_another_address_is_a_violation() {
     let driver = lagging(0);
     let (first, physical) = driver.mapped();
     let second = driver.reserve(GRANULE, 0).unwrap();
     driver.map(second, GRANULE, physical).unwrap();
     driver.allocated(first, 1024);
     driver.allocated(second.offset(1024), 8);
-    assert_eq!(hazards(&driver), [""; 0], "other bytes");
+    assert_eq!(violations(&driver), [""; 0], "other bytes");
     driver.allocated(second.offset(512), 8);
-    assert_eq!(hazards(&driver).len(), 1);
+    assert_eq!(violations(&driver).len(), 1);
     driver.freed(first);
     driver.allocated(second, 8);
-    assert_eq!(hazards(&driver), [""; 0]);
+    assert_eq!(violations(&driver), [""; 0]);
 }
 
 #[test]
@@ -203,10 +203,10 @@ fn violations_of_the_inner_device_are_reported() {
     let (one, two, memory) = (driver.stream(), driver.stream(), driver.alloc(GRANULE).unwrap());
     driver.memset(memory, 1, 8, one).unwrap();
     driver.memset(memory, 2, 8, two).unwrap();
-    assert_eq!(hazards(&driver).len(), 1);
+    assert_eq!(violations(&driver).len(), 1);
     let physical = driver.create_physical(GRANULE, PhysicalOptions::default()).unwrap();
     driver.release_physical(physical).unwrap();
-    assert_eq!(hazards(&driver), [""; 0]);
+    assert_eq!(violations(&driver), [""; 0]);
 }
 
 #[test]

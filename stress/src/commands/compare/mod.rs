@@ -44,7 +44,7 @@ struct Row {
     yardstick_ns_per_op: Option<f64>,
     ooms: u64,
     warm_ooms: u64,
-    hazards: u64,
+    violations: u64,
 }
 
 /// A line of JSON.
@@ -177,7 +177,7 @@ impl Row {
             yardstick_ns_per_op: replayed.yardstick_ns_per_op,
             ooms: replayed.ooms,
             warm_ooms: replayed.warm_ooms,
-            hazards: replayed.hazards,
+            violations: replayed.violations,
         }
     }
 

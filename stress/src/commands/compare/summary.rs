@@ -28,7 +28,7 @@ pub(super) struct Summary {
     times_yardstick: Option<f64>,
     ooms: u64,
     warm_ooms: u64,
-    hazards: u64,
+    violations: u64,
 }
 
 /// A summary for each of the options, in the order in which they first appear.
@@ -76,7 +76,7 @@ fn summarise(config: &str, rows: &[&Row]) -> Summary {
         times_yardstick: mean(|row| Some(row.ns_per_op? / row.yardstick_ns_per_op?)).map(hundredths),
         ooms: total(rows, |row| row.ooms),
         warm_ooms: total(rows, |row| row.warm_ooms),
-        hazards: total(rows, |row| row.hazards),
+        violations: total(rows, |row| row.violations),
     }
 }
 

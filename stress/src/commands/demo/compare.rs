@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::{EXPANDABLE, POLICIES, PYTORCH};
 use crate::commands::fit::{Job, fit_all, with_splitting, without_same};
 use crate::commands::study::sampled::sample;
-use crate::commands::{hazards, options, ratio};
+use crate::commands::{options, ratio, violations};
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
@@ -28,7 +28,7 @@ pub(super) struct Compared {
     ratio: Option<f64>,
     retries_at_fit: Option<u64>,
     ooms: u64,
-    hazards: u64,
+    violations: u64,
     /// Whether the options allow a cache.
     #[serde(skip)]
     caches: bool,
@@ -38,7 +38,7 @@ impl Compared {
     /// Its effect on the exit code.
     pub(super) fn outcome(&self) -> Outcome {
         match self {
-            Compared { hazards: 1.., .. } => Outcome::Hazards,
+            Compared { violations: 1.., .. } => Outcome::Violations,
             Compared { ooms: 1.., .. } | Compared { smallest_device_bytes: None, .. } => Outcome::OutOfMemory,
             _ => Outcome::Done,
         }
@@ -78,7 +78,7 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
             ratio: fit.as_ref().and_then(|fit| fit.ratio),
             retries_at_fit: fit.map(|fit| fit.retries_at_fit),
             ooms: sampled.refused_at.len() as u64,
-            hazards: if job.config.pytorch.is_some() { 0 } else { checked(&roomy, job)? },
+            violations: if job.config.pytorch.is_some() { 0 } else { checked(&roomy, job)? },
             caches: !job.config.config.no_cache,
         });
     }
@@ -96,7 +96,7 @@ fn checked(session: &Session, job: &Job<'_>) -> Result<u64, Failure> {
     let device = session.open()?;
     let mut stage = Stage::new(session, &device, job.config, job.program.streams.len())?;
     Player::new(job.program).play(&mut stage, OnOom::Skip)?;
-    Ok(hazards(session, job.name, &device))
+    Ok(violations(session, job.name, &device))
 }
 
 /// A device with plenty of memory, below the size at which granules get larger.

@@ -147,12 +147,12 @@ impl Story<'_> {
         let capacity = small(program);
         let exhausted = play::exhausted(self.session, program, capacity)?;
         self.session.row(&Row::Oom(&exhausted))?;
-        let Exhausted { report, event, map, blocks, damaged, served_again, hazards, free_bytes, .. } = exhausted;
+        let Exhausted { report, event, map, blocks, damaged, served_again, violations, free_bytes, .. } = exhausted;
         let events = program.operations();
         let size = Bytes(capacity);
         let Some(report) = report else {
             self.heading(&format!("2. On a device of {size} it just finishes"))?;
-            return Ok(outcome(hazards).max(self.intact(program, damaged)));
+            return Ok(outcome(violations).max(self.intact(program, damaged)));
         };
         let free = Bytes(free_bytes.unwrap_or(0));
         self.heading(&format!("2. On a device of {size} it runs out of memory while {free} are free"))?;
@@ -168,26 +168,27 @@ impl Story<'_> {
             self.session.message(format_args!("error: {}: {requested} are refused after all was freed", program.name));
         }
         let none = |count: u64| if count == 0 { "none".to_owned() } else { count.to_string() };
-        let (damaged, hazards_found) = (none(damaged as u64), none(hazards));
+        let (damaged, violations_found) = (none(damaged as u64), none(violations));
         self.heading("3. Nothing is lost")?;
         self.say(&format!(
             "The only effect is an error. Of {blocks} live blocks, each filled with known content before, \
              {damaged} read differently now. When the program has freed its blocks, the {} are {}. The simulated \
-             device has checked every access, and found {hazards_found} unordered.",
+             device has checked every access, and found {violations_found} unordered.",
             Bytes(report.requested),
             if served_again { "served" } else { "STILL REFUSED" },
         ))?;
-        Ok(outcome(hazards).max(intact).max(if served_again { Outcome::Done } else { Outcome::Failed }))
+        Ok(outcome(violations).max(intact).max(if served_again { Outcome::Done } else { Outcome::Failed }))
     }
 
     fn moving(&self, program: &Program) -> Result<Outcome, Failure> {
         let capacity = small(program);
         let moving = play::moving(self.session, program, capacity)?;
         self.session.row(&Row::Remap(&moving))?;
-        let Moving { report, why_segments, remaps, granules_moved, damaged, hazards, peak_reserved_bytes, map, .. } =
-            moving;
+        let Moving {
+            report, why_segments, remaps, granules_moved, damaged, violations, peak_reserved_bytes, map, ..
+        } = moving;
         let intact = self.intact(program, damaged);
-        let mut ended = outcome(hazards).max(intact);
+        let mut ended = outcome(violations).max(intact);
         if report.is_some() {
             self.out_of_memory(program, "", 1, Bytes(capacity));
             ended = ended.max(Outcome::OutOfMemory);
@@ -291,8 +292,8 @@ fn small(program: &Program) -> u64 {
     (program.peak_requested_bytes / 100 * (100 + SPARE_PERCENT)).next_multiple_of(2 << 20)
 }
 
-fn outcome(hazards: u64) -> Outcome {
-    if hazards == 0 { Outcome::Done } else { Outcome::Hazards }
+fn outcome(violations: u64) -> Outcome {
+    if violations == 0 { Outcome::Done } else { Outcome::Violations }
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::{PYTORCH, SEGMENTS};
 use crate::cli::ConfigArg;
 use crate::commands::study::sampled::sample;
-use crate::commands::{hazards, ratio};
+use crate::commands::{ratio, violations};
 use crate::exit::Failure;
 use crate::harness::{OnOom, Player};
 use crate::input::{Event, Program};
@@ -94,7 +94,7 @@ pub(super) struct Exhausted {
     pub(super) damaged: usize,
     /// Whether the request was served after the program had freed its blocks.
     pub(super) served_again: bool,
-    pub(super) hazards: u64,
+    pub(super) violations: u64,
     /// The first refusal, if any.
     #[serde(skip)]
     pub(super) report: Option<Box<OomReport>>,
@@ -130,7 +130,7 @@ pub(super) fn exhausted(session: &Session, program: &Program, device_bytes: u64)
         blocks,
         damaged,
         served_again,
-        hazards: hazards(session, &program.name, &device),
+        violations: violations(session, &program.name, &device),
         report,
         event: first(program, stage.requests).operations(),
         map,
@@ -148,7 +148,7 @@ pub(super) struct Moving {
     pub(super) remaps: u64,
     pub(super) granules_moved: u64,
     pub(super) damaged: usize,
-    pub(super) hazards: u64,
+    pub(super) violations: u64,
     /// What lay where when most was held.
     #[serde(skip)]
     pub(super) map: Option<Map>,
@@ -185,7 +185,7 @@ pub(super) fn moving(session: &Session, program: &Program, device_bytes: u64) ->
         remaps: stats.remaps,
         granules_moved: stats.granules_moved,
         damaged,
-        hazards: hazards(session, &program.name, &device),
+        violations: violations(session, &program.name, &device),
         map: sampled.fullest,
         why_segments: stage.allocator.why_segments().map(ToString::to_string),
         report,

@@ -12,7 +12,7 @@ use indicatif::ProgressBar;
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, PassArgs, ReplayArgs};
-use crate::commands::{all_programs, hazards, hundredths, options, out_of_memory, ratio, record_history, save, us};
+use crate::commands::{all_programs, hundredths, options, out_of_memory, ratio, record_history, save, us, violations};
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player};
 use crate::input::Program;
@@ -70,7 +70,7 @@ pub struct Row {
     pub retries: u64,
     pub events_recorded: u64,
     pub stream_waits: u64,
-    pub hazards: u64,
+    pub violations: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub yardstick_ns_per_op: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -233,7 +233,7 @@ pub(super) fn replay(
         Some(_) => measure::<PyTorch>(session, name, program, config, passes, beside, &bar)?,
     };
     bar.finish_and_clear();
-    let Observations { costs, stats, ooms, warm_ooms, hazards, first_refusal } = observed;
+    let Observations { costs, stats, ooms, warm_ooms, violations, first_refusal } = observed;
     let peak = |of: fn(&Costs) -> u64| costs.iter().map(of).max().unwrap_or(0);
     let reserved = peak(|costs| costs.peaks.0);
     let (first, warm) = costs.split_first().map_or((None, &[][..]), |(first, warm)| (Some(first), warm));
@@ -284,7 +284,7 @@ pub(super) fn replay(
         retries: stats.num_alloc_retries,
         events_recorded: first.map_or(0, |costs| costs.timeline.events_recorded),
         stream_waits: first.map_or(0, |costs| costs.timeline.waits_inserted),
-        hazards,
+        violations,
         yardstick_ns_per_op: times.yardstick.and_then(|times| times.later()).map(hundredths),
         pool_ns_per_op: times.driver_pool.as_ref().and_then(|pool| pool.times.later()).map(hundredths),
         pool_first_pass_ns_per_op: times.driver_pool.as_ref().and_then(|pool| pool.times.first()).map(hundredths),
@@ -338,7 +338,7 @@ struct Observations {
     stats: MemoryStats,
     ooms: u64,
     warm_ooms: u64,
-    hazards: u64,
+    violations: u64,
     first_refusal: Option<FirstRefusal>,
 }
 
@@ -368,7 +368,7 @@ fn observe<S: Measured>(
     // Dropping the allocator is observed, too.
     let device = subject.device().clone();
     drop(subject);
-    Ok(Observations { costs, stats, ooms, warm_ooms, hazards: hazards(session, name, &device), first_refusal })
+    Ok(Observations { costs, stats, ooms, warm_ooms, violations: violations(session, name, &device), first_refusal })
 }
 
 /// The mean, if there are counts.
@@ -381,7 +381,7 @@ fn mean(counts: impl ExactSizeIterator<Item = u64>) -> Option<f64> {
 impl Row {
     pub(super) fn outcome(&self) -> Outcome {
         match self {
-            Row { hazards: 1.., .. } => Outcome::Hazards,
+            Row { violations: 1.., .. } => Outcome::Violations,
             _ if self.refused() => Outcome::OutOfMemory,
             _ => Outcome::Done,
         }
@@ -454,7 +454,7 @@ fn tabulate(rows: &[Row], args: &ReplayArgs) -> Table {
         ("later OOMs", |row| row.warm_ooms.to_string()),
         ("retries", |row| row.retries.to_string()),
         ("waits", |row| row.stream_waits.to_string()),
-        ("hazards", |row| row.hazards.to_string()),
+        ("violations", |row| row.violations.to_string()),
     ];
     columns.extend(counts);
     table(rows, 2, &columns)

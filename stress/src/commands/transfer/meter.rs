@@ -138,10 +138,10 @@ impl Meter {
         u64::try_from(self.begun.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// Counts and reports the hazards that simulated devices found.
-    pub(super) fn hazards(&self, session: &Session) -> u64 {
+    /// Counts and reports the violations that simulated devices found.
+    pub(super) fn violations(&self, session: &Session) -> u64 {
         let devices = [Some(self.transfer.device()), self.peer.as_ref().map(|peer| peer.transfer.device())];
-        devices.into_iter().flatten().map(|device| crate::commands::hazards(session, "transfer", device)).sum()
+        devices.into_iter().flatten().map(|device| crate::commands::violations(session, "transfer", device)).sum()
     }
 }
 

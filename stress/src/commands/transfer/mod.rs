@@ -26,8 +26,8 @@ pub fn run(session: &Session, args: &TransferArgs) -> Result<Outcome, Failure> {
     if args.measures(Part::Overlap) {
         overlap::run(session, &meter)?;
     }
-    Ok(match meter.hazards(session) {
+    Ok(match meter.violations(session) {
         0 => Outcome::Done,
-        _ => Outcome::Hazards,
+        _ => Outcome::Violations,
     })
 }

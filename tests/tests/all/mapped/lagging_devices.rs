@@ -43,9 +43,9 @@ fn on_a_device_that_lags_nothing_is_unmapped_early_and_events_are_few() {
         for seed in 0..2 {
             let _at = At(format!("seed {seed}"));
             let (driver, device, allocator, operations) = lagging(seed, streams, policy);
-            let hazards: Vec<String> =
+            let violations: Vec<String> =
                 std::iter::from_fn(|| aquifer_device::Driver::take_violation(&*driver)).collect();
-            assert_eq!(hazards, Vec::<String>::new());
+            assert_eq!(violations, Vec::<String>::new());
             let recorded = device.driver_calls().of(Operation::Record);
             let stats = allocator.stats();
             println!(
