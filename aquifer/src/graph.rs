@@ -134,16 +134,14 @@ impl Allocator {
         let pass = Pass::again(self, &outlived, stream)?;
         let before = self.held_otherwise()?;
         let capture = stream.begin_capture()?;
-        let (uses, host) = (GraphUses::collect(self, stream)?, HostUses::collect(stream));
-        let live_before = pool.live_bytes_of(stream);
+        let (uses, host) = (GraphUses::collect(pool, stream)?, HostUses::collect(stream));
         let route = self.capture(stream, pool)?;
         let output = work(stream)?;
-        // Other graphs of the pool may write what is live there: it belongs to no buffer of the warm-up.
-        let more = pass.outlived().bytes().max(pool.live_bytes_of(stream).saturating_sub(live_before));
+        // Other graphs of the pool may write what is left there: it belongs to no buffer of the warm-up.
+        let more = pass.outlived().bytes().max(uses.note_pool(pool));
         if more > 0 {
             return Err(Error::UnevenWork { bytes: more });
         }
-        uses.note_ranges(pool.ranges());
         let graph = capture.end()?;
         drop(route);
         uses.note_driver_bytes(self.held_otherwise()?.saturating_sub(before));

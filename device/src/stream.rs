@@ -432,11 +432,7 @@ impl Stream {
     /// The launches of the graph that the stream's work is captured into; `None` unless the stream
     /// is known to capture, or to have joined a capture. No driver call.
     pub fn launches_of_capture(&self) -> Option<Arc<Launches>> {
-        let timeline = &self.0.timeline;
-        if timeline.device_id_unless_capturing() == timeline.device_id() {
-            return None;
-        }
-        timeline.capture().map(|scope| scope.launches.clone())
+        self.0.timeline.launches_of_capture()
     }
 
     /// True if the stream is known to capture, or to have joined a capture. No driver call.

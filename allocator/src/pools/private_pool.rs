@@ -1,6 +1,7 @@
 //! The handles of a private pool: the pool, the routes that send a thread to it, and captures that
 //! it serves.
 
+use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::panic::Location;
@@ -14,7 +15,7 @@ use crate::allocator::Allocator;
 use crate::backing::paged::sleep_options::Part;
 use crate::backing::paged::trim::{synchronize_free, trim_pools};
 use crate::backing::segments::release_where;
-use crate::core::heap::State;
+use crate::core::heap::{Passed, State};
 use crate::core::pools::{PoolKey, PoolOptions, Private, Which};
 use crate::cross_stream::progress::poll;
 use crate::cross_stream::waiting::synchronize_pending;
@@ -139,28 +140,28 @@ impl PrivatePool {
         self.routed(|allocator| allocator.alloc_raw(bytes, stream))
     }
 
-    /// Bytes of the pool in live blocks that were allocated for a stream.
-    #[doc(hidden)]
-    pub fn live_bytes_of(&self, stream: &Stream) -> u64 {
-        let (key, stream) = (self.key, StreamId::of(stream));
-        let mut bytes = 0;
-        self.allocator.state().walk(|core, passed| {
-            let block = &passed.block;
-            let is_here = || core.pools.find(key).is_some_and(|private| private.owns(block.pool));
-            if block.state == State::Live && block.owner == stream && is_here() {
-                bytes += block.requested;
-            }
-        });
-        bytes
+    pub(crate) fn allocator(&self) -> &Allocator {
+        &self.allocator
     }
 
-    /// The addresses of the pool.
-    #[doc(hidden)]
-    pub fn ranges(&self) -> Vec<Range<u64>> {
-        let guard = self.allocator.state().lock();
-        let Some(private) = guard.pools.find(self.key) else { return Vec::new() };
-        let own = guard.heap().regions().filter(|region| private.owns(region.pool));
-        own.map(|region| region.addr..region.addr + region.bytes).collect()
+    /// The addresses of the pool, and the bytes in its live blocks by the stream that they were
+    /// allocated for.
+    pub(crate) fn contents(&self) -> (Vec<Range<u64>>, BTreeMap<StreamId, u64>) {
+        let (mut ranges, mut live) = (Vec::<Range<u64>>::new(), BTreeMap::new());
+        self.allocator.state().walk(|core, Passed { block, .. }| {
+            if !core.pools.find(self.key).is_some_and(|private| private.owns(block.pool)) {
+                return;
+            }
+            if block.state == State::Live {
+                *live.entry(block.owner).or_default() += block.requested;
+            }
+            let end = block.addr + block.size;
+            match ranges.last_mut().filter(|last| last.end == block.addr) {
+                Some(last) => last.end = end,
+                None => ranges.push(block.addr..end),
+            }
+        });
+        (ranges, live)
     }
 
     /// Calls `request` on the allocator while the thread is routed here.

@@ -15,13 +15,15 @@ use std::ops::Range;
 use std::sync::{Arc, Weak};
 
 use aquifer_device::fork::{self, Mutex};
+use aquifer_device::internal::Timeline;
 use aquifer_device::{AccessKind, Code, DeviceError, Operation, Stream};
 
-use crate::allocator::Allocator;
 use crate::error::AllocError;
+use crate::pools::PrivatePool;
 use crate::state::AllocatorState;
 use crate::state::awake::KeptAwake;
 use crate::storage::Storage;
+use crate::types::StreamId;
 
 /// The memory that a graph uses: collected while the graph is captured, and ordered whenever it is
 /// launched.
@@ -34,8 +36,9 @@ use crate::storage::Storage;
 /// let allocator = Allocator::new(&device, Config::default())?;
 /// let (one, two) = (device.stream()?, device.stream()?);
 /// let buffer = allocator.alloc_storage(1 << 20, 512, &one)?;
+/// let pool = allocator.create_pool(PoolOptions::default())?;
 /// let capture = one.begin_capture()?;
-/// let uses = GraphUses::collect(&allocator, &one)?;
+/// let uses = GraphUses::collect(&pool, &one)?;
 /// {
 ///     let _access = AccessGuard::acquire(&one, &[(&buffer, AccessKind::Write)])?;
 ///     one.fill(buffer.ptr(), 7, buffer.bytes())?;
@@ -60,6 +63,8 @@ pub struct GraphUses {
     graph: u64,
     /// The allocator state that serves the capture.
     state: &'static AllocatorState,
+    /// Bytes in live blocks of the pool when the capture began, by stream.
+    live_before: BTreeMap<StreamId, u64>,
     device_id: u32,
     noted: Mutex<Noted>,
     /// Bytes that the driver took for the graph.
@@ -80,18 +85,24 @@ pub(crate) fn driver_bytes_of_graphs(device_id: u32) -> u64 {
 struct Noted {
     outside: HashMap<usize, (Arc<Storage>, AccessKind)>,
     own: HashMap<usize, (Weak<Storage>, AccessKind)>,
-    /// Start and end of all that it was, the memory that is gone included.
+    /// Start and end of all memory of the capture, that which is gone included, and of its pool,
+    /// which the work may use by bare pointers.
     ranges: BTreeMap<u64, u64>,
+}
+
+fn note_range(ranges: &mut BTreeMap<u64, u64>, Range { start, end }: Range<u64>) {
+    let known = ranges.entry(start).or_insert(end);
+    *known = end.max(*known);
 }
 
 impl GraphUses {
     /// Collects what access guards do from now on on streams of the capture that `stream` is part
-    /// of, which allocates from `allocator`. The graph keeps the result, and by that the memory
-    /// from outside of the capture.
+    /// of, which allocates from `pool`. The graph keeps the result, and by that the memory from
+    /// outside of the capture.
     ///
     /// # Errors
     /// When the stream does not capture.
-    pub fn collect(allocator: &Allocator, stream: &Stream) -> Result<Arc<GraphUses>, AllocError> {
+    pub fn collect(pool: &PrivatePool, stream: &Stream) -> Result<Arc<GraphUses>, AllocError> {
         let Some(launches) = stream.launches_of_capture() else {
             return Err(DeviceError::refused(Operation::CaptureStatus, Code::INVALID_VALUE)
                 .with_detail("the stream does not capture: begin the capture first")
@@ -99,7 +110,8 @@ impl GraphUses {
         };
         let uses = Arc::new(GraphUses {
             graph: launches.number(),
-            state: allocator.state(),
+            state: pool.allocator().state(),
+            live_before: pool.contents().1,
             device_id: stream.device_id(),
             noted: Mutex::default(),
             driver_bytes: Mutex::default(),
@@ -152,9 +164,7 @@ impl GraphUses {
         let mut noted = self.noted.lock();
         let Noted { outside, own, ranges } = &mut *noted;
         let known = if is_own {
-            let Range { start, end } = storage.place().1;
-            let known = ranges.entry(start).or_insert(end);
-            *known = end.max(*known);
+            note_range(ranges, storage.place().1);
             // The address may be that of a storage that is gone.
             own.retain(|_, (storage, _)| storage.strong_count() > 0);
             &mut own.entry(place).or_insert_with(|| (Arc::downgrade(storage), kind)).1
@@ -182,13 +192,20 @@ impl GraphUses {
         outside.chain(own).collect()
     }
 
-    /// Notes addresses that the graph's work may use by bare pointers: those of its pool.
-    pub fn note_ranges(&self, ranges: impl IntoIterator<Item = Range<u64>>) {
+    /// Notes which addresses the pool has, before the capture ends. Returns how many bytes of the
+    /// pool the capture leaves in live blocks, of all its streams.
+    pub fn note_pool(&self, pool: &PrivatePool) -> u64 {
+        let (ranges, live) = pool.contents();
         let mut noted = self.noted.lock();
-        for Range { start, end } in ranges {
-            let known = noted.ranges.entry(start).or_insert(end);
-            *known = end.max(*known);
-        }
+        ranges.into_iter().for_each(|range| note_range(&mut noted.ranges, range));
+        drop(noted);
+        let core = self.state.lock();
+        let of_streams = live.into_iter().map(|(id, bytes)| (core.streams.timeline(id).cloned(), id, bytes));
+        let of_streams: Vec<_> = of_streams.collect();
+        drop(core);
+        let is_own = |timeline: &Timeline| timeline.launches_of_capture().is_some_and(|own| own.number() == self.graph);
+        let own = of_streams.into_iter().filter(|(timeline, ..)| timeline.as_deref().is_some_and(is_own));
+        own.map(|(_, id, bytes)| bytes.saturating_sub(self.live_before.get(&id).copied().unwrap_or(0))).sum()
     }
 
     /// Keeps the allocator awake while a launch is enqueued, which also uses memory that no handle

@@ -235,6 +235,17 @@ fn memory_that_outlives_a_capture_without_a_buffer_in_the_warm_up_is_refused() {
         Ok(())
     });
     uneven(outside.map(drop));
+    // Of another stream of the capture.
+    let event = bench.device.create_event(false).unwrap();
+    let of_fork = memory.graph_in(&pool, stream, |stream| {
+        event.record(stream)?;
+        bench.side.wait_event(&event)?;
+        let bytes = memory.alloc_bytes(1024, &bench.side)?;
+        event.record(&bench.side)?;
+        stream.wait_event(&event)?;
+        Ok(bytes)
+    });
+    uneven(of_fork.map(drop));
     drop(kept);
     // A graph that frees what it allocates is captured after both.
     let graph = memory.graph_in(&pool, stream, |stream| Ok(memory.alloc_bytes(1024, stream).map(drop)?)).unwrap();

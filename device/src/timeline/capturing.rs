@@ -8,6 +8,7 @@ use crate::capture::{Scope, StreamHandle};
 use crate::capturing_streams::BlockingHeldOff;
 use crate::driver::{CaptureStatus, Driver, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
+use crate::launches::Launches;
 use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;
 use crate::{fork, unfinished};
@@ -87,6 +88,14 @@ impl Timeline {
     /// The capture that the stream is known to be part of.
     pub(crate) fn capture(&self) -> Option<Arc<Scope>> {
         self.state.lock().capture.clone()
+    }
+
+    /// As [`crate::Stream::launches_of_capture`].
+    pub fn launches_of_capture(&self) -> Option<Arc<Launches>> {
+        if self.device_id_unless_capturing() == self.device_id() {
+            return None;
+        }
+        self.capture().map(|scope| scope.launches.clone())
     }
 
     /// Fails if the stream captures unannounced. It is for slow paths, which would break a capture
