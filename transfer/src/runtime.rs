@@ -20,8 +20,8 @@ use crate::staging::{Staging, StagingConfig, StagingStats};
 use crate::streams::{Levels, Streams};
 
 /// The advice in errors about streams that capture.
-pub(crate) const NO_CAPTURE: &str = "this copy cannot be captured into a graph: copy before the capture, or after a launch on its stream. In \
-     `Allocator::graph`, uploads from memory can be captured, and downloads to pinned memory";
+pub(crate) const NO_CAPTURE: &str = "this copy cannot be captured into a graph: copy before the capture, or \
+     after a launch on its stream. In `Allocator::graph`, uploads from memory can be captured, and downloads to pinned memory";
 
 /// The configuration of a [`Transfer`].
 ///

@@ -121,8 +121,8 @@ fn an_error_changes_nothing() {
 #[test]
 fn inert_options_are_named_when_they_ask_for_something() {
     let all = "large_segment_size_mb:32,max_split_size_mb:64,max_non_split_rounding_mb:64,\
-               roundup_power2_divisions:[64:8,>:1],garbage_collection_threshold:0.5,expandable_segments:True,expandable_segments_reserve:0.5,\
-               expandable_segments_reserve_by_class:[weights:40G,kv:0.25],graph_capture_record_stream_reuse:True,\
+               roundup_power2_divisions:[64:8,>:1],garbage_collection_threshold:0.5,expandable_segments:True,\
+               expandable_segments_reserve:0.5,expandable_segments_reserve_by_class:[weights:40G,kv:0.25],graph_capture_record_stream_reuse:True,\
                pinned_use_background_threads:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:1024,\
                pinned_use_cuda_host_register:True,pinned_num_register_threads:8,pinned_reserve_segment_size_mb:16,\
                pinned_free_catch_all:True";

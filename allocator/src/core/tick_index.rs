@@ -125,8 +125,9 @@ mod tests {
     }
 
     fn step() -> impl Strategy<Value = Step> {
+        let used = (0..4_u32, 0..20_u64).prop_map(|(stream, until)| used_until(stream, until));
         prop_oneof![
-            4 => prop::collection::vec((0..4_u32, 0..20_u64).prop_map(|(stream, until)| used_until(stream, until)), 0..5).prop_map(Step::Insert),
+            4 => prop::collection::vec(used, 0..5).prop_map(Step::Insert),
             1 => any::<prop::sample::Index>().prop_map(Step::Remove),
             2 => (0..4_u32, 0..20_u64).prop_map(|(stream, until)| Step::Advance(StreamId(stream), ticks(until))),
         ]

@@ -196,9 +196,10 @@ void *aquifer_pool_malloc(uint64_t pool,
                           size_t size,
                           void *stream);
 
-// Sends the calling thread's allocations on the pool's device to the pool while a graph is captured: call it after the program began to capture
-// `stream`, and `aquifer_graph_end` on the same thread once it has ended that. Graphs that share a pool use the same memory, so the program must
-// launch them one after the other.
+// Sends the calling thread's allocations on the pool's device to the pool while a graph is captured:
+// call it after the program began to capture `stream`, and `aquifer_graph_end` on the same thread
+// once it has ended that. Graphs that share a pool use the same memory, so the program must launch
+// them one after the other.
 int aquifer_graph_begin(uint64_t pool,
                         void *stream);
 

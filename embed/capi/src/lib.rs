@@ -345,9 +345,10 @@ pub extern "C" fn aquifer_pool_malloc(pool: u64, size: usize, stream: *mut c_voi
     guarded(null_mut(), || Ok(pools::alloc(pool, size as u64, stream)?.0 as *mut c_void))
 }
 
-/// Sends the calling thread's allocations on the pool's device to the pool while a graph is captured: call it after the program began to capture
-/// `stream`, and `aquifer_graph_end` on the same thread once it has ended that. Graphs that share a pool use the same memory, so the program must
-/// launch them one after the other.
+/// Sends the calling thread's allocations on the pool's device to the pool while a graph is captured:
+/// call it after the program began to capture `stream`, and `aquifer_graph_end` on the same thread
+/// once it has ended that. Graphs that share a pool use the same memory, so the program must launch
+/// them one after the other.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_graph_begin(pool: u64, stream: *mut c_void) -> c_int {
     status(|| pools::begin_graph(pool, stream))

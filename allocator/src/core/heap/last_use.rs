@@ -21,8 +21,9 @@ pub(crate) struct Granules {
     /// Binary logarithm of a granule's size in bytes.
     shift: u32,
     /// For each node, the work of the region's stream that must be done before other streams may use
-    /// all that the node covers, as far as this node says. The level of single granules comes first. A level ends with the last node that was ever raised: a region
-    /// has room for all memory of the device, and most of it is never used.
+    /// all that the node covers, as far as this node says. The level of single granules comes first.
+    /// A level ends with the last node that was ever raised: a region has room for all memory of the
+    /// device, and most of it is never used.
     levels: [Vec<After>; LEVELS],
     /// The latest tick ever noted.
     latest: After,

@@ -135,7 +135,8 @@ mod tests {
                 heap.add_region(BASE + n * (64 << 20), 1 << 20, StreamId(0), PoolId::SMALL);
             });
             let owner = Owner::in_own_regions(StreamId(0));
-            let mut live: Vec<BlockId> = before.iter().filter_map(|n| heap.take_best(owner, PoolId::SMALL, n * 512, 1)).collect();
+            let taken = before.iter().filter_map(|n| heap.take_best(owner, PoolId::SMALL, n * 512, 1));
+            let mut live: Vec<BlockId> = taken.collect();
             let mut changes = between.chunks(4);
             let (mut walk, mut passed) = (Walk::default(), Vec::new());
             while heap.step(&mut walk, |one| passed.push(*one)) {

@@ -189,8 +189,8 @@ static void names(void *driver) {
     CHECK(found == dlsym(driver, "cuGetProcAddress_v2"));
 }
 
-/* Allocations of the default pool are served. What is allocated while a stream captures is the driver's, and each launch
- * has it again. */
+/* Allocations of the default pool are served. What is allocated while a stream captures is the
+ * driver's, and each launch has it again. */
 static void pools_and_capture(void) {
     Handle pool, graph = NULL, executable = NULL;
     CUdeviceptr block;
