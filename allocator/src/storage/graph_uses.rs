@@ -122,7 +122,7 @@ impl GraphUses {
     }
 
     /// Notes what the driver took for the graph while it was instantiated, for
-    /// [`Allocator::attribution`] and reports.
+    /// [`Allocator::attribution`](crate::Allocator::attribution) and reports.
     pub fn note_driver_bytes(&self, bytes: u64) {
         let mut noted = self.driver_bytes.lock();
         let mut all = OF_DRIVERS.lock();
