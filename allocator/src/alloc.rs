@@ -16,7 +16,7 @@ use crate::pools::capture::refuse_capture;
 use crate::pools::lookup::{came_from_a_graph, route_and_note};
 use crate::recovery::ladder::climb;
 use crate::size_class::{self, PoolKind, REQUEST_LIMIT};
-use crate::state::awake::{Keeper, KeptAwake};
+use crate::sleep::wake_lock::WakeLock;
 use crate::state::special;
 use crate::tags::Tag;
 use crate::types::{BlockId, Granted, PoolId, Request, StreamId};
@@ -84,7 +84,7 @@ impl Allocator {
             return self.alloc_bytes(bytes, stream);
         }
         // The fill is enqueued without an access guard.
-        let _kept = KeptAwake::new(self.state(), Keeper::AccessGuard, &(0..0))?;
+        let _awake = WakeLock::of_guard(self.state(), &(0..0))?;
         let allocation = self.alloc_bytes(bytes, stream)?;
         stream.fill(allocation.ptr(), 0, bytes)?;
         Ok(allocation)

@@ -8,8 +8,8 @@ use aquifer_device::{DeviceError, DeviceLabel, RequestError};
 
 use crate::backing::why_segments::WhySegments;
 use crate::config::ConfigError;
-use crate::kept::KeptAwakeBy;
 use crate::recovery::oom::report::OomReport;
+use crate::sleep::wake_lock::KeptAwakeBy;
 
 /// Why an allocation, or another request to the allocator, failed. The allocator is as usable
 /// afterwards as before.

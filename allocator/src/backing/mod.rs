@@ -10,5 +10,5 @@ pub(crate) mod trim;
 pub(crate) mod why_segments;
 
 pub use crate::core::limits::Refusal;
-pub use paged::{Contents, Exportable, Growable, Part, PinnedMapping, SleepOptions};
+pub use paged::{Exportable, Growable, PinnedMapping};
 pub use why_segments::WhySegments;

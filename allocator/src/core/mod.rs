@@ -203,14 +203,14 @@ impl Core {
         }
     }
 
-    /// True while the whole allocator sleeps, so that mapped memory is absent.
+    /// True while the whole allocator sleeps, so that mapped memory has gone back.
     pub(crate) fn is_asleep(&self) -> bool {
-        self.paged.as_ref().is_some_and(|paged| paged.is_asleep)
+        self.paged.as_ref().is_some_and(|paged| paged.sleep.is_whole)
     }
 
     /// True while the whole allocator sleeps, or the memory at any of these addresses.
     pub(crate) fn sleeps(&self, range: &Range<u64>) -> bool {
-        self.paged.as_ref().is_some_and(|paged| paged.is_asleep || paged.sleeps(range))
+        self.paged.as_ref().is_some_and(|paged| paged.sleep.is_whole || paged.sleep.has(range))
     }
 
     /// The size of the granules that the request's memory comes in; `None` if it comes in segments.

@@ -17,7 +17,6 @@
 //! timeline is locked under it; only atomic values of timelines are read there. While it is held
 //! there is no driver call, no wait and no foreign code.
 
-pub(crate) mod awake;
 pub(crate) mod free;
 pub(crate) mod guard;
 
@@ -34,7 +33,7 @@ use crossbeam_utils::CachePadded;
 use crate::core::Core;
 use crate::core::heap::{Passed, Walk};
 use crate::raw::table::RawTable;
-use crate::state::awake::Wakefulness;
+use crate::sleep::wake_lock::WakeLocks;
 use crate::state::free::FreedBlocks;
 use crate::state::guard::StateGuard;
 use crate::sync::Mutex;
@@ -70,7 +69,7 @@ pub(crate) struct AllocatorState {
     freed: CachePadded<FreedBlocks>,
     /// Blocks that were given out as raw pointers.
     pub(crate) raw: CachePadded<RawTable>,
-    pub(crate) wakefulness: CachePadded<Wakefulness>,
+    pub(crate) wake_locks: CachePadded<WakeLocks>,
     /// The device's witness, if it watches blocks. A leaf: under it only the witness's own lock is
     /// taken.
     witness: fork::RwLock<Option<Arc<dyn Witness>>>,
@@ -308,7 +307,7 @@ fn close_later(locked: Locked) {
 /// All work so far that may use the memory. `None` if it is not known: graphs that other libraries
 /// launch, and copies of contents where waking up failed.
 fn last_uses(core: &Core, device: &Device) -> Option<Vec<Tick>> {
-    if core.paged().is_some_and(|paged| !paged.absent.is_empty()) {
+    if core.paged().is_some_and(|paged| paged.sleep.is_any()) {
         return None;
     }
     let launched = core.pools.awaited_launches(&device.wait_mark(), None);

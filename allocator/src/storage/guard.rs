@@ -5,7 +5,7 @@ use std::sync::Arc;
 use aquifer_device::{AccessKind, Stream, Tick};
 
 use crate::error::AllocError;
-use crate::state::awake::KeptAwake;
+use crate::sleep::wake_lock::WakeLock;
 use crate::storage::held::LockedUses;
 use crate::storage::{GraphUses, Storage};
 
@@ -61,7 +61,7 @@ use crate::storage::{GraphUses, Storage};
 pub struct AccessGuard<'a> {
     held: Vec<(LockedUses<'a>, AccessKind, &'a Stream)>,
     /// Dropped after the access guard has noted the work.
-    _awake: Vec<KeptAwake>,
+    _awake: Vec<WakeLock>,
 }
 
 impl<'a> AccessGuard<'a> {
@@ -130,7 +130,7 @@ impl<'a> AccessGuard<'a> {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
         wanted.iter().try_for_each(|(stream, ..)| stream.end_abandoned_captures())?;
-        let awake = KeptAwake::of_all(wanted.iter().map(|(_, storage, _)| storage.place()))?;
+        let awake = WakeLock::of_all(wanted.iter().map(|(_, storage, _)| storage.place()))?;
         GraphUses::take_captured(&mut wanted)?;
         let mut access = AccessGuard { held: Vec::new(), _awake: awake };
         let mut held = lock_unreserved(&wanted)?;
@@ -152,7 +152,7 @@ impl<'a> AccessGuard<'a> {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
         stream.end_abandoned_captures()?;
-        let awake = KeptAwake::of_reservation(storage.memory().state());
+        let awake = WakeLock::of_reservation(storage.memory().state());
         let mut held = storage.hold()?;
         held.order(storage.memory(), stream, kind)?;
         Ok(AccessGuard { held: vec![(held, kind, stream)], _awake: vec![awake] })

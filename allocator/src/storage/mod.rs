@@ -30,8 +30,8 @@ use crate::allocator::Allocator;
 use crate::backing::paged::dedicated_memory::DedicatedMemory;
 use crate::error::AllocError;
 use crate::pools::PrivatePool;
+use crate::sleep::wake_lock::WakeLock;
 use crate::state::AllocatorState;
-use crate::state::awake::KeptAwake;
 
 pub(crate) mod foreign;
 pub(crate) mod graph_uses;
@@ -262,7 +262,7 @@ impl Storage {
         if GraphUses::are_collected(stream) {
             return AccessGuard::acquire(stream, &[(self, AccessKind::Write)]).map(drop);
         }
-        let _awake = KeptAwake::of_all(std::iter::once(self.place()))?;
+        let _awake = WakeLock::of_all(std::iter::once(self.place()))?;
         let mut uses = self.lock_unreserved(AccessKind::Write)?;
         uses.note_free(Some(stream));
         uses.order(&self.memory, stream, AccessKind::Write)?;

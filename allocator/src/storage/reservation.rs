@@ -12,7 +12,7 @@ use std::sync::Arc;
 use aquifer_device::{AccessKind, Stream};
 
 use crate::error::AllocError;
-use crate::state::awake::{Keeper, WakeLock};
+use crate::sleep::wake_lock::{Count, Kind};
 use crate::storage::Storage;
 use crate::storage::guard::AccessGuard;
 
@@ -61,7 +61,7 @@ pub struct Reservation {
     storage: Arc<Storage>,
     kind: AccessKind,
     /// Dropped after the reservation has ended.
-    _wake_lock: WakeLock,
+    _count: Count,
 }
 
 impl Reservation {
@@ -74,12 +74,12 @@ impl Reservation {
     pub fn acquire(storage: &Arc<Storage>, kind: AccessKind) -> Result<Reservation, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
         let (state, range) = storage.place();
-        let wake_lock = WakeLock::new(state, Keeper::Reservation, &range)?;
+        let count = Count::new(state, Kind::Reservation, &range)?;
         let mut uses = storage.lock_unreserved(kind)?;
         uses.note_free(None);
         uses.record.reserve(kind);
         drop(uses);
-        Ok(Reservation { storage: storage.clone(), kind, _wake_lock: wake_lock })
+        Ok(Reservation { storage: storage.clone(), kind, _count: count })
     }
 
     /// The reserved memory.

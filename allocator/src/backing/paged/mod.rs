@@ -28,9 +28,6 @@
 //! | `growable.rs` | memory that grows in place |
 //! | `exportable.rs` | memory whose handle other processes can have |
 //! | `pin.rs` | memory that stays where it is, because others know its address |
-//! | `sleep.rs` | giving memory back, all or a part, and taking it again behind the same addresses |
-//! | `sleep_options.rs` | what sleeps and what wakes up |
-//! | `contents.rs`, `saved.rs` | its contents |
 //! | `probe.rs` | whether the device can map memory at all, and at several addresses at once |
 //!
 //! Invariants, in addition to those of holes in the heap:
@@ -54,7 +51,6 @@
 
 pub(crate) mod addresses;
 pub(crate) mod carry_out;
-pub(crate) mod contents;
 pub(crate) mod dedicated;
 pub(crate) mod dedicated_memory;
 pub(crate) mod exportable;
@@ -66,17 +62,12 @@ pub(crate) mod peers;
 pub(crate) mod pin;
 pub(crate) mod probe;
 pub(crate) mod progress_events;
-pub(crate) mod saved;
 #[cfg(all(test, aquifer_shuttle))]
 pub(crate) mod schedules;
-pub(crate) mod sleep;
-pub(crate) mod sleep_options;
 pub(crate) mod split;
 pub(crate) mod trim;
 pub(crate) mod wait;
 
-pub use contents::Contents;
 pub use exportable::Exportable;
 pub use growable::Growable;
 pub use pin::PinnedMapping;
-pub use sleep_options::{Part, SleepOptions};

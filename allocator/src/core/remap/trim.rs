@@ -103,7 +103,7 @@ impl Core {
     /// Takes the mappings that have been stuck for longest. They stay in the table of what is mapped
     /// until they are unmapped.
     pub(crate) fn take_stuck(&mut self) -> Option<Stuck> {
-        let paged = self.paged.as_mut().filter(|paged| !paged.is_asleep)?;
+        let paged = self.paged.as_mut().filter(|paged| !paged.sleep.is_whole)?;
         let stuck = paged.stuck.pop_front()?;
         paged.in_hands += stuck.bytes() / paged.granule;
         Some(stuck)

@@ -1,5 +1,4 @@
-//! Decides what falls asleep and what wakes up, under the locks and without driver calls
-//! (`sleep.rs`).
+//! Decides what falls asleep and what wakes up.
 //!
 //! Memory sleeps by frames: a frame goes if a live block that is to sleep lies in it, and none that
 //! stays awake. Memory wakes up by granules: those in which a block that is to wake up lies. So
@@ -8,18 +7,37 @@
 use std::cmp::Reverse;
 use std::ops::Range;
 
-use crate::backing::paged::contents::Contents;
-use crate::backing::paged::sleep_options::{Part, SleepOptions};
+use aquifer_device::PhysicalOptions;
+
 use crate::core::Core;
 use crate::core::heap::{Block, State};
 use crate::core::paged::frames::granules_of;
-use crate::core::paged::granules::{Asleep, POOL};
+use crate::core::paged::granules::{MaySleep, POOL};
 use crate::core::pools::Which;
 use crate::core::remap::donors::Donor;
-use crate::core::sleep::absent::{Absent, ContentsPlace, united, within};
+use crate::core::sleep::{ContentsPlace, SleepingRange, united, within};
 use crate::history::Action;
+use crate::sleep::options::{Contents, Part, SleepOptions};
 use crate::tags::Tag;
 use crate::types::PoolId;
+
+/// What wakes up.
+pub(crate) enum Waking<'a> {
+    All,
+    Parts(&'a [Part]),
+    /// Ranges that were about to fall asleep.
+    Ranges(Vec<Range<u64>>),
+}
+
+/// Memory that wakes up, and what its frames are made with.
+pub(crate) struct Woken {
+    pub(crate) ranges: Vec<SleepingRange>,
+    /// What sleeps on.
+    pub(crate) staying: Vec<SleepingRange>,
+    pub(crate) granule: u64,
+    pub(crate) options: PhysicalOptions,
+    pub(crate) access: Vec<u32>,
+}
 
 /// Memory that is to sleep, and those of its contents that are to be saved.
 pub(crate) struct Falling {
@@ -34,11 +52,11 @@ static KEPT: Contents = Contents::SaveToHost;
 type Span<'a> = (Range<u64>, Option<&'a Contents>);
 
 impl Core {
-    /// Chooses what sleeps, and lists it as absent. It is mapped still.
+    /// Chooses what sleeps, and lists it. It is mapped still.
     pub(crate) fn begin_sleep(&mut self, options: &SleepOptions) -> Vec<Falling> {
         let spans = self.spans(options);
         let Some(paged) = &self.paged else { return Vec::new() };
-        let mut chosen: Vec<Asleep> = Vec::new();
+        let mut chosen: Vec<MaySleep> = Vec::new();
         for frame in paged.may_sleep(&self.pins) {
             let mut fates = touching(&spans, &frame.range).iter().map(|(_, fate)| fate.is_some()).peekable();
             if !options.are_for_all() && (fates.peek().is_none() || !fates.all(|sleeps| sleeps)) {
@@ -56,7 +74,8 @@ impl Core {
         let falling = chosen.iter().map(|one| Falling { range: one.range.clone(), contents: contents(&one.range) });
         let falling: Vec<Falling> = falling.collect();
         let Some(paged) = &mut self.paged else { return Vec::new() };
-        for Asleep { range, kind, is_dedicated, .. } in chosen {
+        let mut ranges = paged.sleep.take_ranges();
+        for MaySleep { range, kind, is_dedicated, .. } in chosen {
             let bytes = range.end - range.start;
             let frames = paged.forget_mapped(range.start, bytes);
             paged.mapped_bytes[kind as usize] -= bytes;
@@ -64,11 +83,10 @@ impl Core {
             let largest = frames.iter().map(|frame| frame.granules.get()).max().unwrap_or(1);
             let mapped = frames.len();
             let (place, saved) = (ContentsPlace::InPlace, Vec::new());
-            paged.absent.push(Absent { range, kind, is_dedicated, frames, mapped, place, largest, saved });
+            ranges.push(SleepingRange { range, kind, is_dedicated, frames, mapped, place, largest, saved });
         }
-        paged.absent.sort_unstable_by_key(|absent| absent.range.start);
-        paged.is_asleep |= options.are_for_all();
-        paged.note_sleeping([&[], &[]]);
+        paged.sleep.list(ranges, [&[], &[]]);
+        paged.sleep.is_whole |= options.are_for_all();
         self.account_for_granules();
         falling
     }
@@ -77,7 +95,7 @@ impl Core {
     fn spans<'a>(&self, options: &'a SleepOptions) -> Vec<Span<'a>> {
         let mut spans: Vec<Span> = Vec::new();
         // What sleeps in part already keeps its contents.
-        let sleeps = |range: &Range<u64>| self.paged.as_ref().is_some_and(|paged| paged.sleeps(range));
+        let sleeps = |range: &Range<u64>| self.paged.as_ref().is_some_and(|paged| paged.sleep.has(range));
         let fate = |range: &Range<u64>, pool: PoolId, tag: Option<Tag>| match options.fate(&self.pools, pool, tag) {
             Some(_) if sleeps(range) => options.are_for_all().then_some(&KEPT),
             fate => fate,
@@ -130,10 +148,34 @@ fn contents_of(spans: &[Span], range: &Range<u64>, granule: u64) -> Vec<(Range<u
 }
 
 impl Core {
-    /// Divides absent memory into what wakes up with some parts, and what sleeps on.
-    pub(crate) fn divide_absent(&self, absent: Vec<Absent>, parts: &[Part]) -> [Vec<Absent>; 2] {
+    /// Takes out what wakes up. `None` if nothing sleeps.
+    pub(crate) fn begin_waking(&mut self, waking: &Waking) -> Option<Woken> {
+        let paged = self.paged.as_mut().filter(|paged| paged.sleep.is_whole || paged.sleep.is_any())?;
+        let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
+        let ranges = paged.sleep.take_ranges();
+        self.end_isolation();
+        // Blocks may have been freed meanwhile.
+        let ranges = self.forget_free(ranges);
+        let [ranges, staying] = match waking {
+            Waking::All => [ranges, Vec::new()],
+            Waking::Parts(parts) => self.divide(ranges, parts),
+            Waking::Ranges(falling) => {
+                let falls = |one: &SleepingRange| falling.iter().any(|range| range.contains(&one.range.start));
+                let (waking, staying) = ranges.into_iter().partition(falls);
+                [waking, staying]
+            }
+        };
+        if let Some(paged) = &mut self.paged {
+            paged.sleep.list(Vec::new(), [&ranges, &staying]);
+        }
+        self.isolate_sleeping();
+        Some(Woken { ranges, staying, granule, options, access })
+    }
+
+    /// Divides ranges into what wakes up with some parts, and what sleeps on.
+    fn divide(&self, ranges: Vec<SleepingRange>, parts: &[Part]) -> [Vec<SleepingRange>; 2] {
         let has = |pool: PoolId, tag: Option<Tag>| parts.iter().any(|part| part.has(&self.pools, pool, tag));
-        let Some(paged) = &self.paged else { return [Vec::new(), absent] };
+        let Some(paged) = &self.paged else { return [Vec::new(), ranges] };
         let granule = paged.granule;
         let mut waking: Vec<Range<u64>> = Vec::new();
         self.for_each_used(|block, tag| {
@@ -141,39 +183,39 @@ impl Core {
                 waking.push(block.addr / granule * granule..block.range().end.next_multiple_of(granule));
             }
         });
-        for absent in absent.iter().filter(|absent| absent.is_dedicated) {
-            let owner = paged.owned.range(..=absent.range.start).next_back();
+        for one in ranges.iter().filter(|one| one.is_dedicated) {
+            let owner = paged.owned.range(..=one.range.start).next_back();
             // What no owner has any more wakes up with anything.
-            let sleeps_on = owner
-                .is_some_and(|(&base, owned)| absent.range.start < base + owned.size && !has(POOL, Some(owned.tag)));
-            waking.extend((!sleeps_on).then(|| absent.range.clone()));
+            let sleeps_on =
+                owner.is_some_and(|(&base, owned)| one.range.start < base + owned.size && !has(POOL, Some(owned.tag)));
+            waking.extend((!sleeps_on).then(|| one.range.clone()));
         }
         let waking = united(waking);
         let mut divided = [Vec::new(), Vec::new()];
-        for absent in absent {
-            if !absent.is_released() || absent.is_dedicated {
-                divided[usize::from(within(&waking, &absent.range).is_empty())].push(absent);
+        for one in ranges {
+            if !one.frames.is_empty() || one.is_dedicated {
+                divided[usize::from(within(&waking, &one.range).is_empty())].push(one);
                 continue;
             }
-            let [inside, outside] = absent.split(&waking);
+            let [inside, outside] = one.split(&waking);
             divided[0].extend(inside);
             divided[1].extend(outside);
         }
         divided
     }
 
-    /// Makes holes of absent granules that lie wholly in free blocks, unless a graph may use them, and
-    /// returns the absent memory that is left. Ranges with frames stay as they are.
-    pub(crate) fn forget_free(&mut self, absent: Vec<Absent>) -> Vec<Absent> {
+    /// Makes holes of sleeping granules that lie wholly in free blocks, unless a graph may use them,
+    /// and returns the ranges that are left. Those with frames stay as they are.
+    pub(super) fn forget_free(&mut self, ranges: Vec<SleepingRange>) -> Vec<SleepingRange> {
         let free = self.free_granules(Which::Unpromised);
         let mut gone = Vec::new();
         for donor in free {
             let end = donor.addr + donor.bytes;
-            let first = absent.partition_point(|absent| absent.range.end <= donor.addr);
-            let touched = absent[first..].iter().take_while(|absent| absent.range.start < end);
-            gone.extend(touched.filter(|absent| absent.is_released()).map(|absent| {
-                let addr = donor.addr.max(absent.range.start);
-                Donor { addr, bytes: end.min(absent.range.end) - addr, ..donor }
+            let first = ranges.partition_point(|one| one.range.end <= donor.addr);
+            let touched = ranges[first..].iter().take_while(|one| one.range.start < end);
+            gone.extend(touched.filter(|one| one.frames.is_empty()).map(|one| {
+                let addr = donor.addr.max(one.range.start);
+                Donor { addr, bytes: end.min(one.range.end) - addr, ..donor }
             }));
         }
         // Each block from its high end down, as holding it needs.
@@ -185,12 +227,12 @@ impl Core {
             self.note_mapping(Action::SegmentUnmap, pool, stream, donor.addr, donor.bytes);
         }
         let gone = united(gone.into_iter().map(|donor| donor.addr..donor.addr + donor.bytes).collect());
-        let left = absent.into_iter().flat_map(|absent| {
-            if absent.is_released() {
-                let [_, outside] = absent.split(&gone);
+        let left = ranges.into_iter().flat_map(|one| {
+            if one.frames.is_empty() {
+                let [_, outside] = one.split(&gone);
                 outside
             } else {
-                vec![absent]
+                vec![one]
             }
         });
         left.collect()
