@@ -29,19 +29,18 @@ use crate::backing::paged::carry_out::unmap_range;
 use crate::backing::paged::lingering::unmap_lingering_at_gate;
 use crate::backing::trim::trim_idle_pools;
 use crate::core::paged::frames::{Frame, granules_of, sizes};
-use crate::core::sleep::choose::{Falling, Waking, Woken};
+use crate::core::sleep::steps::{Falling, Waking, Woken};
 use crate::core::sleep::{ContentsPlace, SleepingRange};
 use crate::error::AllocError;
 use crate::format::Bytes;
 use crate::open::trim_others;
 use crate::sleep::contents::{Mover, UsedBuffers};
-use crate::state::guard::StateGuard;
-use crate::state::special;
+use crate::state::{StateGuard, special};
 use crate::sync::atomic::Ordering;
 use crate::sync::pause_for;
 
 pub use options::{Contents, Part, SleepOptions};
-pub use wake_lock::{KeptAwakeBy, UsedAllocation, WakeLock};
+pub use wake_lock::WakeLock;
 
 fn try_sleep(allocator: &Allocator, options: &SleepOptions) -> Result<u64, AllocError> {
     let _one_at_a_time = allocator.gate()?.sleep();

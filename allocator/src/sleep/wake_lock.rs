@@ -22,22 +22,18 @@ use std::cell::RefCell;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aquifer_device::DevicePtr;
-use aquifer_device::fork::Mutex;
-use parking_lot::Condvar;
 #[cfg(aquifer_shuttle)]
 use shuttle::thread_local;
 
 use crate::allocator::Allocator;
 use crate::core::Core;
 use crate::core::heap::State;
-use crate::error::AllocError;
-use crate::format::Bytes;
-use crate::state::AllocatorState;
-use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use crate::error::{AllocError, KeptAwakeBy, UsedAllocation};
+use crate::state::{AllocatorState, WakeLocks};
+use crate::sync::atomic::Ordering;
 use crate::sync::pause;
 use crate::tags::Tag;
 
@@ -55,18 +51,6 @@ const LOOKING: u32 = 2;
 const SPLITTING: u32 = 4;
 /// How often a split looks whether access guards of other threads have ended; they are short.
 const SPLIT_LOOKS: u32 = 40;
-
-/// The part of an allocator state that says whether it sleeps or is about to, and what keeps it
-/// awake.
-#[derive(Debug, Default)]
-pub(crate) struct WakeLocks {
-    flags: AtomicU32,
-    /// By [`Kind`].
-    counts: [AtomicU64; 3],
-    /// A leaf: see the module's documentation.
-    waking: Mutex<()>,
-    woken: Condvar,
-}
 
 /// The purpose of a wake lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -449,58 +433,6 @@ impl Allocator {
             }
         }
         true
-    }
-}
-
-/// What keeps an allocator awake: work that is about to be enqueued. See [`crate::AllocError::KeptAwake`].
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct KeptAwakeBy {
-    /// Number of [`crate::AccessGuard`]s on its memory.
-    pub access_guards: u64,
-    /// Number of [`crate::Reservation`]s on its memory: transfers that are not enqueued yet have
-    /// them.
-    pub reservations: u64,
-    /// Number of [`WakeLock`]s of [`Allocator::keep_awake`], among them those of library code at
-    /// work.
-    pub wake_locks: u64,
-    /// Whether the calling thread has any of them: then waiting is in vain.
-    pub is_this_thread: bool,
-    /// The allocations that are known to be in use. An allocation is known if it is the only one
-    /// with an access guard, or the only one with a reservation.
-    pub allocations: Vec<UsedAllocation>,
-}
-
-/// An allocation with an access guard or a reservation.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct UsedAllocation {
-    /// Its first address.
-    pub ptr: DevicePtr,
-    /// Bytes asked for.
-    pub bytes: u64,
-    /// Its tag: see [`crate::TagScope`].
-    pub tag: Option<Arc<str>>,
-    /// The [`aquifer_device::Stream::id`] of the stream that it was allocated for.
-    pub stream: u32,
-}
-
-impl fmt::Display for KeptAwakeBy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let KeptAwakeBy { access_guards, reservations, wake_locks, .. } = *self;
-        let counts = [(access_guards, "access guard"), (reservations, "reservation"), (wake_locks, "`keep_awake`")];
-        for (at, (count, what)) in counts.into_iter().filter(|&(count, _)| count > 0).enumerate() {
-            let (comma, s) = (if at > 0 { ", " } else { "" }, if count > 1 { "s" } else { "" });
-            write!(f, "{comma}{count} {what}{s}")?;
-        }
-        for used in &self.allocations {
-            write!(f, "; in use: {} at {}", Bytes(used.bytes), used.ptr)?;
-            if let Some(tag) = &used.tag {
-                write!(f, ", tagged `{tag}`")?;
-            }
-            write!(f, ", of stream {}", used.stream)?;
-        }
-        f.write_str(if self.is_this_thread { "; this thread has some of them" } else { "" })
     }
 }
 
