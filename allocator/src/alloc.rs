@@ -8,12 +8,12 @@ use aquifer_device::{DevicePtr, Operation, Stream, fork};
 
 use crate::allocation::Allocation;
 use crate::allocator::{ALIGNMENT, Allocator};
-use crate::backing::paged::progress_events::record_progress;
 use crate::backing::segments::release_where;
-use crate::cross_stream::waiting::poll_waiting;
+use crate::cross_stream::poll_waiting;
+use crate::cross_stream::record_progress;
 use crate::error::AllocError;
-use crate::pools::capture::refuse_capture;
-use crate::pools::lookup::{came_from_a_graph, route_and_note};
+use crate::pools::refuse_capture;
+use crate::pools::{came_from_a_graph, route_and_note};
 use crate::recovery::ladder::climb;
 use crate::size_class::{self, PoolKind, REQUEST_LIMIT};
 use crate::sleep::wake_lock::WakeLock;

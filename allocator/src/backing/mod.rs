@@ -3,12 +3,9 @@
 
 pub(crate) mod choose;
 pub(crate) mod growth;
-pub(crate) mod headroom;
 pub(crate) mod paged;
 pub(crate) mod segments;
 pub(crate) mod trim;
-pub(crate) mod why_segments;
 
 pub use crate::core::limits::Refusal;
 pub use paged::{Exportable, Growable, PinnedMapping};
-pub use why_segments::WhySegments;

@@ -20,7 +20,6 @@
 //! | `waiting.rs`, `tick_index.rs` | blocks that wait for other streams, by the ticks that they wait for |
 //! | `counters.rs`, `limits.rs` | statistics; what is taken from the device just now |
 
-pub(crate) mod counter;
 pub(crate) mod counters;
 pub(crate) mod dedicated;
 pub(crate) mod free;
@@ -30,7 +29,6 @@ pub(crate) mod limits;
 pub(crate) mod paged;
 pub(crate) mod policy;
 pub(crate) mod pools;
-pub(crate) mod progress;
 pub(crate) mod remap;
 pub(crate) mod segments;
 mod serve;
@@ -47,10 +45,10 @@ use aquifer_device::Stream;
 use crate::core::counters::Counters;
 use crate::core::heap::Heap;
 use crate::core::limits::{Growing, Holding};
+use crate::core::paged::Pins;
 use crate::core::paged::granules::Paged;
-use crate::core::paged::pins::Pins;
 use crate::core::pools::PoolTable;
-use crate::core::progress::Progress;
+use crate::core::streams::Progress;
 use crate::core::streams::Streams;
 use crate::core::waiting::WaitingList;
 use crate::history::History;

@@ -26,7 +26,7 @@ use aquifer_device::{DeviceError, DevicePtr, PhysicalOptions};
 
 use crate::allocator::Allocator;
 use crate::backing::paged::carry_out::unmap_range;
-use crate::backing::paged::lingering::unmap_lingering_at_gate;
+use crate::backing::paged::trim::unmap_lingering_at_gate;
 use crate::backing::trim::trim_idle_pools;
 use crate::core::paged::frames::{Frame, granules_of, sizes};
 use crate::core::sleep::steps::{Falling, Waking, Woken};

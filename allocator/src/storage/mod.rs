@@ -27,7 +27,7 @@ use parking_lot::Condvar;
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
-use crate::backing::paged::dedicated_memory::DedicatedMemory;
+use crate::backing::paged::dedicated::DedicatedMemory;
 use crate::error::AllocError;
 use crate::pools::PrivatePool;
 use crate::sleep::wake_lock::WakeLock;
@@ -40,12 +40,10 @@ pub(crate) mod held;
 mod pass;
 pub(crate) mod ranges;
 pub(crate) mod record;
-mod reservation;
 
 pub use graph_uses::GraphUses;
-pub use guard::AccessGuard;
+pub use guard::{AccessGuard, Reservation};
 pub use pass::{Outlived, Pass};
-pub use reservation::Reservation;
 
 use crate::types::StreamId;
 use foreign::Foreign;

@@ -49,24 +49,17 @@
 //! Locks: decisions are made under the allocator's lock. Driver calls, waits and observers run
 //! without it, only under the gate, which comes before it.
 
-pub(crate) mod addresses;
 pub(crate) mod carry_out;
 pub(crate) mod dedicated;
-pub(crate) mod dedicated_memory;
 pub(crate) mod exportable;
 pub(crate) mod gate;
 pub(crate) mod grow;
 pub(crate) mod growable;
-pub(crate) mod lingering;
-pub(crate) mod peers;
 pub(crate) mod pin;
-pub(crate) mod probe;
-pub(crate) mod progress_events;
 #[cfg(all(test, aquifer_shuttle))]
 pub(crate) mod schedules;
 pub(crate) mod split;
 pub(crate) mod trim;
-pub(crate) mod wait;
 
 pub use exportable::Exportable;
 pub use growable::Growable;

@@ -22,7 +22,7 @@ use aquifer_device::internal::MovesContents;
 use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions, RawPhysical, Reservation};
 
 use crate::allocator::Allocator;
-use crate::backing::headroom::{buyable, room};
+use crate::backing::growth::{buyable, room};
 use crate::backing::paged::carry_out::unmap_range;
 use crate::config::SplitFrames;
 use crate::core::paged::frames::Frame;
