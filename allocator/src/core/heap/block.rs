@@ -1,5 +1,6 @@
 //! Records of blocks, in a slab addressed by number.
 
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::{Index, IndexMut};
 
 use crate::types::{After, BlockId, PoolId, StreamId, Use};
@@ -327,6 +328,93 @@ impl Members {
     #[cfg(any(test, debug_assertions))]
     pub(super) fn count(&self) -> usize {
         self.0.iter().map(|word| word.count_ones() as usize).sum()
+    }
+}
+
+/// A set of holes.
+#[derive(Debug, Default)]
+pub(super) struct HoleIndex {
+    by_address: BTreeMap<(PoolId, StreamId, u64), BlockId>,
+    /// The same holes. Their bits are close together in the cache, where blocks' records are not.
+    members: Members,
+}
+
+impl HoleIndex {
+    pub(super) fn insert(&mut self, pool: PoolId, stream: StreamId, addr: u64, id: BlockId) {
+        self.by_address.insert((pool, stream, addr), id);
+        self.members.insert(id);
+    }
+
+    /// Takes out the hole of a pool and stream at an address, which must be in the set.
+    pub(super) fn remove(&mut self, pool: PoolId, stream: StreamId, addr: u64) {
+        let id = self.by_address.remove(&(pool, stream, addr));
+        id.into_iter().for_each(|id| self.members.remove(id));
+    }
+
+    pub(super) fn contains(&self, id: BlockId) -> bool {
+        self.members.contains(id)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.by_address.len()
+    }
+
+    /// The holes of a pool in a stream's regions, by address.
+    pub(super) fn of(&self, pool: PoolId, stream: StreamId) -> impl Iterator<Item = BlockId> + '_ {
+        self.by_address.range((pool, stream, 0)..=(pool, stream, u64::MAX)).map(|(_, &id)| id)
+    }
+
+    /// Every hole, pool by pool.
+    #[cfg(test)]
+    pub(super) fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
+        self.by_address.values().copied()
+    }
+
+    /// True if a hole is in the set, at its place.
+    #[cfg(any(test, debug_assertions))]
+    pub(super) fn is_noted(&self, pool: PoolId, stream: StreamId, addr: u64, id: BlockId) -> bool {
+        self.by_address.get(&(pool, stream, addr)) == Some(&id) && self.members.contains(id)
+    }
+
+    /// True if no other blocks are taken for holes.
+    #[cfg(any(test, debug_assertions))]
+    pub(super) fn is_consistent(&self) -> bool {
+        self.members.count() == self.by_address.len()
+    }
+}
+
+/// The strays, and blocks that were.
+#[derive(Debug, Default)]
+pub(super) struct Strays {
+    /// True if memory passes between streams.
+    shares: bool,
+    pub(super) queue: VecDeque<BlockId>,
+    noted: Members,
+}
+
+impl Strays {
+    pub(super) fn new(shares: bool) -> Strays {
+        Strays { shares, ..Strays::default() }
+    }
+
+    #[cold]
+    pub(super) fn note(&mut self, id: BlockId) {
+        if self.shares && !self.noted.contains(id) {
+            self.noted.insert(id);
+            self.queue.push_back(id);
+        }
+    }
+
+    pub(super) fn take(&mut self) -> Option<BlockId> {
+        let id = self.queue.pop_front()?;
+        self.noted.remove(id);
+        Some(id)
+    }
+
+    /// True if a stray is noted, or need not be.
+    #[cfg(any(test, debug_assertions))]
+    pub(super) fn has(&self, id: BlockId) -> bool {
+        !self.shares || self.noted.contains(id)
     }
 }
 

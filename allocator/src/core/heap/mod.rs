@@ -25,15 +25,13 @@ use deferred::Deferred;
 use last_use::{Granules, RecentUses};
 use moves::{Joined, Piece, Taken};
 use pools::Pools;
-use strays::Strays;
 
 use crate::tags::Tag;
 use crate::types::{After, BlockId, PoolId, StreamId};
 
-use block::Members;
 pub(crate) use block::{Block, Slab, State};
+use block::{HoleIndex, Members, Strays};
 pub(crate) use holes::Holding;
-use holes::HoleIndex;
 pub(crate) use index::{IndexView, Key};
 pub(crate) use last_use::LastUses;
 pub(crate) use pools::{HeapPoolOptions, Owner};

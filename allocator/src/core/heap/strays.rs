@@ -5,49 +5,11 @@
 //! That is found out when a request finds no block: a bounded number of strays is looked at each
 //! time. Programs of one stream have none.
 
-use std::collections::VecDeque;
-
-use super::block::Members;
 use super::{Heap, State};
 use crate::types::{After, BlockId, PoolId, StreamId, Use, latest_by_stream};
 
 /// The most strays that are looked at in one go.
 const LOOKS: usize = 64;
-
-/// The strays, and blocks that were.
-#[derive(Debug, Default)]
-pub(super) struct Strays {
-    /// True if memory passes between streams.
-    shares: bool,
-    queue: VecDeque<BlockId>,
-    noted: Members,
-}
-
-impl Strays {
-    pub(super) fn new(shares: bool) -> Strays {
-        Strays { shares, ..Strays::default() }
-    }
-
-    #[cold]
-    pub(super) fn note(&mut self, id: BlockId) {
-        if self.shares && !self.noted.contains(id) {
-            self.noted.insert(id);
-            self.queue.push_back(id);
-        }
-    }
-
-    fn take(&mut self) -> Option<BlockId> {
-        let id = self.queue.pop_front()?;
-        self.noted.remove(id);
-        Some(id)
-    }
-
-    /// True if a stray is noted, or need not be.
-    #[cfg(any(test, debug_assertions))]
-    pub(super) fn has(&self, id: BlockId) -> bool {
-        !self.shares || self.noted.contains(id)
-    }
-}
 
 impl Heap {
     fn is_stray(&self, id: BlockId) -> bool {
