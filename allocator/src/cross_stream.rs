@@ -1,13 +1,25 @@
-//! Reuse of a free block by another stream than the one that owns it.
+//! Memory that more than one stream uses, and how far streams got.
 //!
-//! Stream S may use a block once the block's tick is known done on the host, or once S's later work
-//! is ordered after that tick. Both can be learned without waiting. Making S wait would couple the
-//! streams, so it is done only where the policy says so, or as a rung of the ladder before memory
-//! runs out. It is counted and traced.
+//! **Reuse.** Stream S may use a free block of another stream once the block's tick is known done on
+//! the host, or once S's later work is ordered after that tick. Both can be learned without waiting.
+//! Making S wait would couple the streams, so it is done only where the policy says so, or as a rung
+//! of the ladder before memory runs out. It is counted and traced. Other streams' blocks are tried
+//! only when a stream's own free blocks do not serve a request, just before memory would be taken
+//! from the device.
 //!
-//! Other streams' blocks are tried only when a stream's own free blocks do not serve a request, just
-//! before memory would be taken from the device. Asking whether ticks are done may record an event
-//! on a stream, at most one each time.
+//! **Waiting blocks** (`core/waiting.rs`). While blocks wait, allocations ask how far the streams got,
+//! with at most one driver query for each stream. With mapped memory they ask only while a 64th of
+//! what is reserved waits. As long as no stream gets further, fewer allocations ask: down to one in
+//! four. Allocations that find no memory otherwise ask in any case. If a request would fail
+//! otherwise, the host waits for the streams instead.
+//!
+//! **Progress events.** Before memory can move, the host must know that its last use is done, which
+//! takes an event. An event recorded only when memory has to move would complete only after
+//! everything queued before it. So a stream records one whenever much was given back since the last
+//! one, within a budget (`core/policy.rs`).
+//!
+//! Asking may record an event, and both call the driver, so neither happens under a lock of the
+//! allocator. A stream that cannot be asked now is skipped: its memory becomes free later.
 
 use std::sync::Arc;
 

@@ -4,9 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::accounting::fragmentation::held_in;
 use crate::allocator::Allocator;
-use crate::core::counters::Counter;
-use crate::core::counters::Counters;
-use crate::core::counters::{PoolStats, Stat};
+use crate::core::counters::{Counter, Counters, PoolStats, Stat};
 
 /// Everything that an allocator counts. Names and meanings are those of PyTorch's `memory_stats()`.
 /// Fields that PyTorch lacks say so.

@@ -1,4 +1,4 @@
-//! Statistics as a table, laid out as PyTorch's `memory_summary()`.
+//! Who holds a device's memory, and statistics as a table, laid out as PyTorch's `memory_summary()`.
 
 use std::fmt::{self, Write};
 use std::time::{Duration, Instant};

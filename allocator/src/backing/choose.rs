@@ -1,4 +1,5 @@
-//! Chooses where an allocator's memory comes from.
+//! Chooses where an allocator's memory comes from: whether the device can map memory, and whether at
+//! several addresses at once.
 
 use aquifer_device::{Attribute, Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions, RawPhysical, Reservation};
 

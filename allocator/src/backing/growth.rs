@@ -1,5 +1,5 @@
-//! How much may be taken from the device: what the limit allows, and what must stay free there for
-//! libraries (`headroom_mb`).
+//! How much a request takes from the device, and how much may be taken: what the limit allows, and
+//! what must stay free there for libraries (`headroom_mb`).
 //!
 //! The driver says how much is free, but must not be asked under a lock, and meanwhile other
 //! threads take memory, too. So before asking, a thread notes how much is about to be taken by

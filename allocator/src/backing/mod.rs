@@ -1,5 +1,4 @@
-//! Backings: where an allocator's memory comes from, and why it comes in segments where it could be
-//! mapped.
+//! Backings: where an allocator's memory comes from.
 
 pub(crate) mod choose;
 pub(crate) mod growth;

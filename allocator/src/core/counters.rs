@@ -1,4 +1,5 @@
-//! Accounting: the counters behind every statistic, under the allocator's lock.
+//! Accounting: the counters behind every statistic, under the allocator's lock. Values that can be
+//! derived are not counted.
 //!
 //! Identities: for each counter `current = allocated − freed` and `peak ≥ current`; `all` is the
 //! sum of the two pools, its peak its own; `allocated ≤ active ≤ reserved` in bytes, and in

@@ -15,7 +15,7 @@
 //! | `policy.rs` | what is bought, moved or asked: facts in, a decision out |
 //! | `segments.rs`, `dedicated.rs` | memory in plain driver allocations; memory outside of the heap |
 //! | `sleep/` | memory that sleeps |
-//! | `streams.rs`, `progress.rs` | how far streams got; when an event is due |
+//! | `streams.rs` | how far streams got; when an event is due |
 //! | `pools.rs`, `graphs.rs` | private pools, and the graphs that use them |
 //! | `waiting.rs`, `tick_index.rs` | blocks that wait for other streams, by the ticks that they wait for |
 //! | `counters.rs`, `limits.rs` | statistics; what is taken from the device just now |
@@ -48,8 +48,7 @@ use crate::core::limits::{Growing, Holding};
 use crate::core::paged::Pins;
 use crate::core::paged::granules::Paged;
 use crate::core::pools::PoolTable;
-use crate::core::streams::Progress;
-use crate::core::streams::Streams;
+use crate::core::streams::{Progress, Streams};
 use crate::core::waiting::WaitingList;
 use crate::history::History;
 use crate::tags::Tag;

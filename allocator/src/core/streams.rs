@@ -1,4 +1,5 @@
-//! The streams that the allocator knows, and how far each of them got.
+//! The streams that the allocator knows, how far each of them got, and when its next progress event is
+//! due.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

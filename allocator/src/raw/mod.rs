@@ -2,7 +2,7 @@
 //! pointers.
 //!
 //! A table says which block a pointer is (`table.rs`), for this interface alone; handles need no
-//! look-up.
+//! look-up. [`owner_of`] finds the allocator of a pointer among all of the process.
 
 use std::panic::Location;
 

@@ -22,6 +22,8 @@
 //! 10. split frames that are partly in use, where the configuration allows it, and grow;
 //! 11. report that memory has run out.
 //!
+//! Memory outside of the heaps climbs a shorter one ([`climb_dedicated`]).
+//!
 //! A rung that fails leaves everything as usable as before (invariant A5). No lock is held between
 //! rungs, and none across a driver call, a wait, a reclaimer or an observer.
 

@@ -1,4 +1,12 @@
-//! Access guards: the scopes that order work of different streams on the same memory.
+//! Access guards: the scopes that order work of different streams on the same memory. And
+//! reservations, for work that is still to be enqueued.
+//!
+//! A tick stands for work that was enqueued. Work that threads enqueue piece by piece, while their
+//! caller goes on, has no tick yet. Until it has one, its memory is reserved, and a thread that
+//! takes a conflicting access guard with it waits on the host.
+//!
+//! Invariants: reservations that conflict never hold at the same time; a thread that waits for a
+//! reservation holds no lock, so that it does not keep another thread from ending the reservation.
 
 use std::sync::Arc;
 

@@ -6,6 +6,10 @@
 //! driver call. Later operations on mappings unmap deferred memory whose ticks are done, and
 //! recycle or release it. Ticks that are not known done are asked about and waited for together
 //! with those of free blocks (`donors.rs`).
+//!
+//! Invariant: the owner's record in the table of mapped memory lives until [`DedicatedMemory`] is
+//! dropped, which the handle and the buffers made of it share. Dropping it retires all memory that the
+//! owner has.
 
 use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -18,8 +18,7 @@ use aquifer_device::{
 
 use crate::allocation::{Allocation, WATCHED};
 use crate::allocator::Allocator;
-use crate::backing::growth::Growth;
-use crate::backing::growth::{buyable, room};
+use crate::backing::growth::{Growth, buyable, room};
 use crate::backing::paged::dedicated::DedicatedMemory;
 use crate::backing::segments::grow_segment_of;
 use crate::core::limits::Refusal;

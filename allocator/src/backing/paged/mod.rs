@@ -15,20 +15,13 @@
 //! | --- | --- |
 //! | `carry_out.rs` | the driver calls of a remap, and of memory that grows, and their outcome |
 //! | `grow.rs` | serves a request: drafts, waits, plans, carries out, commits, and tries again |
-//! | `lingering.rs` | memory that moves before the device is done with it |
-//! | `wait.rs` | learning what the device is done with, or waiting for it |
-//! | `addresses.rs` | reserving addresses, and giving them back |
 //! | `gate.rs` | who may change mappings at a time |
 //! | `split.rs` | splitting frames that are partly in use, before a request is refused |
 //! | `trim.rs` | giving memory back to the device |
-//! | `progress_events.rs` | events recorded in time, so that the host knows what is done |
-//! | `peers.rs` | access of other devices |
 //! | `dedicated.rs` | memory outside of heaps, and its way back |
-//! | `dedicated_memory.rs` | what the handles of such memory share |
 //! | `growable.rs` | memory that grows in place |
 //! | `exportable.rs` | memory whose handle other processes can have |
 //! | `pin.rs` | memory that stays where it is, because others know its address |
-//! | `probe.rs` | whether the device can map memory at all, and at several addresses at once |
 //!
 //! Invariants, in addition to those of holes in the heap:
 //! * **P1** A mapping is unmapped only when the last use through it is known done on the host, and
@@ -36,7 +29,7 @@
 //!   use. Trimming the pool itself is the exception.
 //! * **P2** A frame is in one place: mapped in one reservation, among the spares, or held by one
 //!   operation. A frame that its stream reused before the device was done with it may also be mapped
-//!   where it was before, at addresses that stay held until they are unmapped (`lingering.rs`).
+//!   where it was before, at addresses that stay held until they are unmapped (`trim.rs`).
 //!   While the allocator sleeps, nothing is mapped but what others know, and all other operations on
 //!   mappings wait or are refused.
 //! * **P3** `reserved` = mapped + spare frames + segments, at any time that no operation is in

@@ -1,9 +1,13 @@
-//! Pins: memory that other parties know by its address, such as a network card that registered it,
-//! stays where it is.
+//! Others that reach memory: pins for parties that know its address, such as a network card that
+//! registered it, and access of other devices.
 //!
 //! Pins are counted by granule, or by segment, so they may overlap. Memory of a live allocation
 //! moves only if its frame is split (`split.rs`); a pin prevents that, and keeps the memory in place
 //! after the allocation is dropped, until the other party has released it.
+//!
+//! Each mapping has its own list of devices with access. So a new peer is given access to all
+//! existing mappings, and to every later one by the list that operations on mappings use. The gate
+//! excludes those operations in between, so that no mapping is missed.
 
 use std::ops::Range;
 

@@ -1,4 +1,8 @@
-//! Records of blocks, in a slab addressed by number.
+//! Records of blocks, in a slab addressed by number, and sets of blocks: one bit for each.
+//!
+//! A block that is given back is joined with those neighbours that are in the index. Most are not,
+//! and their bits are close together in the cache, where their records are not. So it is with the
+//! search for holes beside free blocks.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::{Index, IndexMut};

@@ -2,10 +2,19 @@
 //!
 //! A free block has one tick, the latest of all blocks that were merged into it. Whether memory may
 //! be unmapped depends on the memory's own last use, so the last use of each granule is noted after
-//! a block in it was given back ([`super::recent`]), as a tick of the region's stream. A block may
+//! a block in it was given back ([`RecentUses`]), as a tick of the region's stream. A block may
 //! cover thousands of granules, so ticks are kept in a tree of three levels, whose nodes cover 1,
 //! 16 and 256 granules. A note raises the fewest nodes that make up its range, about 90 for 16 GiB
 //! in granules of 2 MiB. A granule's last use is the latest of the three nodes that cover it.
+//!
+//! Noting a use writes all over a region's tree, and mostly the device is done with the block before
+//! the host needs to know. So uses are first appended to a log, [`RecentUses`]. They are noted when a
+//! slow path needs them, or when there are many, and only those that are not known done yet.
+//!
+//! Invariants of the log:
+//! * uses are in the order of their ticks, because a stream's ticks ascend;
+//! * when granules are looked at, moved or forgotten, all logs are empty;
+//! * the regions of uses in the log exist.
 
 use std::ops::Range;
 

@@ -4,8 +4,7 @@
 //! facts about regions are kept by [`super::Heap`]; what it needs for them is returned rather than
 //! read again.
 
-use super::block::Members;
-use super::block::{Block, Records, State};
+use super::block::{Block, Members, Records, State};
 use super::index::Bins;
 use crate::types::{After, BlockId, StreamId};
 

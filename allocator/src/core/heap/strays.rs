@@ -1,4 +1,5 @@
-//! Strays: free blocks in a region of another stream than their owner.
+//! Free blocks of other streams; and strays: free blocks in a region of another stream than their
+//! owner.
 //!
 //! A stream that was served from another one's region may use that memory again at once. Once it is
 //! known done, it belongs to the region's stream, so that free neighbours become one block again.

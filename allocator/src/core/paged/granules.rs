@@ -7,11 +7,10 @@ use std::ops::Range;
 
 use aquifer_device::{DevicePtr, PhysicalOptions, RawPhysical, Reservation};
 
-use crate::core::paged::Capacity;
-use crate::core::paged::Pins;
 use crate::core::paged::deferred_release::DeferredReleases;
 use crate::core::paged::frames::{Frame, Lingering, LooseFrames, granules_of};
 use crate::core::paged::places::Places;
+use crate::core::paged::{Capacity, Pins};
 use crate::core::sleep::{Sleep, within};
 use crate::size_class::PoolKind;
 use crate::tags::Tag;

@@ -1,4 +1,4 @@
-//! Mapped memory: what is mapped where.
+//! Mapped memory: what is mapped where, what is pinned, and how much the device has left.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -1,4 +1,5 @@
-//! Taking free frames out of the heap, on their way back to the device.
+//! Taking free frames out of the heap, on their way back to the device; and mappings that linger where
+//! frames moved away before the device was done with them.
 
 use std::ops::Range;
 

@@ -1,5 +1,5 @@
 //! What a report reads of blocks, one after the other: the sums it shows, and the memory that
-//! stands in the way of its request.
+//! stands in the way of its request. What it advises follows from that.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
