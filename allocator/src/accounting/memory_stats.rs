@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::accounting::fragmentation::held_in;
 use crate::allocator::Allocator;
-use crate::core::counters::{Counter, Counters, PoolStats, Stat};
+use crate::core::counters::{Counters, PoolStats, Stat};
 
 /// Everything that an allocator counts. Names and meanings are those of PyTorch's `memory_stats()`.
 /// Fields that PyTorch lacks say so.
@@ -57,7 +57,7 @@ pub struct MemoryStats {
 
 impl MemoryStats {
     fn read(counters: &Counters) -> MemoryStats {
-        let events = |counter: &Counter| counter.read().allocated;
+        let events = counters.events;
         MemoryStats {
             allocation: counters.blocks.read(),
             segment: counters.segment.read(),
@@ -66,17 +66,17 @@ impl MemoryStats {
             reserved_bytes: counters.reserved_bytes.read(),
             active_bytes: counters.active_bytes(),
             requested_bytes: counters.requested.read(),
-            num_alloc_retries: events(&counters.num_alloc_retries),
-            num_ooms: events(&counters.num_ooms),
-            num_sync_all_streams: events(&counters.num_sync_all_streams),
-            num_device_alloc: events(&counters.num_device_alloc),
-            num_device_free: events(&counters.num_device_free),
-            num_oom_rejections: events(&counters.num_oom_rejections),
-            remaps: events(&counters.remaps),
-            granules_moved: events(&counters.granules_moved),
-            frames_split: events(&counters.frames_split),
-            cross_stream_reuses: events(&counters.cross_stream_reuses),
-            cross_stream_waits: events(&counters.cross_stream_waits),
+            num_alloc_retries: events.num_alloc_retries,
+            num_ooms: events.num_ooms,
+            num_sync_all_streams: events.num_sync_all_streams,
+            num_device_alloc: events.num_device_alloc,
+            num_device_free: events.num_device_free,
+            num_oom_rejections: events.num_oom_rejections,
+            remaps: events.remaps,
+            granules_moved: events.granules_moved,
+            frames_split: events.frames_split,
+            cross_stream_reuses: events.cross_stream_reuses,
+            cross_stream_waits: events.cross_stream_waits,
         }
     }
 

@@ -54,7 +54,7 @@ impl Core {
             Vec::new()
         };
         self.note_mapping(Action::SegmentUnmap, POOL, stream, start, end - start);
-        self.counters.num_device_free.add(1);
+        self.counters.events.num_device_free += 1;
         self.account_for_granules();
         frames
     }
@@ -138,7 +138,7 @@ impl Core {
         paged.put_all(base, &[Frame::new(physical, 1)]);
         paged.mapped_bytes[PoolKind::Large as usize] += request.size;
         paged.owned.insert(base, Owned { stream: request.stream, tag: request.tag, ..Owned::default() });
-        self.counters.num_device_alloc.add(1);
+        self.counters.events.num_device_alloc += 1;
         self.account_for_granules();
         self.note_mapping(Action::SegmentMap, POOL, request.stream, base, request.size);
         self.set_owned(base, request.size, request.requested);

@@ -312,9 +312,7 @@ impl Allocator {
     /// not capture; errors of the driver.
     pub fn capture(&self, stream: &Stream, pool: &PrivatePool) -> Result<CaptureRoute, AllocError> {
         fork::check(Operation::CaptureStatus)?;
-        if stream.device_id() != self.device().id() {
-            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
-        }
+        self.check_stream(stream)?;
         pool.check_allocator(self)?;
         stream.end_abandoned_captures()?;
         let announced = if stream.is_capturing() { None } else { Some(stream.announce_capture()?) };

@@ -113,9 +113,7 @@ impl Allocator {
     /// When the stream belongs to another device, or the allocation to another allocator. The
     /// allocation is then dropped.
     pub fn storage_of(&self, allocation: Allocation, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
-        if stream.device_id() != self.device().id() {
-            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
-        }
+        self.check_stream(stream)?;
         allocation.record_stream(stream)?;
         let storage = Storage::new(Memory::Block(allocation, self.kept_open()), stream);
         storage.check_allocator("allocation", self)?;
@@ -142,9 +140,9 @@ impl Allocator {
         stream: &Stream,
         release: impl FnOnce(&[Tick]) + Send + 'static,
     ) -> Result<Arc<Storage>, AllocError> {
-        if stream.device_id() != self.device().id() {
+        if let Err(error) = self.check_stream(stream) {
             release(&[]);
-            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
+            return Err(error);
         }
         let release: Mutex<Option<Release>> = Mutex::new(Some(Box::new(release)));
         let foreign = Foreign { ptr, bytes, allocator: self.kept_open(), release };

@@ -11,7 +11,7 @@
 use std::collections::HashSet;
 use std::ops::Range;
 
-use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, RawPhysical};
+use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, RawPhysical, Reservation};
 
 use crate::core::paged::frames::{Frame, LooseFrames};
 use crate::core::paged::layout::Layout;
@@ -145,10 +145,7 @@ fn check_memory_left(device: &Device, work: &Work) -> Result<(), DeviceError> {
         return Ok(());
     }
     let whole = device.driver().create_physical(bytes, work.options)?;
-    if let Err(error) = device.driver().release_physical(whole) {
-        tracing::debug!(%error, "memory that was asked for in one piece goes back later");
-        device.release_later(whole);
-    }
+    release(device, whole);
     Ok(())
 }
 
@@ -249,4 +246,18 @@ fn unmap_again(
 /// captures.
 pub(crate) fn unless_capturing(unmapped: Result<(), DeviceError>) -> Result<(), DeviceError> {
     unmapped.or_else(|error| if error.kind == ErrorKind::Capture { Ok(()) } else { Err(error) })
+}
+
+/// Releases physical memory, now or, if the driver refuses that, later.
+pub(crate) fn release(device: &Device, physical: RawPhysical) {
+    if let Err(error) = device.driver().release_physical(physical) {
+        tracing::debug!(%error, "memory could not be given back; it will be tried again");
+        device.release_later(physical);
+    }
+}
+
+/// Gives empty addresses back, now or, if the driver refuses that, later.
+pub(crate) fn unreserve(device: &Device, ptr: DevicePtr, bytes: u64) -> Result<(), DeviceError> {
+    let unreserved = device.driver().unreserve(ptr, bytes);
+    unreserved.inspect_err(|_| device.unreserve_later(Reservation { ptr, bytes, mapped: Vec::new() }))
 }

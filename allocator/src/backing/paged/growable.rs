@@ -96,9 +96,7 @@ impl Allocator {
     /// [`aquifer_device::ErrorKind::OutOfAddresses`].
     pub fn growable(&self, capacity: u64, stream: &Stream) -> Result<Growable, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Reserve)?;
-        if stream.device_id() != self.device().id() {
-            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
-        }
+        self.check_stream(stream)?;
         if capacity >= REQUEST_LIMIT {
             return Err(AllocError::TooLarge { requested: capacity });
         }

@@ -16,7 +16,7 @@
 use aquifer_device::{DeviceError, DevicePtr};
 
 use crate::allocator::Allocator;
-use crate::backing::paged::carry_out::{unless_capturing, unmap_range};
+use crate::backing::paged::carry_out::{unless_capturing, unmap_range, unreserve};
 use crate::backing::paged::dedicated::recycle_deferred_releases;
 use crate::core::paged::frames::LooseFrames;
 use crate::core::pools::Which;
@@ -191,15 +191,8 @@ pub(crate) fn give_addresses_back(allocator: &Allocator, which: Which) -> Result
     let mut guard = allocator.state().lock();
     let empty = guard.take_empty_reservations(which);
     drop(guard);
-    let mut failed = Ok(());
-    for (addr, bytes) in empty {
-        if let Err(error) = allocator.device().driver().unreserve(DevicePtr(addr), bytes) {
-            let reservation = aquifer_device::Reservation { ptr: DevicePtr(addr), bytes, mapped: Vec::new() };
-            allocator.device().unreserve_later(reservation);
-            failed = Err(error.into());
-        }
-    }
-    failed
+    let unreserved = empty.into_iter().map(|(addr, bytes)| unreserve(allocator.device(), DevicePtr(addr), bytes));
+    Ok(unreserved.fold(Ok(()), Result::and)?)
 }
 
 #[cfg(all(test, not(aquifer_shuttle)))]

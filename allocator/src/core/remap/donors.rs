@@ -236,9 +236,9 @@ impl Core {
     fn for_each_block_with_granules(&self, granule: u64, from: Which, mut with: impl FnMut(BlockId, &Block)) {
         for pool in self.pools_among(from) {
             self.heap.free_blocks_from(pool, granule).for_each(|key| {
-                let block = self.heap.block(key.block());
+                let block = self.heap.block(key.block);
                 if self.heap.region(block.region).is_paged() {
-                    with(key.block(), block);
+                    with(key.block, block);
                 }
             });
         }

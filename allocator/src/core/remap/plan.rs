@@ -1,5 +1,6 @@
 //! The plan of a remap: what the driver is to do, and what is held meanwhile.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -203,8 +204,10 @@ impl Core {
         (held, fill, changed)
     }
 
-    /// Holds donors of a remap without a window.
-    pub(crate) fn hold_all(&mut self, chosen: Vec<Donor>) -> Vec<Donor> {
+    /// Holds free memory without a window, in any order.
+    pub(crate) fn hold_all(&mut self, mut chosen: Vec<Donor>) -> Vec<Donor> {
+        // Each block from its high end down.
+        chosen.sort_unstable_by_key(|donor| (donor.block, Reverse(donor.addr)));
         self.hold_donors(chosen, &BTreeMap::new(), 0)
     }
 

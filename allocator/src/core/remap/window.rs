@@ -81,7 +81,7 @@ fn beside_large_blocks(heap: &Heap, of: Of, least: u64) -> Vec<BlockId> {
     let (mut found, mut looked_at) = (Vec::new(), 0);
     let Some(free) = heap.index(of.pool, Owner::in_own_regions(of.stream)) else { return found };
     free.iter_from(least).take(heap.holes_count()).for_each(|key| {
-        let block = heap.block(key.block());
+        let block = heap.block(key.block);
         found.extend([block.prev, block.next].into_iter().find(|&id| heap.is_hole(id)));
         looked_at += 1;
     });
