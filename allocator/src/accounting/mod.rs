@@ -6,7 +6,6 @@
 pub(crate) mod attribution;
 pub(crate) mod fragmentation;
 pub(crate) mod memory_stats;
-pub(crate) mod summary;
 
 pub use crate::core::counters::{PoolStats, Stat};
 pub use attribution::Attribution;

@@ -12,8 +12,8 @@ use aquifer_device::{AnnouncedCapture, DevicePtr, Operation, Stream, fork};
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
-use crate::backing::paged::trim::{synchronize_free, trim_pools};
 use crate::backing::segments::release_where;
+use crate::backing::trim::{synchronize_free, trim_pools};
 use crate::core::heap::{Passed, State};
 use crate::core::pools::{PoolKey, PoolOptions, Private, Which};
 use crate::cross_stream::{poll, synchronize_pending};

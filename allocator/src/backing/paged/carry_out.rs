@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, RawPhysical, Reservation};
 
-use crate::core::paged::frames::{Frame, LooseFrames};
+use crate::core::paged::frames::{Frame, LooseFrames, granules_of};
 use crate::core::paged::layout::Layout;
 use crate::core::remap::commit::{Done, Filled};
 use crate::core::remap::plan::Work;
@@ -246,6 +246,26 @@ fn unmap_again(
 /// captures.
 pub(crate) fn unless_capturing(unmapped: Result<(), DeviceError>) -> Result<(), DeviceError> {
     unmapped.or_else(|error| if error.kind == ErrorKind::Capture { Ok(()) } else { Err(error) })
+}
+
+/// Maps frames side by side from an address on, those that are not `mapped` so far, and gives access to
+/// all of them.
+pub(crate) fn map_frames(
+    device: &Device,
+    start: u64,
+    granule: u64,
+    frames: &[Frame],
+    mapped: &mut usize,
+    access: &[u32],
+) -> Result<(), DeviceError> {
+    let mut end = start + granules_of(&frames[..*mapped]) * granule;
+    for frame in &frames[*mapped..] {
+        let bytes = frame.granules() * granule;
+        device.driver().map(DevicePtr(end), bytes, frame.physical)?;
+        *mapped += 1;
+        end += bytes;
+    }
+    device.driver().set_access(DevicePtr(start), end - start, access)
 }
 
 /// Releases physical memory, now or, if the driver refuses that, later.

@@ -62,7 +62,7 @@ pub(crate) fn recycle_deferred_releases(allocator: &Allocator) -> Result<u64, Al
 /// Unmaps deferred memory. Returns the error, if any; the memory is then mapped still, and stays
 /// deferred.
 fn unmap_leaving(allocator: &Allocator, leaving: &Recycling) -> Option<DeviceError> {
-    let DeferredRelease { range, was_told, .. } = &leaving.deferred_release;
+    let DeferredRelease { range, was_told, .. } = &leaving.piece;
     if *was_told {
         unmap_range(allocator.device(), allocator.hooks(), range).err()
     } else {

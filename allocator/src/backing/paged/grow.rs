@@ -10,13 +10,13 @@ use crate::allocator::Allocator;
 use crate::backing::growth::{Growth, Room, buyable, room};
 use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::dedicated::recycle_deferred_releases;
-use crate::backing::paged::trim::{give_addresses_back, unmap_lingering};
+use crate::backing::trim::{give_addresses_back, unmap_lingering};
 use crate::core::Core;
 use crate::core::limits::Refusal;
 use crate::core::pools::Which;
 use crate::core::remap::commit::Committed;
 use crate::core::remap::draft::Draft;
-use crate::core::remap::plan::{Plan, Planned, Purchase, Terms};
+use crate::core::remap::plan::{Plan, Purchase, Short};
 use crate::core::streams::Pending;
 use crate::cross_stream::{poll, poll_waiting, stall_for};
 use crate::error::AllocError;
@@ -112,11 +112,9 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
     if let Some(next) = instead_of_buying(&mut guard, request, &mut draft, allowed) {
         return Ok(next);
     }
-    let terms = Terms { buyable, refusal, ahead: allowed.purchase >= Purchase::Ahead };
-    Ok(match guard.plan(request, draft, &terms) {
-        Planned::Ready(plan) => Next::CarryOut(plan, gate),
-        Planned::NoAddresses => Next::Reserve,
-        Planned::Short { missing, not_done, refusal } => match guard.streams.first_enough(&not_done, missing) {
+    Ok(match guard.plan(request, draft, buyable, allowed.purchase >= Purchase::Ahead) {
+        Ok(plan) => Next::CarryOut(plan, gate),
+        Err(Short { missing, not_done }) => match guard.streams.first_enough(&not_done, missing) {
             Some((timeline, after)) => Next::Wait(timeline, after),
             None if refusal == Refusal::Headroom && room.is_uncertain(&guard) => Next::AskRoom,
             None => Next::Finished(Err(refusal)),

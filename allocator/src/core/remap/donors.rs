@@ -98,10 +98,7 @@ impl Core {
         if from.has_default() {
             self.add_deferred_release(&mut donors.not_done);
         }
-        let window = window.map_or(0..0, |window| {
-            let granule = paged.granule;
-            window.start / granule * granule..window.end.next_multiple_of(granule)
-        });
+        let window = window.map_or(0..0, |window| window.granules(paged.granule));
         let mut passed_over: Option<Donor> = None;
         for candidate in self.donor_candidates(paged, from) {
             let larger = self.choose_in(&candidate, wanted, &window, &mut donors);
@@ -135,7 +132,7 @@ impl Core {
         self.note_recent_uses();
         let Some(paged) = self.paged.as_ref().filter(|_| !self.streams.any_captures()) else { return };
         let granule = paged.granule;
-        let window = window.start / granule * granule..window.end.next_multiple_of(granule);
+        let window = window.granules(granule);
         for candidate in self.donor_candidates(paged, Which::Unpromised) {
             let heap = &self.heap;
             let block = heap.block(candidate.block);

@@ -36,19 +36,12 @@ impl Core {
     /// Takes free frames out of the heaps, and spare ones, until `target` bytes are held: those of the
     /// next blocks below an address, or, if that is `None`, of all blocks. Returns the address below
     /// which to go on; `None` if there are no more blocks.
-    pub(crate) fn begin_trim(
-        &mut self,
-        trim: &mut Trim,
-        below: Option<u64>,
-        target: u64,
-        spares_too: bool,
-        which: Which,
-    ) -> Option<u64> {
+    pub(crate) fn begin_trim(&mut self, trim: &mut Trim, below: Option<u64>, target: u64, which: Which) -> Option<u64> {
         let excess = self.reserved.saturating_sub(target);
         let paged = self.paged.as_mut()?;
         let granule = paged.granule;
         let wanted = excess.div_ceil(granule);
-        let loose = paged.spares.take(if spares_too { wanted } else { 0 });
+        let loose = paged.spares.take(if which.has_default() { wanted } else { 0 });
         let more = wanted.saturating_sub(loose.granules());
         let (donors, next) = match below {
             _ if more == 0 => (Vec::new(), None),

@@ -8,7 +8,7 @@ use std::time::Duration;
 use aquifer_device::MemoryInfo;
 use seen::Seen;
 
-use crate::accounting::summary::attribute;
+use crate::accounting::memory_stats::attribute;
 use crate::allocator::Allocator;
 use crate::backing::growth::growth_bytes;
 use crate::core::Core;
