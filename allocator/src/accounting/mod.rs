@@ -9,5 +9,5 @@ pub(crate) mod memory_stats;
 
 pub use crate::core::counters::{PoolStats, Stat};
 pub use attribution::Attribution;
-pub use fragmentation::{Fragmentation, FreeSizes, unusable_index};
+pub use fragmentation::{Fragmentation, FreeSizes};
 pub use memory_stats::MemoryStats;

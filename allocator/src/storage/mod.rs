@@ -38,7 +38,6 @@ pub(crate) mod foreign;
 pub(crate) mod graph_uses;
 mod guard;
 mod pass;
-pub(crate) mod ranges;
 pub(crate) mod record;
 
 pub use graph_uses::GraphUses;
