@@ -142,7 +142,7 @@ fn release_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried)
     allocator.device().settle();
     let launched = awaited_launches(allocator, None);
     wait_for_launched(allocator, &launched)?;
-    tried.released += release_where(allocator, |core| core.releasable())?;
+    tried.released += release_where(allocator, |core| core.whole_segments(Which::Unpromised))?;
     synchronize_free(allocator, Which::All)?;
     tried.released += release_granules_for(allocator, request, tried)?;
     allocator.state().shared().counters.events.num_alloc_retries += 1;

@@ -153,7 +153,7 @@ fn outside(range: &Range<u64>, others: &[Range<u64>]) -> Vec<Range<u64>> {
 }
 
 /// Ranges in any order, joined where they touch or overlap, by address.
-fn united(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
+pub(crate) fn united(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     ranges.sort_unstable_by_key(|range| range.start);
     let mut united: Vec<Range<u64>> = Vec::new();
     for range in ranges {
