@@ -300,12 +300,14 @@ pub(crate) fn climb_dedicated<T>(
     allocator: &Allocator,
     request: &Request,
     own: u64,
-    mut attempt: impl FnMut() -> Result<Result<T, Refusal>, AllocError>,
+    mut take: impl FnMut() -> Result<Result<T, Refusal>, AllocError>,
 ) -> Result<T, AllocError> {
     let mut tried = Tried { dedicated: true, own, ..Tried::default() };
-    match attempt()? {
-        Ok(served) => return Ok(served),
-        Err(refusal) => tried.refusal = Some(refusal),
+    let mut attempt = |tried: &mut Tried| -> Result<Option<T>, AllocError> {
+        Ok(take()?.map_err(|refusal| tried.refusal = Some(refusal)).ok())
+    };
+    if let Some(served) = attempt(&mut tried)? {
+        return Ok(served);
     }
     // The calls that make room would break the capture.
     refuse_unannounced_capture(allocator, request.stream)?;
@@ -320,29 +322,25 @@ pub(crate) fn climb_dedicated<T>(
         let target = if lacks_addresses { 0 } else { may_stay_beside(allocator, request.size) };
         tried.released += allocator.trim_to(target)?;
         allocator.state().shared().counters.events.num_alloc_retries += 1;
-        match attempt()? {
-            Ok(served) => return Ok(served),
-            Err(refusal) => tried.refusal = Some(refusal),
+        if let Some(served) = attempt(&mut tried)? {
+            return Ok(served);
         }
         let of_pools = trim_idle_pools(allocator, target)?;
         if of_pools > 0 {
             tried.released += of_pools;
-            match attempt()? {
-                Ok(served) => return Ok(served),
-                Err(refusal) => tried.refusal = Some(refusal),
+            if let Some(served) = attempt(&mut tried)? {
+                return Ok(served);
             }
         }
         while tried.refusal != Some(Refusal::Limit) && tried.ask_others(allocator, request.size) {
-            match attempt()? {
-                Ok(served) => return Ok(served),
-                Err(refusal) => tried.refusal = Some(refusal),
+            if let Some(served) = attempt(&mut tried)? {
+                return Ok(served);
             }
         }
         if !reclaimers.ask() {
             // Memory that other threads were moving was on no list when it was looked for.
             allocator.gate()?.wait();
-            return attempt()?.map_err(|refusal| {
-                tried.refusal = Some(refusal);
+            return attempt(&mut tried)?.ok_or_else(|| {
                 tried.reclaimers.extend(reclaimers.into_answers());
                 out_of_memory(allocator, request, tried)
             });
