@@ -188,6 +188,7 @@ mod open;
 mod params;
 mod pinned;
 mod prefetch;
+mod ranges;
 mod spill;
 pub mod tensor;
 pub mod transfer;

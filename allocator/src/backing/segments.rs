@@ -12,8 +12,7 @@
 use aquifer_device::{DevicePtr, ErrorKind};
 
 use crate::allocator::Allocator;
-use crate::backing::growth::{Growth, segment_bytes};
-use crate::backing::headroom::{ASKS, Room, buyable, room};
+use crate::backing::growth::{ASKS, Growth, Room, buyable, room, segment_bytes};
 use crate::core::Core;
 use crate::core::limits::Refusal;
 use crate::core::segments::Chosen;
@@ -38,7 +37,7 @@ pub(crate) fn grow_segment_of(allocator: &Allocator, request: &Request, bytes: u
         return Err(AllocError::Asleep);
     }
     if let Some(refusal) = begin_growing(allocator, bytes)? {
-        return Ok(Growth::Refused(refusal));
+        return Ok(Err(refusal));
     }
     let allocated = allocator.device().alloc(bytes);
     let mut guard = allocator.state().lock();
@@ -47,9 +46,9 @@ pub(crate) fn grow_segment_of(allocator: &Allocator, request: &Request, bytes: u
         Ok(ptr) => {
             allocator.state().tell_witness(|witness| witness.managed(ptr.range(bytes)));
             let first = guard.add_segment(request, ptr.0, bytes);
-            Ok(Growth::Grown(guard.take(request, first)))
+            Ok(Ok(guard.take(request, first)))
         }
-        Err(error) if error.is_out_of_memory() => Ok(Growth::Refused(Refusal::Device)),
+        Err(error) if error.is_out_of_memory() => Ok(Err(Refusal::Device)),
         Err(error) => Err(error.into()),
     }
 }

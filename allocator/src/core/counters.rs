@@ -1,11 +1,10 @@
-//! Accounting: the counters behind every statistic, under the allocator's lock.
+//! Accounting: the counters behind every statistic, under the allocator's lock. Values that can be
+//! derived are not counted.
 //!
 //! Identities: for each counter `current = allocated − freed` and `peak ≥ current`; `all` is the
 //! sum of the two pools, its peak its own; `allocated ≤ active ≤ reserved` in bytes, and in
 //! requested bytes.
 
-use crate::accounting::stat::{PoolStats, Stat};
-use crate::core::counter::{Counter, PooledCounter};
 use crate::size_class::PoolKind;
 
 /// Every counter of an allocator.
@@ -25,22 +24,28 @@ pub(crate) struct Counters {
     active_peaks: ActivePeaks,
     pub(crate) segment: PooledCounter,
     pub(crate) reserved_bytes: PooledCounter,
-    pub(crate) num_alloc_retries: Counter,
-    pub(crate) num_ooms: Counter,
-    pub(crate) num_sync_all_streams: Counter,
-    pub(crate) num_device_alloc: Counter,
-    pub(crate) num_device_free: Counter,
-    pub(crate) num_oom_rejections: Counter,
+    pub(crate) events: Events,
+}
+
+/// How often something happened since the last reset.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Events {
+    pub(crate) num_alloc_retries: u64,
+    pub(crate) num_ooms: u64,
+    pub(crate) num_sync_all_streams: u64,
+    pub(crate) num_device_alloc: u64,
+    pub(crate) num_device_free: u64,
+    pub(crate) num_oom_rejections: u64,
     /// How often memory moved. Not in PyTorch.
-    pub(crate) remaps: Counter,
+    pub(crate) remaps: u64,
     /// How many granules moved. Not in PyTorch.
-    pub(crate) granules_moved: Counter,
+    pub(crate) granules_moved: u64,
     /// How many frames were split so that a request found memory. Not in PyTorch.
-    pub(crate) frames_split: Counter,
+    pub(crate) frames_split: u64,
     /// Blocks reused by another stream than the one that freed them. Not in PyTorch.
-    pub(crate) cross_stream_reuses: Counter,
+    pub(crate) cross_stream_reuses: u64,
     /// Those of them that cost a wait. Not in PyTorch.
-    pub(crate) cross_stream_waits: Counter,
+    pub(crate) cross_stream_waits: u64,
 }
 
 /// Peaks of active blocks and bytes while any block was waiting: for the small pool, the large
@@ -122,26 +127,9 @@ impl Counters {
         ]
     }
 
-    fn plain(&mut self) -> [&mut Counter; 11] {
-        [
-            &mut self.num_alloc_retries,
-            &mut self.num_ooms,
-            &mut self.num_sync_all_streams,
-            &mut self.num_device_alloc,
-            &mut self.num_device_free,
-            &mut self.num_oom_rejections,
-            &mut self.remaps,
-            &mut self.granules_moved,
-            &mut self.frames_split,
-            &mut self.cross_stream_reuses,
-            &mut self.cross_stream_waits,
-        ]
-    }
-
     /// Sets every peak to the current value.
     pub(crate) fn reset_peaks(&mut self) {
         self.pooled().into_iter().for_each(PooledCounter::reset_peak);
-        self.plain().into_iter().for_each(Counter::reset_peak);
         self.active_peaks = ActivePeaks::default();
         self.note_active_peaks();
     }
@@ -149,7 +137,7 @@ impl Counters {
     /// Starts every accumulated value from zero.
     pub(crate) fn reset_accumulated(&mut self) {
         self.pooled().into_iter().for_each(PooledCounter::reset_accumulated);
-        self.plain().into_iter().for_each(Counter::reset_accumulated);
+        self.events = Events::default();
     }
 }
 
@@ -167,6 +155,134 @@ fn active(live: PoolStats, waiting: PoolStats, peaks: &[u64; 3]) -> PoolStats {
         large_pool: sum(live.large_pool, waiting.large_pool, peaks[1]),
         small_pool: sum(live.small_pool, waiting.small_pool, peaks[0]),
     }
+}
+
+/// One quantity. The sum of decreases is derived: it is the sum of increases less the current
+/// value.
+#[derive(Debug, Default)]
+pub(crate) struct Counter {
+    current: u64,
+    increases: u64,
+    peak: u64,
+    increases_base: u64,
+    decreases_base: u64,
+}
+
+impl Counter {
+    /// Adds `n`.
+    #[inline]
+    pub(crate) fn add(&mut self, n: u64) {
+        self.current += n;
+        self.increases = self.increases.wrapping_add(n);
+        self.peak = self.peak.max(self.current);
+    }
+
+    #[inline]
+    pub(crate) fn sub(&mut self, n: u64) {
+        self.current -= n;
+    }
+
+    pub(crate) fn read(&self) -> Stat {
+        let decreases = self.increases.wrapping_sub(self.current);
+        Stat {
+            current: self.current,
+            peak: self.peak,
+            allocated: self.increases.wrapping_sub(self.increases_base),
+            freed: decreases.wrapping_sub(self.decreases_base),
+        }
+    }
+
+    pub(super) fn reset_peak(&mut self) {
+        self.peak = self.current;
+    }
+
+    pub(super) fn reset_accumulated(&mut self) {
+        self.increases_base = self.increases;
+        self.decreases_base = self.increases.wrapping_sub(self.current);
+    }
+}
+
+/// One quantity for each pool. The value for both pools together is the sum, except for its peak.
+#[derive(Debug, Default)]
+pub(crate) struct PooledCounter {
+    pools: [Counter; 2],
+    peak_of_all: u64,
+}
+
+impl PooledCounter {
+    #[inline]
+    pub(crate) fn add(&mut self, kind: PoolKind, n: u64) {
+        self.pools[kind as usize].add(n);
+        self.peak_of_all = self.peak_of_all.max(self.current_of_all());
+    }
+
+    #[inline]
+    pub(crate) fn sub(&mut self, kind: PoolKind, n: u64) {
+        self.pools[kind as usize].sub(n);
+    }
+
+    /// Replaces a share of the value, given by pool. Losses are counted before gains, so that what
+    /// moves between pools raises no peak.
+    pub(crate) fn replace(&mut self, before: [u64; 2], now: [u64; 2]) {
+        for kind in [PoolKind::Small, PoolKind::Large] {
+            self.sub(kind, before[kind as usize].saturating_sub(now[kind as usize]));
+        }
+        for kind in [PoolKind::Small, PoolKind::Large] {
+            self.add(kind, now[kind as usize].saturating_sub(before[kind as usize]));
+        }
+    }
+
+    /// The current value of both pools.
+    #[inline]
+    pub(crate) fn current_of_all(&self) -> u64 {
+        self.pools[0].current + self.pools[1].current
+    }
+
+    pub(crate) fn read(&self) -> PoolStats {
+        let [small_pool, large_pool] = self.pools.each_ref().map(Counter::read);
+        let all = Stat {
+            current: self.current_of_all(),
+            peak: self.peak_of_all,
+            allocated: small_pool.allocated.wrapping_add(large_pool.allocated),
+            freed: small_pool.freed.wrapping_add(large_pool.freed),
+        };
+        PoolStats { all, large_pool, small_pool }
+    }
+
+    pub(super) fn reset_peak(&mut self) {
+        self.pools.iter_mut().for_each(Counter::reset_peak);
+        self.peak_of_all = self.current_of_all();
+    }
+
+    pub(super) fn reset_accumulated(&mut self) {
+        self.pools.iter_mut().for_each(Counter::reset_accumulated);
+    }
+}
+
+/// Current, peak, and accumulated values of one quantity, under PyTorch's names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Stat {
+    /// Value now.
+    pub current: u64,
+    /// Greatest value since the last reset of peaks.
+    pub peak: u64,
+    /// Sum of increases since the last reset of accumulated values.
+    pub allocated: u64,
+    /// Sum of decreases since then.
+    pub freed: u64,
+}
+
+/// A statistic for both pools together and each of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PoolStats {
+    /// Both pools together.
+    pub all: Stat,
+    /// Allocations above 1 MiB.
+    pub large_pool: Stat,
+    /// Allocations up to 1 MiB.
+    pub small_pool: Stat,
 }
 
 #[cfg(test)]
@@ -189,5 +305,44 @@ mod tests {
         assert_eq!(counters.requested.read().all.current, 0);
         counters.reset_peaks();
         assert_eq!(counters.active_bytes().all.peak, 0);
+    }
+}
+
+#[cfg(test)]
+mod counter_tests {
+    use super::*;
+
+    #[test]
+    fn a_counter_keeps_current_peak_and_sums() {
+        let mut counter = Counter::default();
+        counter.add(5);
+        counter.sub(3);
+        counter.add(1);
+        assert_eq!(counter.read(), Stat { current: 3, peak: 5, allocated: 6, freed: 3 });
+        counter.reset_peak();
+        counter.reset_accumulated();
+        counter.sub(1);
+        assert_eq!(counter.read(), Stat { current: 2, peak: 3, allocated: 0, freed: 1 });
+    }
+
+    #[test]
+    fn the_peak_of_both_pools_is_its_own() {
+        let mut counter = PooledCounter::default();
+        counter.add(PoolKind::Small, 4);
+        counter.sub(PoolKind::Small, 4);
+        counter.add(PoolKind::Large, 3);
+        let stats = counter.read();
+        assert_eq!((stats.all.peak, stats.small_pool.peak, stats.large_pool.peak), (4, 4, 3));
+        assert_eq!(stats.all.current, 3);
+    }
+
+    #[test]
+    fn what_moves_between_pools_raises_no_peak() {
+        let mut counter = PooledCounter::default();
+        counter.add(PoolKind::Large, 10);
+        counter.replace([0, 10], [10, 0]);
+        let stats = counter.read();
+        assert_eq!((stats.all.current, stats.all.peak, stats.small_pool.current), (10, 10, 10));
+        assert_eq!(stats.all.allocated - stats.all.freed, 10);
     }
 }

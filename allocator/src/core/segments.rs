@@ -1,9 +1,10 @@
-//! Regions that are plain driver allocations.
+//! Regions that are plain driver allocations, and accounting for mapped memory.
 
 use crate::core::Core;
 use crate::core::heap::{Block, Heap, Region, State};
 use crate::core::paged::granules::Purpose;
 use crate::core::pools::{Private, Which};
+use crate::core::remap::donors::Donor;
 use crate::history::{Action, Subject};
 use crate::tags::Tag;
 use crate::types::{After, BlockId, PoolId, Request, StreamId};
@@ -37,7 +38,7 @@ impl Chosen {
 
 impl Core {
     pub(crate) fn add_segment(&mut self, request: &Request, addr: u64, bytes: u64) -> BlockId {
-        self.counters.num_device_alloc.add(1);
+        self.counters.events.num_device_alloc += 1;
         self.count_segment(request.pool, request.stream, request.tag, addr, bytes);
         self.pools.note_region(request.pool);
         self.heap_with_pool(request.pool).add_region(addr, bytes, request.stream, request.pool)
@@ -91,7 +92,8 @@ impl Core {
 
     /// Wholly free segments of some pools that are not pinned.
     pub(crate) fn whole_segments(&self, which: Which) -> Vec<BlockId> {
-        self.pools_among(which).flat_map(|pool| self.whole_segments_in(pool)).collect()
+        let free = self.pools_among(which).flat_map(|pool| self.heap.free_blocks(pool)).map(|key| key.block);
+        free.filter(|&id| self.is_whole_segment(self.heap.block(id))).collect()
     }
 
     /// Whether a free block is a whole segment that may go back to the device.
@@ -99,22 +101,10 @@ impl Core {
         !block.is_split() && !self.heap.region(block.region).is_paged() && !self.pins.contains(block.addr)
     }
 
-    /// Wholly free segments that no pool keeps: those of the default pools and of closed private
-    /// pools.
-    pub(crate) fn releasable(&self) -> Vec<BlockId> {
-        self.whole_segments(Which::Unpromised)
-    }
-
     pub(crate) fn segment_released(&mut self, region: &Region) {
         self.leaving -= region.bytes;
         self.pools.forget_region(region.pool);
-        self.counters.num_device_free.add(1);
-    }
-
-    /// Wholly free segments of one pool of the heap that are not pinned.
-    pub(crate) fn whole_segments_in(&self, pool: PoolId) -> impl Iterator<Item = BlockId> + '_ {
-        let blocks = self.heap.free_blocks(pool).map(|key| key.block());
-        blocks.filter(move |&id| self.is_whole_segment(self.heap.block(id)))
+        self.counters.events.num_device_free += 1;
     }
 
     /// Adds a region of mapped memory for requests like this one, in which nothing is mapped so far.
@@ -138,5 +128,29 @@ impl Core {
     pub(crate) fn pools_among(&self, which: Which) -> impl Iterator<Item = PoolId> + '_ {
         let default = [PoolId::SMALL, PoolId::LARGE].into_iter().filter(move |_| which.has_default());
         default.chain(self.pools.with_regions(which))
+    }
+
+    /// Notes in the history that held memory is mapped or unmapped. Returns its pool.
+    pub(crate) fn note_donor(&mut self, action: Action, donor: &Donor) -> PoolId {
+        let region = self.heap.region_of(donor.block);
+        let (pool, stream) = (region.pool, region.stream);
+        self.note_mapping(action, pool, stream, donor.addr, donor.bytes);
+        pool
+    }
+
+    pub(crate) fn note_mapping(&mut self, action: Action, pool: PoolId, stream: StreamId, addr: u64, bytes: u64) {
+        let pool = self.pools.history_id(pool);
+        let subject = Subject { addr, size: bytes, stream, tag: Tag::default(), pool };
+        self.history.note(action, subject);
+    }
+
+    /// Makes `reserved` the sum of granules and segments (P3).
+    pub(crate) fn account_for_granules(&mut self) {
+        let Some(paged) = &mut self.paged else { return };
+        let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + paged.spare_bytes()];
+        let before = std::mem::replace(&mut paged.accounted, now);
+        let sum = |bytes: [u64; 2]| bytes.iter().sum::<u64>();
+        self.reserved = self.reserved + sum(now) - sum(before);
+        self.counters.reserved_bytes.replace(before, now);
     }
 }

@@ -22,24 +22,24 @@
 //! 10. split frames that are partly in use, where the configuration allows it, and grow;
 //! 11. report that memory has run out.
 //!
+//! Memory outside of the heaps climbs a shorter one ([`climb_dedicated`]).
+//!
 //! A rung that fails leaves everything as usable as before (invariant A5). No lock is held between
 //! rungs, and none across a driver call, a wait, a reclaimer or an observer.
 
 use crate::allocator::Allocator;
-use crate::backing::growth::{Growth, growth_bytes};
+use crate::backing::growth::growth_bytes;
 use crate::backing::paged::grow::grow_paged;
 use crate::backing::paged::split::{Outcome, split_frames};
-use crate::backing::paged::trim::{synchronize_free, take_stuck_back, trim_paged};
 use crate::backing::segments::{grow_segment, release_where};
 use crate::backing::trim::trim_idle_pools;
+use crate::backing::trim::{synchronize_free, take_stuck_back, trim_paged};
 use crate::config::CrossStream;
 use crate::core::limits::Refusal;
 use crate::core::pools::Which;
-use crate::cross_stream::others::{reuse_of_others, wait_for_other};
-use crate::cross_stream::waiting::synchronize_pending;
+use crate::cross_stream::{reuse_of_others, synchronize_pending, wait_for_other};
 use crate::error::AllocError;
-use crate::pools::capture::{poll_launches, refuse_unannounced_capture};
-use crate::pools::lookup::{awaited_launches, wait_for_launched};
+use crate::pools::{awaited_launches, poll_launches, refuse_unannounced_capture, wait_for_launched};
 use crate::recovery::oom::report::Reclaimed;
 use crate::recovery::oom::{Tried, out_of_memory};
 use crate::recovery::reclaim::ask_reclaimers;
@@ -76,7 +76,7 @@ fn climb_rungs(allocator: &Allocator, request: &Request, tried: &mut Tried) -> R
         return Ok(Some(granted));
     }
     if allocator.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
-        allocator.state().shared().counters.num_oom_rejections.add(1);
+        allocator.state().shared().counters.events.num_oom_rejections += 1;
         return Ok(None);
     }
     let later = [
@@ -112,13 +112,7 @@ fn try_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung
         Some(_) => grow_paged(allocator, request)?,
         None => grow_segment(allocator, request)?,
     };
-    match growth {
-        Growth::Grown(granted) => Ok(Some(granted)),
-        Growth::Refused(refusal) => {
-            tried.refusal = Some(refusal);
-            Ok(None)
-        }
-    }
+    Ok(growth.map_err(|refusal| tried.refusal = Some(refusal)).ok())
 }
 
 /// Takes a block of a private pool that lends on OOM, unless a graph may use it. A request for a
@@ -148,10 +142,10 @@ fn release_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried)
     allocator.device().settle();
     let launched = awaited_launches(allocator, None);
     wait_for_launched(allocator, &launched)?;
-    tried.released += release_where(allocator, |core| core.releasable())?;
+    tried.released += release_where(allocator, |core| core.whole_segments(Which::Unpromised))?;
     synchronize_free(allocator, Which::All)?;
     tried.released += release_granules_for(allocator, request, tried)?;
-    allocator.state().shared().counters.num_alloc_retries.add(1);
+    allocator.state().shared().counters.events.num_alloc_retries += 1;
     match try_grow(allocator, request, tried)? {
         None => release_idle_pools_and_grow(allocator, request, tried),
         served => Ok(served),
@@ -296,6 +290,71 @@ fn search_again(allocator: &Allocator, request: &Request) -> Rung {
         return Ok(Some(granted));
     }
     Ok(take_lent_by_pools(allocator, request))
+}
+
+/// Serves a request outside of the heaps by calling `attempt` until it succeeds. Between attempts
+/// it makes room as the ladder does: it gives unused memory back to the device, waiting for streams
+/// where needed, and runs reclaimers. The `own` bytes that the owner has already cannot be given up
+/// for the request.
+pub(crate) fn climb_dedicated<T>(
+    allocator: &Allocator,
+    request: &Request,
+    own: u64,
+    mut take: impl FnMut() -> Result<Result<T, Refusal>, AllocError>,
+) -> Result<T, AllocError> {
+    let mut tried = Tried { dedicated: true, own, ..Tried::default() };
+    let mut attempt = |tried: &mut Tried| -> Result<Option<T>, AllocError> {
+        Ok(take()?.map_err(|refusal| tried.refusal = Some(refusal)).ok())
+    };
+    if let Some(served) = attempt(&mut tried)? {
+        return Ok(served);
+    }
+    // The calls that make room would break the capture.
+    refuse_unannounced_capture(allocator, request.stream)?;
+    if allocator.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
+        allocator.state().shared().counters.events.num_oom_rejections += 1;
+        return Err(out_of_memory(allocator, request, tried));
+    }
+    let mut reclaimers = ask_reclaimers(allocator, request);
+    loop {
+        // Addresses come back only where nothing is mapped any more.
+        let lacks_addresses = tried.refusal == Some(Refusal::Addresses);
+        let target = if lacks_addresses { 0 } else { may_stay_beside(allocator, request.size) };
+        tried.released += allocator.trim_to(target)?;
+        allocator.state().shared().counters.events.num_alloc_retries += 1;
+        if let Some(served) = attempt(&mut tried)? {
+            return Ok(served);
+        }
+        let of_pools = trim_idle_pools(allocator, target)?;
+        if of_pools > 0 {
+            tried.released += of_pools;
+            if let Some(served) = attempt(&mut tried)? {
+                return Ok(served);
+            }
+        }
+        while tried.refusal != Some(Refusal::Limit) && tried.ask_others(allocator, request.size) {
+            if let Some(served) = attempt(&mut tried)? {
+                return Ok(served);
+            }
+        }
+        if !reclaimers.ask() {
+            // Memory that other threads were moving was on no list when it was looked for.
+            allocator.gate()?.wait();
+            return attempt(&mut tried)?.ok_or_else(|| {
+                tried.reclaimers.extend(reclaimers.into_answers());
+                out_of_memory(allocator, request, tried)
+            });
+        }
+    }
+}
+
+/// How many bytes may stay reserved if the device is to give so many more, within the limit and
+/// beside the headroom. As many go at least: the device may refuse memory that it says is free.
+fn may_stay_beside(allocator: &Allocator, bytes: u64) -> u64 {
+    let reserved = allocator.memory_reserved();
+    let free = allocator.device().memory_info().map_or(u64::MAX, |memory| memory.free);
+    let on_device = reserved.saturating_add(free).saturating_sub(allocator.config().headroom);
+    allocator.limit().unwrap_or(u64::MAX).min(on_device).min(reserved).saturating_sub(bytes)
 }
 
 #[cfg(all(test, not(aquifer_shuttle)))]

@@ -1,76 +1,17 @@
 //! Buffers of memory that another library owns.
 
 use std::fmt;
-use std::sync::Arc;
 
 use aquifer_device::fork::Mutex;
-use aquifer_device::{DevicePtr, Stream, Tick};
+use aquifer_device::{DevicePtr, Tick};
 
-use super::{Memory, Storage};
-use crate::allocator::Allocator;
-use crate::error::AllocError;
-
-type Release = Box<dyn FnOnce(&[Tick]) + Send>;
+pub(super) type Release = Box<dyn FnOnce(&[Tick]) + Send>;
 
 /// Memory that another library owns, and how to give it back.
 pub(crate) struct Foreign {
-    ptr: DevicePtr,
-    bytes: u64,
-    allocator: Allocator,
-    release: Mutex<Option<Release>>,
-}
-
-impl Foreign {
-    pub(super) fn ptr(&self) -> DevicePtr {
-        self.ptr
-    }
-
-    pub(super) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    pub(super) fn allocator(&self) -> &Allocator {
-        &self.allocator
-    }
-
-    /// Gives the memory back. Work until these ticks may still use it.
-    pub(super) fn release(&self, ticks: &[Tick]) {
-        let release = self.release.lock().take();
-        if let Some(release) = release {
-            release(ticks);
-        }
-    }
-}
-
-impl Allocator {
-    /// Makes a storage of memory that another library owns. The allocator does not count it.
-    ///
-    /// When the last handle is dropped, `release` gets the ticks of work that may still use the
-    /// memory. It must see to it that the memory is not reused before: by making the owner's stream
-    /// wait for them ([`Stream::wait_for`]), or by waiting on the host ([`Tick::synchronize`]). It
-    /// must not panic.
-    ///
-    /// It is up to the caller that `ptr` has `bytes` bytes, in memory of this allocator's device
-    /// that lives until `release` is called; that earlier work on it comes before what is enqueued
-    /// on `stream` from now on; and that only the storage's users use it until then.
-    ///
-    /// # Errors
-    /// A stream of another device. `release` is called with no ticks then.
-    pub fn import(
-        &self,
-        ptr: DevicePtr,
-        bytes: u64,
-        stream: &Stream,
-        release: impl FnOnce(&[Tick]) + Send + 'static,
-    ) -> Result<Arc<Storage>, AllocError> {
-        if stream.device_id() != self.device().id() {
-            release(&[]);
-            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
-        }
-        let release: Mutex<Option<Release>> = Mutex::new(Some(Box::new(release)));
-        let foreign = Foreign { ptr, bytes, allocator: self.kept_open(), release };
-        Ok(Arc::new(Storage::new(Memory::Foreign(foreign), stream)))
-    }
+    pub(super) ptr: DevicePtr,
+    pub(super) bytes: u64,
+    pub(super) release: Mutex<Option<Release>>,
 }
 
 impl fmt::Debug for Foreign {
@@ -87,8 +28,10 @@ mod tests {
     use aquifer_device::{AccessKind, Device};
     use aquifer_sim::{SimConfig, SimDriver};
 
+    use std::sync::Arc;
+
     use super::*;
-    use crate::{AccessGuard, Config};
+    use crate::{AccessGuard, Allocator, Config};
 
     #[test]
     fn imported_memory_is_ordered_and_goes_back_with_the_ticks_of_its_uses() {

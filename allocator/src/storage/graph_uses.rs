@@ -20,8 +20,8 @@ use aquifer_device::{AccessKind, Code, DeviceError, Operation, Stream};
 
 use crate::error::AllocError;
 use crate::pools::PrivatePool;
+use crate::sleep::wake_lock::WakeLock;
 use crate::state::AllocatorState;
-use crate::state::awake::KeptAwake;
 use crate::storage::Storage;
 use crate::types::StreamId;
 
@@ -216,7 +216,7 @@ impl GraphUses {
     /// to.
     pub fn keep_awake(&self) -> Result<impl Sized + use<>, AllocError> {
         let ranges: Vec<Range<u64>> = self.noted.lock().ranges.iter().map(|(&start, &end)| start..end).collect();
-        KeptAwake::of_all(ranges.into_iter().map(|range| (self.state, range)))
+        WakeLock::of_all(ranges.into_iter().map(|range| (self.state, range)))
     }
 }
 

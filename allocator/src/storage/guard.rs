@@ -1,13 +1,28 @@
-//! Access guards: the scopes that order work of different streams on the same memory.
+//! Access guards: the scopes that order work of different streams on the same memory. And
+//! reservations, for work that is still to be enqueued.
+//!
+//! A tick stands for work that was enqueued. Work that threads enqueue piece by piece, while their
+//! caller goes on, has no tick yet. Until it has one, its memory is reserved, and a thread that
+//! takes a conflicting access guard with it waits on the host.
+//!
+//! A thread that holds the lock on the uses of a storage and takes it again would wait for itself. So a
+//! thread that takes the lock leaves its mark ([`crate::sync::Holder`]). The mark is read only if the
+//! lock is not free, and a thread that finds its own mark gets an error instead of waiting.
+//!
+//! Invariants: reservations that conflict never hold at the same time; a thread that waits for a
+//! reservation holds no lock, so that it does not keep another thread from ending the reservation.
 
+use std::ops::{Deref, DerefMut};
+use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use aquifer_device::{AccessKind, Stream, Tick};
+use parking_lot::MutexGuard;
 
 use crate::error::AllocError;
-use crate::state::awake::KeptAwake;
-use crate::storage::held::LockedUses;
-use crate::storage::{GraphUses, Storage};
+use crate::sleep::wake_lock::{Count, Kind, WakeLock};
+use crate::storage::{GraphUses, Storage, Uses};
 
 /// A stream's access guard on some memory: the scope in which the stream enqueues work that uses
 /// the memory.
@@ -61,7 +76,7 @@ use crate::storage::{GraphUses, Storage};
 pub struct AccessGuard<'a> {
     held: Vec<(LockedUses<'a>, AccessKind, &'a Stream)>,
     /// Dropped after the access guard has noted the work.
-    _awake: Vec<KeptAwake>,
+    _awake: Vec<WakeLock>,
 }
 
 impl<'a> AccessGuard<'a> {
@@ -130,7 +145,7 @@ impl<'a> AccessGuard<'a> {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
         wanted.iter().try_for_each(|(stream, ..)| stream.end_abandoned_captures())?;
-        let awake = KeptAwake::of_all(wanted.iter().map(|(_, storage, _)| storage.place()))?;
+        let awake = WakeLock::of_all(wanted.iter().map(|(_, storage, _)| storage.place()))?;
         GraphUses::take_captured(&mut wanted)?;
         let mut access = AccessGuard { held: Vec::new(), _awake: awake };
         let mut held = lock_unreserved(&wanted)?;
@@ -152,7 +167,7 @@ impl<'a> AccessGuard<'a> {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
         stream.end_abandoned_captures()?;
-        let awake = KeptAwake::of_reservation(storage.memory().state());
+        let awake = WakeLock::of_reservation(storage.allocator().state());
         let mut held = storage.hold()?;
         held.order(storage.memory(), stream, kind)?;
         Ok(AccessGuard { held: vec![(held, kind, stream)], _awake: vec![awake] })
@@ -191,5 +206,218 @@ impl Drop for AccessGuard<'_> {
         for (held, kind, stream) in &mut self.held {
             held.record.note(stream.tick(), *kind);
         }
+    }
+}
+
+/// Memory reserved for work that is still to be enqueued, perhaps by other threads.
+///
+/// While a reservation exists, conflicting access guards and reservations of others wait on the
+/// host until it is dropped: all of them if the reservation is for writing, and those that write if
+/// it is for reading. So they come after all the work that was enqueued in the reservation's access
+/// guards ([`Reservation::access`]). A reservation keeps the memory alive.
+///
+/// The holder must enqueue the work, or give it up, and then drop the reservation. A thread that is
+/// to drop a reservation must not take a conflicting guard or reservation before that. A
+/// reservation belongs to no thread, so this cannot be detected, and a thread that waits for a
+/// reservation which is never dropped waits for ever.
+///
+/// ```
+/// use aquifer_allocator::{ALIGNMENT, AccessGuard, Allocator, Config, Reservation};
+/// use aquifer_device::{AccessKind, Device};
+/// use aquifer_sim::{SimConfig, SimDriver};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let allocator = Allocator::new(&device, Config::default())?;
+/// let (one, two) = (device.stream()?, device.stream()?);
+/// let memory = allocator.alloc_storage(1 << 20, ALIGNMENT, &one)?;
+/// let reservation = Reservation::acquire(&memory, AccessKind::Write)?;
+/// let (ptr, bytes) = (memory.ptr(), memory.bytes());
+/// let filler = std::thread::spawn(move || {
+///     for part in 0..4 {
+///         let _access = reservation.access(&one).unwrap();
+///         one.fill(ptr.offset(part * bytes / 4), 7, bytes / 4).unwrap();
+///     }
+/// });
+/// let mut bytes = vec![0; 1 << 20];
+/// {
+///     // Waits until the thread has enqueued all parts.
+///     let _access = AccessGuard::acquire(&two, &[(&memory, AccessKind::Read)])?;
+///     two.download_blocking(&mut bytes, ptr)?;
+/// }
+/// filler.join().unwrap();
+/// assert!(bytes.iter().all(|&byte| byte == 7));
+/// device.assert_no_violations();
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+#[must_use = "the reservation ends when it is dropped"]
+pub struct Reservation {
+    storage: Arc<Storage>,
+    kind: AccessKind,
+    /// Dropped after the reservation has ended.
+    _count: Count,
+}
+
+impl Reservation {
+    /// Waits until no thread has an access guard on the memory or a conflicting reservation, and
+    /// reserves it. The memory's allocator cannot be put to sleep before the reservation is dropped.
+    ///
+    /// # Errors
+    /// [`AllocError::AccessHeld`] while this thread has an access guard on the memory;
+    /// [`AllocError::Asleep`] while its allocator sleeps or is about to.
+    pub fn acquire(storage: &Arc<Storage>, kind: AccessKind) -> Result<Reservation, AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
+        let (state, range) = storage.place();
+        let count = Count::new(state, Kind::Reservation, &range)?;
+        let mut uses = storage.lock_unreserved(kind)?;
+        uses.note_free(None);
+        uses.record.reserve(kind);
+        drop(uses);
+        Ok(Reservation { storage: storage.clone(), kind, _count: count })
+    }
+
+    /// The reserved memory.
+    pub fn storage(&self) -> &Arc<Storage> {
+        &self.storage
+    }
+
+    /// Records the events that access guards of `stream` with the memory will wait for. Without
+    /// this they are recorded when the first guard is taken, which fails if a stream that used the
+    /// memory before has begun a capture meanwhile.
+    ///
+    /// # Errors
+    /// When such a stream captures already; errors of the driver; [`AllocError::AccessHeld`] while
+    /// this thread has an access guard on the memory.
+    pub fn prepare(&self, stream: &Stream) -> Result<(), AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
+        let held = self.storage.hold()?;
+        held.record
+            .before(self.kind)
+            .filter(|tick| !stream.is_ordered_after(tick))
+            .try_for_each(|tick| Ok(tick.cover()?))
+    }
+
+    /// Takes an access guard of a stream with the memory, for the work that the reservation was
+    /// made for. See [`AccessGuard`].
+    ///
+    /// # Errors
+    /// As [`AccessGuard::acquire`].
+    pub fn access<'a>(&'a self, stream: &'a Stream) -> Result<AccessGuard<'a>, AllocError> {
+        AccessGuard::reserved(stream, &self.storage, self.kind)
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        if aquifer_device::fork::is_child() {
+            return;
+        }
+        self.storage.end_reservation(self.kind);
+    }
+}
+
+/// The uses of a storage, locked.
+#[derive(Debug)]
+pub(crate) struct LockedUses<'a> {
+    storage: &'a Storage,
+    uses: MutexGuard<'a, Uses>,
+}
+
+// Uses are changed after the driver calls that may panic.
+impl UnwindSafe for LockedUses<'_> {}
+impl RefUnwindSafe for LockedUses<'_> {}
+
+impl Storage {
+    /// Locks the uses of the memory.
+    ///
+    /// # Errors
+    /// [`AllocError::AccessHeld`] if this very thread holds the lock, as it does during an access
+    /// guard.
+    pub(crate) fn hold(&self) -> Result<LockedUses<'_>, AllocError> {
+        let uses = match self.uses.try_lock() {
+            Some(uses) => uses,
+            None if self.holder.is_this_thread() => return Err(AllocError::AccessHeld),
+            None => self.uses.lock(),
+        };
+        self.holder.mark();
+        Ok(LockedUses { storage: self, uses })
+    }
+
+    /// Waits until no reservation conflicts with an access of this kind, and locks the uses of the
+    /// memory.
+    ///
+    /// # Errors
+    /// As [`Storage::hold`].
+    pub(crate) fn lock_unreserved(&self, kind: AccessKind) -> Result<LockedUses<'_>, AllocError> {
+        let mut held = self.hold()?;
+        held.wait_unreserved(kind);
+        Ok(held)
+    }
+
+    /// Ends a reservation: now or, if this very thread has an access guard on the memory, at the
+    /// end of that guard.
+    pub(crate) fn end_reservation(&self, kind: AccessKind) {
+        match self.hold() {
+            Ok(mut held) => held.record.end_reservation(kind),
+            Err(_) => {
+                self.holder.ended.fetch_add(1, Ordering::Relaxed);
+                return;
+            }
+        }
+        self.unreserved.notify_all();
+    }
+}
+
+impl LockedUses<'_> {
+    /// Whether these are the uses of the given storage.
+    pub(crate) fn is_of(&self, storage: &Storage) -> bool {
+        std::ptr::eq(self.storage, storage)
+    }
+
+    /// Waits until no reservation conflicts with an access of this kind. The lock is released
+    /// meanwhile.
+    pub(crate) fn wait_unreserved(&mut self, kind: AccessKind) {
+        while self.uses.record.is_reserved_against(kind) {
+            self.storage.holder.unmark();
+            self.storage.unreserved.wait(&mut self.uses);
+            self.storage.holder.mark();
+        }
+    }
+
+    /// Ends the reservations that were dropped during the access guard. Reservations that hold at
+    /// the same time are all of one kind.
+    #[cold]
+    fn end_reservations(&mut self) {
+        for _ in 0..self.storage.holder.ended.swap(0, Ordering::Relaxed) {
+            let kind = if self.uses.record.is_reserved_against(AccessKind::Read) {
+                AccessKind::Write
+            } else {
+                AccessKind::Read
+            };
+            self.uses.record.end_reservation(kind);
+        }
+        self.storage.unreserved.notify_all();
+    }
+}
+
+impl Deref for LockedUses<'_> {
+    type Target = Uses;
+
+    fn deref(&self) -> &Uses {
+        &self.uses
+    }
+}
+
+impl DerefMut for LockedUses<'_> {
+    fn deref_mut(&mut self) -> &mut Uses {
+        &mut self.uses
+    }
+}
+
+impl Drop for LockedUses<'_> {
+    fn drop(&mut self) {
+        if self.storage.holder.ended.load(Ordering::Relaxed) > 0 {
+            self.end_reservations();
+        }
+        self.storage.holder.unmark();
     }
 }

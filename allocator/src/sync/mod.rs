@@ -5,6 +5,7 @@
 //! Leaf locks, under which nothing here waits or calls foreign code, need no counterpart and are
 //! parking_lot's.
 
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
 
 #[cfg(not(aquifer_shuttle))]
@@ -19,28 +20,13 @@ pub(crate) use modelled::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWrit
 #[cfg(aquifer_shuttle)]
 pub(crate) use shuttle::sync::atomic;
 
+/// A lock of nothing but time.
 #[cfg(not(aquifer_shuttle))]
-pub(crate) use of_threads::{RwLock, RwLockReadGuard, RwLockWriteGuard};
-
+pub(crate) type RwLock = aquifer_device::fork::RwLock<()>;
 #[cfg(not(aquifer_shuttle))]
-mod of_threads {
-    pub(crate) type RwLockReadGuard<'a> = parking_lot::RwLockReadGuard<'a, ()>;
-    pub(crate) type RwLockWriteGuard<'a> = parking_lot::RwLockWriteGuard<'a, ()>;
-
-    /// A lock of nothing but time.
-    #[derive(Debug, Default)]
-    pub(crate) struct RwLock(aquifer_device::fork::RwLock<()>);
-
-    impl RwLock {
-        pub(crate) fn read(&self) -> RwLockReadGuard<'_> {
-            self.0.read()
-        }
-
-        pub(crate) fn write(&self) -> RwLockWriteGuard<'_> {
-            self.0.write()
-        }
-    }
-}
+pub(crate) type RwLockReadGuard<'a> = parking_lot::RwLockReadGuard<'a, ()>;
+#[cfg(not(aquifer_shuttle))]
+pub(crate) type RwLockWriteGuard<'a> = parking_lot::RwLockWriteGuard<'a, ()>;
 
 /// A number, not 0, that no two running threads share.
 pub(crate) fn this_thread() -> usize {
@@ -54,6 +40,33 @@ pub(crate) fn this_thread() -> usize {
     #[cfg(aquifer_shuttle)]
     {
         1 + usize::from(shuttle::current::me())
+    }
+}
+
+/// The thread that holds the lock, and the reservations to be ended when it releases the lock.
+///
+/// Only the thread that holds the lock writes these values, and it removes its mark before it
+/// releases the lock. So a thread that finds its own mark holds the lock, and the accesses need no
+/// order among threads.
+#[derive(Debug, Default)]
+pub(crate) struct Holder {
+    /// The mark of the thread that holds the lock, or 0.
+    thread: AtomicUsize,
+    /// Number of reservations that the thread ended while it held the lock.
+    pub(crate) ended: AtomicU32,
+}
+
+impl Holder {
+    pub(crate) fn mark(&self) {
+        self.thread.store(this_thread(), Ordering::Relaxed);
+    }
+
+    pub(crate) fn unmark(&self) {
+        self.thread.store(0, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_this_thread(&self) -> bool {
+        self.thread.load(Ordering::Relaxed) == this_thread()
     }
 }
 

@@ -6,14 +6,25 @@
 //! driver call. Later operations on mappings unmap deferred memory whose ticks are done, and
 //! recycle or release it. Ticks that are not known done are asked about and waited for together
 //! with those of free blocks (`donors.rs`).
+//!
+//! Invariant: the owner's record in the table of mapped memory lives until [`DedicatedMemory`] is
+//! dropped, which the handle and the buffers made of it share. Dropping it retires all memory that the
+//! owner has.
 
-use aquifer_device::{DeviceError, DevicePtr, RawPhysical, Reservation};
+use std::panic::Location;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use aquifer_device::fork::{self, Mutex};
+use aquifer_device::{DeviceError, DevicePtr, NewBlock, Operation, Stream, Witness};
 
 use crate::allocator::Allocator;
-use crate::backing::paged::carry_out::{unless_capturing, unmap_range};
+use crate::backing::paged::carry_out::{release, unless_capturing, unmap_range, unreserve};
 use crate::core::dedicated::Recycling;
 use crate::core::paged::deferred_release::DeferredRelease;
 use crate::error::AllocError;
+use crate::state::AllocatorState;
+use crate::tags::Tag;
+use crate::types::StreamId;
 
 /// Unmaps deferred memory that is known done. Its frames become spare; those of exportable memory
 /// go back to the device. Returns how many bytes went back.
@@ -33,7 +44,7 @@ pub(crate) fn recycle_deferred_releases(allocator: &Allocator) -> Result<u64, Al
         let bytes = frames.iter().map(|&(_, bytes)| bytes).sum::<u64>();
         guard.begin_leaving(bytes);
         drop(guard);
-        release_freed(allocator, frames);
+        frames.into_iter().for_each(|(physical, _)| release(allocator.device(), physical));
         allocator.state().shared().end_leaving(bytes);
         released += bytes;
         if let Some(error) = failed {
@@ -44,17 +55,14 @@ pub(crate) fn recycle_deferred_releases(allocator: &Allocator) -> Result<u64, Al
     loop {
         let vacant = allocator.state().shared().take_vacant_reservation();
         let Some((ptr, bytes)) = vacant else { return Ok(released) };
-        if let Err(error) = allocator.device().driver().unreserve(ptr, bytes) {
-            allocator.device().unreserve_later(Reservation { ptr, bytes, mapped: Vec::new() });
-            return Err(error.into());
-        }
+        unreserve(allocator.device(), ptr, bytes)?;
     }
 }
 
 /// Unmaps deferred memory. Returns the error, if any; the memory is then mapped still, and stays
 /// deferred.
 fn unmap_leaving(allocator: &Allocator, leaving: &Recycling) -> Option<DeviceError> {
-    let DeferredRelease { range, was_told, .. } = &leaving.deferred_release;
+    let DeferredRelease { range, was_told, .. } = &leaving.piece;
     if *was_told {
         unmap_range(allocator.device(), allocator.hooks(), range).err()
     } else {
@@ -62,13 +70,79 @@ fn unmap_leaving(allocator: &Allocator, leaving: &Recycling) -> Option<DeviceErr
     }
 }
 
-/// Releases frames that are of no use to others. What the driver keeps is left to the device, which
-/// warns if it fails once more.
-fn release_freed(allocator: &Allocator, freed: Vec<(RawPhysical, u64)>) {
-    for (physical, _) in freed {
-        if let Err(error) = allocator.device().driver().release_physical(physical) {
-            tracing::debug!(%error, "memory could not be given back; it will be tried again");
-            allocator.device().release_later(physical);
+/// Dedicated memory, from the first address on. It keeps the allocator open. Dropping it makes no
+/// driver call and does not wait.
+#[derive(Debug)]
+pub(crate) struct DedicatedMemory {
+    allocator: Allocator,
+    ptr: DevicePtr,
+    /// Requested bytes.
+    bytes: AtomicU64,
+    /// Streams that use it, in order: the one that it was made for, and others.
+    users: Mutex<Vec<StreamId>>,
+}
+
+impl DedicatedMemory {
+    /// The hold of the owner of the reservation at `ptr`.
+    pub(crate) fn new(allocator: &Allocator, ptr: DevicePtr, bytes: u64, stream: StreamId) -> DedicatedMemory {
+        DedicatedMemory {
+            allocator: allocator.kept_open(),
+            ptr,
+            bytes: AtomicU64::new(bytes),
+            users: Mutex::new(vec![stream]),
         }
+    }
+
+    pub(crate) fn ptr(&self) -> DevicePtr {
+        self.ptr
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Acquire)
+    }
+
+    /// Sets the requested bytes, and tells the device's witness.
+    pub(crate) fn resize(&self, bytes: u64, at: &'static Location<'static>) {
+        let before = self.bytes.swap(bytes, Ordering::AcqRel);
+        self.state().tell_witness(|witness| match before {
+            0 => self.report_block(witness, bytes, at),
+            _ => witness.resized(self.ptr, bytes, Some(at)),
+        });
+    }
+
+    /// Tells the device's witness of memory that is handed out.
+    pub(crate) fn report_block(&self, witness: &dyn Witness, bytes: u64, at: &'static Location<'static>) {
+        let tag = Tag::current().name();
+        witness.begins(NewBlock { ptr: self.ptr, bytes, tag, is_for_graphs: false, at: Some(at) });
+    }
+
+    pub(crate) fn users(&self) -> Vec<StreamId> {
+        self.users.lock().clone()
+    }
+
+    pub(crate) fn state(&self) -> &'static AllocatorState {
+        self.allocator.state()
+    }
+
+    /// Notes that `stream` uses the memory, too.
+    pub(crate) fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
+        fork::check(Operation::Record)?;
+        self.allocator.check_stream(stream)?;
+        let stream = self.allocator.state().shared().stream(stream);
+        let mut users = self.users.lock();
+        if let Err(at) = users.binary_search(&stream) {
+            users.insert(at, stream);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for DedicatedMemory {
+    fn drop(&mut self) {
+        if fork::is_child() {
+            return;
+        }
+        self.state().tell_witness(|witness| witness.ends(self.ptr, None));
+        self.allocator.state().lock().end_owned(self.ptr.0, self.users.get_mut());
     }
 }

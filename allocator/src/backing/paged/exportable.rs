@@ -18,16 +18,16 @@ use aquifer_device::{
 
 use crate::allocation::{Allocation, WATCHED};
 use crate::allocator::Allocator;
-use crate::backing::growth::Growth;
-use crate::backing::headroom::{buyable, room};
-use crate::backing::paged::dedicated_memory::DedicatedMemory;
+use crate::backing::growth::{buyable, room};
+use crate::backing::paged::carry_out::release;
+use crate::backing::paged::dedicated::DedicatedMemory;
 use crate::backing::segments::grow_segment_of;
 use crate::core::limits::Refusal;
 use crate::core::paged::granules::POOL;
 use crate::core::pools::{PoolOptions, Private};
 use crate::error::AllocError;
-use crate::pools::capture::{refuse_capture_dedicated, refuse_unannounced_capture};
-use crate::recovery::dedicated::climb_dedicated;
+use crate::pools::{refuse_capture_dedicated, refuse_unannounced_capture};
+use crate::recovery::ladder::climb_dedicated;
 use crate::size_class::{PoolKind, REQUEST_LIMIT, ROUND_LARGE};
 use crate::storage::{Memory, Storage};
 use crate::tags::Tag;
@@ -77,9 +77,7 @@ impl Allocator {
     #[track_caller]
     pub fn alloc_exportable(&self, bytes: u64, kind: HandleKind, stream: &Stream) -> Result<Exportable, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Map)?;
-        if stream.device_id() != self.device().id() {
-            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
-        }
+        self.check_stream(stream)?;
         if bytes >= REQUEST_LIMIT {
             return Err(AllocError::TooLarge { requested: bytes });
         }
@@ -102,8 +100,10 @@ impl Allocator {
         let memory = Arc::new(DedicatedMemory::new(self, ptr, bytes, id));
         let at = Location::caller();
         self.state().tell_witness(|witness| memory.report_block(witness, bytes, at));
-        let memory = Memory::Dedicated(memory);
-        Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: Some(physical) })
+        Ok(Exportable {
+            storage: Arc::new(Storage::new(Memory::Dedicated(memory), self, stream)),
+            physical: Some(physical),
+        })
     }
 }
 
@@ -114,10 +114,7 @@ impl Allocator {
 #[track_caller]
 fn alloc_dedicated_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<Exportable, AllocError> {
     let memory = if bytes == 0 { allocator.alloc_bytes(0, stream)? } else { alloc_segment(allocator, bytes, stream)? };
-    Ok(Exportable {
-        storage: Arc::new(Storage::new(Memory::Block(memory, allocator.kept_open()), stream)),
-        physical: None,
-    })
+    Ok(Exportable { storage: Arc::new(Storage::new(Memory::Block(memory), allocator, stream)), physical: None })
 }
 
 #[track_caller]
@@ -131,12 +128,7 @@ fn alloc_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<A
     drop(shared);
     let size = bytes.next_multiple_of(allocator.device().info().granularity_bytes.unwrap_or(ROUND_LARGE));
     let request = Request { requested: bytes, size, pool, stream, tag: Tag::current(), is_regular: false };
-    let granted = climb_dedicated(allocator, &request, 0, || {
-        Ok(match grow_segment_of(allocator, &request, size)? {
-            Growth::Grown(granted) => Ok(granted),
-            Growth::Refused(refusal) => Err(refusal),
-        })
-    })?;
+    let granted = climb_dedicated(allocator, &request, 0, || grow_segment_of(allocator, &request, size))?;
     let ptr = DevicePtr(granted.addr);
     let state = allocator.state();
     state.report_block(granted.block, ptr, bytes, Location::caller());
@@ -150,14 +142,11 @@ fn can_export(allocator: &Allocator, kind: HandleKind) -> Result<(), AllocError>
             (Attribute::PosixFdHandles, "physical memory that can be exported as POSIX file descriptors")
         }
     };
-    match allocator.device().driver().attribute(attribute) {
-        Ok(0) => Err(AllocError::Request(RequestError::Unsupported { what })),
-        Err(error) if error.kind == ErrorKind::Unsupported => {
-            Err(AllocError::Request(RequestError::Unsupported { what }))
-        }
-        Ok(_) => Ok(()),
-        Err(error) => Err(error.into()),
-    }
+    let supports = match allocator.device().driver().attribute(attribute) {
+        Err(error) if error.kind == ErrorKind::Unsupported => 0,
+        supports => supports?,
+    };
+    if supports == 0 { Err(AllocError::Request(RequestError::Unsupported { what })) } else { Ok(()) }
 }
 
 fn try_exportable(
@@ -205,7 +194,7 @@ fn map_exportable(
     let ptr = match driver.reserve(size, 0) {
         Ok(ptr) => ptr,
         Err(error) => {
-            release(allocator, physical);
+            release(device, physical);
             return Err(error);
         }
     };
@@ -220,17 +209,11 @@ fn map_exportable(
         Err(error) => {
             let mapped = if mapped.is_ok() { vec![(ptr, size, Some(physical))] } else { Vec::new() };
             if mapped.is_empty() {
-                release(allocator, physical);
+                release(device, physical);
             }
             device.unreserve_later(Reservation { ptr, bytes: size, mapped });
             Err(error)
         }
-    }
-}
-
-fn release(allocator: &Allocator, physical: RawPhysical) {
-    if allocator.device().driver().release_physical(physical).is_err() {
-        allocator.device().release_later(physical);
     }
 }
 

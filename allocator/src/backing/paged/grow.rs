@@ -7,21 +7,18 @@ use aquifer_device::ErrorKind;
 use aquifer_device::internal::Timeline;
 
 use crate::allocator::Allocator;
-use crate::backing::growth::Growth;
-use crate::backing::headroom::{Room, buyable, room};
-use crate::backing::paged::addresses::reserve_addresses;
+use crate::backing::growth::{Growth, Room, buyable, room};
 use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::dedicated::recycle_deferred_releases;
-use crate::backing::paged::lingering::unmap_lingering;
-use crate::backing::paged::wait::stall_for;
+use crate::backing::trim::{give_addresses_back, unmap_lingering};
 use crate::core::Core;
 use crate::core::limits::Refusal;
+use crate::core::pools::Which;
 use crate::core::remap::commit::Committed;
 use crate::core::remap::draft::Draft;
-use crate::core::remap::plan::{Plan, Planned, Purchase, Terms};
+use crate::core::remap::plan::{Plan, Purchase, Short};
 use crate::core::streams::Pending;
-use crate::cross_stream::progress::poll;
-use crate::cross_stream::waiting::poll_waiting;
+use crate::cross_stream::{poll, poll_waiting, stall_for};
 use crate::error::AllocError;
 use crate::sync::RwLockReadGuard;
 use crate::types::{After, Request, latest_by_stream};
@@ -69,14 +66,14 @@ pub(crate) fn grow_paged(allocator: &Allocator, request: &Request) -> Result<Gro
             }
             Next::Wait(timeline, after) => {
                 if !stall_for(allocator, &timeline, after)? {
-                    return Ok(Growth::Refused(Refusal::Device));
+                    return Ok(Err(Refusal::Device));
                 }
                 poll_waiting(allocator)?;
                 allowed.ask = true;
             }
             Next::Reserve => {
                 if !reserve_addresses(allocator, request)? {
-                    return Ok(Growth::Refused(Refusal::Addresses));
+                    return Ok(Err(Refusal::Addresses));
                 }
             }
             Next::AskRoom => Room::wait_for_others(),
@@ -87,7 +84,7 @@ pub(crate) fn grow_paged(allocator: &Allocator, request: &Request) -> Result<Gro
             }
         }
     }
-    Ok(Growth::Refused(Refusal::Device))
+    Ok(Err(Refusal::Device))
 }
 
 fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed) -> Result<Next<'a>, AllocError> {
@@ -101,13 +98,13 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
     }
     // Another thread may have freed memory meanwhile.
     if let Some(granted) = guard.take_own(request) {
-        return Ok(Next::Finished(Growth::Grown(granted)));
+        return Ok(Next::Finished(Ok(granted)));
     }
     let (buyable, refusal) = if may_create { buyable(allocator, &guard, &room) } else { (0, Refusal::Device) };
     if request.size > allocator.device().info().total_bytes {
         // Reserving addresses for it is not worth while.
         let refusal = if buyable < request.size { refusal } else { Refusal::Device };
-        return Ok(Next::Finished(Growth::Refused(refusal)));
+        return Ok(Next::Finished(Err(refusal)));
     }
     let may_buy_rather = allowed.purchase >= Purchase::InsteadOfMoving;
     let left = guard.left().min(buyable);
@@ -115,14 +112,12 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
     if let Some(next) = instead_of_buying(&mut guard, request, &mut draft, allowed) {
         return Ok(next);
     }
-    let terms = Terms { buyable, refusal, ahead: allowed.purchase >= Purchase::Ahead };
-    Ok(match guard.plan(request, draft, &terms) {
-        Planned::Ready(plan) => Next::CarryOut(plan, gate),
-        Planned::NoAddresses => Next::Reserve,
-        Planned::Short { missing, not_done, refusal } => match guard.streams.first_enough(&not_done, missing) {
+    Ok(match guard.plan(request, draft, buyable, allowed.purchase >= Purchase::Ahead) {
+        Ok(plan) => Next::CarryOut(plan, gate),
+        Err(Short { missing, not_done }) => match guard.streams.first_enough(&not_done, missing) {
             Some((timeline, after)) => Next::Wait(timeline, after),
             None if refusal == Refusal::Headroom && room.is_uncertain(&guard) => Next::AskRoom,
-            None => Next::Finished(Growth::Refused(refusal)),
+            None => Next::Finished(Err(refusal)),
         },
     })
 }
@@ -166,7 +161,7 @@ fn carry_out_plan(
         tracing::debug!(target: "aquifer::remap", stream, bytes, moved, "free memory was moved to serve a request");
     }
     if let Some(granted) = granted {
-        return Ok(Some(Growth::Grown(granted)));
+        return Ok(Some(Ok(granted)));
     }
     match done.error {
         // A capture began, so a donor could not be unmapped. The next plan moves nothing: `donors`
@@ -175,12 +170,12 @@ fn carry_out_plan(
         Some(error) if !error.is_out_of_memory() => Err(error.into()),
         Some(_) if done.at_creation => {
             allocator.state().shared().note_capacity(0);
-            let Some(lower) = purchased.lower() else { return Ok(Some(Growth::Refused(Refusal::Device))) };
+            let Some(lower) = purchased.lower() else { return Ok(Some(Err(Refusal::Device))) };
             *purchase = lower;
             Ok(None)
         }
         // Out of memory while unmapping, mapping or setting access: buying less does not help.
-        _ => Ok(Some(Growth::Refused(Refusal::Device))),
+        _ => Ok(Some(Err(Refusal::Device))),
     }
 }
 
@@ -192,5 +187,48 @@ fn learn_capacity(allocator: &Allocator) {
     }
     if let Ok(memory) = allocator.device().memory_info() {
         allocator.state().shared().note_capacity(memory.free);
+    }
+}
+
+/// At most this many times as many addresses are reserved as the device has memory. Live blocks
+/// spread over addresses: on a full device whose program never settles, they took more than four
+/// times as many addresses as it had memory.
+const ADDRESSES_FOR_MEMORY: u64 = 64;
+
+/// Reserves addresses for the request's pool. Returns false if there are none.
+///
+/// Each reservation gets an equal share of what is left of [`ADDRESSES_FOR_MEMORY`] times the
+/// device's memory: the first has room for all memory, later ones for less. Small requests get a
+/// sixteenth. A request always gets as many addresses as it needs. If the driver refuses, a quarter
+/// is tried, down to what the request needs; then empty reservations are given back, and the least
+/// is tried once more.
+fn reserve_addresses(allocator: &Allocator, request: &Request) -> Result<bool, AllocError> {
+    let held =
+        allocator.state().shared().paged().map(|paged| (paged.granule, paged.reservations(), paged.address_bytes()));
+    let Some((granule, count, held)) = held else { return Ok(false) };
+    let left = allocator.device().info().total_bytes.saturating_mul(ADDRESSES_FOR_MEMORY).saturating_sub(held);
+    let least = request.size.next_multiple_of(granule) + granule;
+    let share = if request.size <= crate::size_class::SMALL_SIZE { 16 } else { 1 };
+    let mut bytes = (left / (ADDRESSES_FOR_MEMORY + count) / share).next_multiple_of(granule).max(least);
+    let mut gave_back = false;
+    allocator.device().settle_unused();
+    loop {
+        match allocator.device().driver().reserve(bytes, granule) {
+            Ok(ptr) => {
+                allocator.state().tell_witness(|witness| witness.managed(ptr.range(bytes)));
+                allocator.state().lock().add_reservation(request, ptr.0, bytes);
+                return Ok(true);
+            }
+            Err(error) if error.kind == ErrorKind::OutOfAddresses || error.is_out_of_memory() => {
+                if bytes == least && std::mem::replace(&mut gave_back, true) {
+                    return Ok(false);
+                }
+                if bytes == least {
+                    give_addresses_back(allocator, Which::All)?;
+                }
+                bytes = (bytes / 4).next_multiple_of(granule).max(least);
+            }
+            Err(error) => return Err(error.into()),
+        }
     }
 }

@@ -18,22 +18,20 @@ use aquifer_device::internal::Timeline;
 use aquifer_device::{DevicePtr, ErrorKind, Stream};
 
 use crate::allocator::Allocator;
-use crate::backing::headroom::{Room, buyable, room};
+use crate::backing::growth::{Room, buyable, room};
 use crate::backing::paged::carry_out::carry_out;
-use crate::backing::paged::dedicated::recycle_deferred_releases;
-use crate::backing::paged::dedicated_memory::DedicatedMemory;
+use crate::backing::paged::dedicated::{DedicatedMemory, recycle_deferred_releases};
 use crate::backing::paged::gate::Gate;
 use crate::backing::paged::grow::ROUNDS;
-use crate::backing::paged::wait::stall_for;
 use crate::core::limits::Refusal;
 use crate::core::paged::deferred_release::DeferredRelease;
 use crate::core::paged::granules::POOL;
 use crate::core::pools::Which;
 use crate::core::streams::Pending;
-use crate::cross_stream::progress::poll;
+use crate::cross_stream::{poll, stall_for};
 use crate::error::AllocError;
-use crate::pools::capture::refuse_capture_dedicated;
-use crate::recovery::dedicated::climb_dedicated;
+use crate::pools::refuse_capture_dedicated;
+use crate::recovery::ladder::climb_dedicated;
 use crate::size_class::REQUEST_LIMIT;
 use crate::storage::{Memory, Storage};
 use crate::tags::Tag;
@@ -98,9 +96,7 @@ impl Allocator {
     /// [`aquifer_device::ErrorKind::OutOfAddresses`].
     pub fn growable(&self, capacity: u64, stream: &Stream) -> Result<Growable, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Reserve)?;
-        if stream.device_id() != self.device().id() {
-            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
-        }
+        self.check_stream(stream)?;
         if capacity >= REQUEST_LIMIT {
             return Err(AllocError::TooLarge { requested: capacity });
         }
@@ -125,7 +121,7 @@ impl Allocator {
         self.state().tell_witness(|witness| witness.managed(ptr.range(reserved)));
         self.state().shared().add_growable(ptr.0, reserved, id, Tag::current());
         let memory = Arc::new(DedicatedMemory::new(self, ptr, 0, id));
-        let storage = Arc::new(Storage::new(Memory::Dedicated(memory.clone()), stream));
+        let storage = Arc::new(Storage::new(Memory::Dedicated(memory.clone()), self, stream));
         Ok(Growable { memory, storage, capacity, granule, rest: Vec::new() })
     }
 }
@@ -284,7 +280,8 @@ impl Growable {
         self.storage.note_growth(stream)?;
         self.order_after(stream, self.rest.iter().copied())?;
         if size > self.size() {
-            let retaken = self.take_retired(size);
+            let (base, end) = (self.ptr().0, self.ptr().0 + size);
+            let retaken = self.allocator().state().shared().take_retired(base, end);
             if let Err(error) = self.fill(size, bytes, stream, &retaken) {
                 self.put_back(retaken, size);
                 return Err(error);
@@ -333,7 +330,7 @@ impl Growable {
     }
 
     fn allocator(&self) -> &Allocator {
-        self.memory.allocator()
+        self.storage.allocator()
     }
 
     /// Its bytes rounded up to whole granules, all of which have memory.
@@ -343,7 +340,7 @@ impl Growable {
 
     /// Maps memory at all addresses up to `size`, usable by work on `stream`.
     fn fill(&self, size: u64, bytes: u64, stream: &Stream, retaken: &[DeferredRelease]) -> Result<(), AllocError> {
-        self.order_after(stream, retaken.iter().flat_map(|deferred_release| deferred_release.uses.iter().copied()))?;
+        self.order_after(stream, retaken.iter().flat_map(|piece| piece.uses.iter().copied()))?;
         let allocator = self.allocator();
         let (base, stream, grown) = (self.ptr().0, StreamId::of(stream), size - self.size());
         let requested = bytes - self.bytes();
@@ -361,13 +358,6 @@ impl Growable {
             }
         }
         Ok(())
-    }
-
-    /// Takes memory that was given up and not recycled yet, up to `size`, off the list of deferred
-    /// memory.
-    fn take_retired(&self, size: u64) -> Vec<DeferredRelease> {
-        let (base, end) = (self.ptr().0, self.ptr().0 + size);
-        self.allocator().state().shared().take_retired(base, end)
     }
 
     /// Retires the memory that a failed growth to `size` has got so far.

@@ -10,7 +10,7 @@ use crate::core::Core;
 use crate::core::paged::frames::{Frame, granules_of};
 use crate::core::pools::Which;
 use crate::core::remap::donors::Donor;
-use crate::core::sleep::absent::{Absent, ContentsPlace};
+use crate::core::sleep::{ContentsPlace, SleepingRange};
 use crate::history::Action;
 use crate::size_class::PoolKind;
 use crate::types::Use;
@@ -97,9 +97,7 @@ pub(crate) fn choose(mut candidates: Vec<Split>, missing: u64, affordable: u64) 
 impl Core {
     /// Holds the free granules of the frames. Returns them by address.
     pub(crate) fn hold_split(&mut self, chosen: &[Split]) -> BTreeMap<u64, Donor> {
-        let mut free: Vec<Donor> = chosen.iter().flat_map(|split| &split.free).copied().collect();
-        // Each block from its high end down, as holding it needs.
-        free.sort_unstable_by_key(|donor| (donor.block, Reverse(donor.addr)));
+        let free: Vec<Donor> = chosen.iter().flat_map(|split| &split.free).copied().collect();
         self.hold_all(free).into_iter().map(|donor| (donor.addr, donor)).collect()
     }
 }
@@ -131,7 +129,7 @@ pub(crate) struct SplitOutcome {
     pub(crate) copied: u64,
     pub(crate) freed: u64,
     /// Live memory that lacks its mapping. It is to be listed as asleep.
-    pub(crate) unmapped: Vec<Absent>,
+    pub(crate) unmapped: Vec<SleepingRange>,
 }
 
 impl Core {
@@ -151,10 +149,8 @@ impl Core {
                     self.heap.unhold_as_free(donor.block);
                     continue;
                 }
-                let region = self.heap.region_of(donor.block);
-                let (pool, stream) = (region.pool, region.stream);
+                self.note_donor(Action::SegmentUnmap, &donor);
                 self.heap.unhold_as_hole(donor.block);
-                self.note_mapping(Action::SegmentUnmap, pool, stream, donor.addr, donor.bytes);
             }
             let (Some(paged), Some(stretches)) = (&mut self.paged, stretches) else { continue };
             let (kind, bytes) = (split.kind, split.range.end - split.range.start);
@@ -172,16 +168,25 @@ impl Core {
                 }
                 paged.in_hands += granules_of(&frames);
                 let (is_dedicated, place, largest, saved) = (false, ContentsPlace::InFrames, 1, Vec::new());
-                outcome.unmapped.push(Absent { range, kind, is_dedicated, frames, mapped, place, largest, saved });
+                outcome.unmapped.push(SleepingRange {
+                    range,
+                    kind,
+                    is_dedicated,
+                    frames,
+                    mapped,
+                    place,
+                    largest,
+                    saved,
+                });
             }
         }
         if let Some(paged) = &mut self.paged {
             paged.spares.extend(done.spares);
         }
         if outcome.copied > 0 {
-            self.counters.num_device_alloc.add(1);
+            self.counters.events.num_device_alloc += 1;
         }
-        self.counters.frames_split.add(outcome.frames);
+        self.counters.events.frames_split += outcome.frames;
         self.growing.end(chosen.iter().map(Split::live_bytes).sum());
         self.account_for_granules();
         outcome

@@ -1,15 +1,16 @@
-//! Taking free frames out of the heap, on their way back to the device.
+//! Taking free frames out of the heap, on their way back to the device; and mappings that linger where
+//! frames moved away before the device was done with them.
 
 use std::ops::Range;
 
 use crate::core::Core;
-use crate::core::paged::frames::{Frame, LooseFrames};
+use crate::core::paged::frames::{Frame, Lingering, LooseFrames, granules_of};
 use crate::core::paged::granules::Stuck;
 use crate::core::pools::Which;
 use crate::core::remap::donors::Donor;
 use crate::core::streams::Pending;
 use crate::history::Action;
-use crate::types::{BlockId, latest_by_stream};
+use crate::types::{BlockId, StreamId, Use, latest_by_stream};
 
 /// Frames on their way back to the device.
 #[derive(Default)]
@@ -35,19 +36,12 @@ impl Core {
     /// Takes free frames out of the heaps, and spare ones, until `target` bytes are held: those of the
     /// next blocks below an address, or, if that is `None`, of all blocks. Returns the address below
     /// which to go on; `None` if there are no more blocks.
-    pub(crate) fn begin_trim(
-        &mut self,
-        trim: &mut Trim,
-        below: Option<u64>,
-        target: u64,
-        spares_too: bool,
-        which: Which,
-    ) -> Option<u64> {
+    pub(crate) fn begin_trim(&mut self, trim: &mut Trim, below: Option<u64>, target: u64, which: Which) -> Option<u64> {
         let excess = self.reserved.saturating_sub(target);
         let paged = self.paged.as_mut()?;
         let granule = paged.granule;
         let wanted = excess.div_ceil(granule);
-        let loose = paged.spares.take(if spares_too { wanted } else { 0 });
+        let loose = paged.spares.take(if which.has_default() { wanted } else { 0 });
         let more = wanted.saturating_sub(loose.granules());
         let (donors, next) = match below {
             _ if more == 0 => (Vec::new(), None),
@@ -58,9 +52,7 @@ impl Core {
         trim.loose.extend(loose.iter());
         for donor in self.hold_all(donors) {
             self.heap.empty_held(donor.block);
-            let region = self.heap.region_of(donor.block);
-            let (pool, stream) = (region.pool, region.stream);
-            self.note_mapping(Action::SegmentUnmap, pool, stream, donor.addr, donor.bytes);
+            let pool = self.note_donor(Action::SegmentUnmap, &donor);
             let Some(paged) = &mut self.paged else { continue };
             paged.mapped_bytes[pool.kind() as usize] -= donor.bytes;
             let frames = paged.forget_mapped(donor.addr, donor.bytes);
@@ -78,13 +70,11 @@ impl Core {
     pub(crate) fn commit_trimmed(&mut self, donor: Donor, frames: &[Frame], was_unmapped: bool) {
         if was_unmapped {
             self.heap.unhold_as_hole(donor.block);
-            self.counters.num_device_free.add(1);
+            self.counters.events.num_device_free += 1;
             return;
         }
-        let region = self.heap.region_of(donor.block);
-        let (pool, stream) = (region.pool, region.stream);
+        let pool = self.note_donor(Action::SegmentMap, &donor);
         self.heap.unhold_as_free(donor.block);
-        self.note_mapping(Action::SegmentMap, pool, stream, donor.addr, donor.bytes);
         if let Some(paged) = &mut self.paged {
             paged.mapped_bytes[pool.kind() as usize] += donor.bytes;
             paged.put_all(donor.addr, frames);
@@ -103,7 +93,7 @@ impl Core {
     /// Takes the mappings that have been stuck for longest. They stay in the table of what is mapped
     /// until they are unmapped.
     pub(crate) fn take_stuck(&mut self) -> Option<Stuck> {
-        let paged = self.paged.as_mut().filter(|paged| !paged.is_asleep)?;
+        let paged = self.paged.as_mut().filter(|paged| !paged.sleep.is_whole)?;
         let stuck = paged.stuck.pop_front()?;
         paged.in_hands += stuck.bytes() / paged.granule;
         Some(stuck)
@@ -139,5 +129,68 @@ impl Core {
             (region.addr, region.bytes)
         });
         regions.collect()
+    }
+}
+
+impl Core {
+    /// Accounts for donors that the device was not done with. `unmoved` has the frames of each that are
+    /// mapped nowhere else. Returns how many bytes left their addresses.
+    pub(crate) fn commit_reused(&mut self, stream: StreamId, donors: &[Donor], unmoved: Vec<Vec<Frame>>) -> u64 {
+        let mut left = 0;
+        for (donor, unmoved) in donors.iter().zip(unmoved) {
+            let range = donor.addr..donor.addr + donor.bytes;
+            let Some(paged) = self.paged.as_mut() else { continue };
+            if granules_of(&unmoved) * paged.granule == donor.bytes {
+                paged.put_all(donor.addr, &unmoved);
+                self.heap.unhold_as_free(donor.block);
+                continue;
+            }
+            let Donor { block, after, .. } = *donor;
+            let last_use = Use { stream, after };
+            paged.lingering.push(Lingering { block, range, last_use, unmoved });
+            paged.mapped_bytes[self.heap.region_of(block).pool.kind() as usize] -= donor.bytes;
+            self.heap.empty_held(block);
+            self.note_donor(Action::SegmentUnmap, donor);
+            left += donor.bytes;
+        }
+        left
+    }
+
+    /// Accounts for a mapping that was taken off the list: it is gone, or lingers on.
+    pub(crate) fn commit_unmapped(&mut self, lingering: Lingering, gone: bool) {
+        let Some(paged) = self.paged.as_mut() else { return };
+        paged.in_hands -= granules_of(&lingering.unmoved);
+        if gone {
+            paged.spares.extend(lingering.unmoved);
+            self.heap.unhold_as_hole(lingering.block);
+        } else {
+            paged.lingering.push(lingering);
+        }
+    }
+
+    /// The uses that such mappings wait for.
+    pub(crate) fn lingering_not_done(&self) -> Vec<Use> {
+        let all = self.paged.iter().flat_map(|paged| &paged.lingering).map(|one| one.last_use);
+        all.filter(|&one| !self.streams.is_done(one)).collect()
+    }
+
+    /// True if there are such mappings, done or not.
+    pub(crate) fn has_lingering(&self) -> bool {
+        self.paged.as_ref().is_some_and(|paged| !paged.lingering.is_empty())
+    }
+
+    /// True if the device may be using memory through such a mapping.
+    pub(crate) fn may_use_lingering(&self) -> bool {
+        self.paged.as_ref().is_some_and(|paged| !paged.lingering.iter().all(|one| self.streams.is_done(one.last_use)))
+    }
+
+    /// Takes the mappings off the list that the device is known to be done with.
+    pub(crate) fn take_lingering(&mut self) -> Vec<Lingering> {
+        let Core { paged: Some(paged), streams, .. } = self else { return Vec::new() };
+        let all = std::mem::take(&mut paged.lingering);
+        let (done, rest) = all.into_iter().partition::<Vec<_>, _>(|one| streams.is_done(one.last_use));
+        paged.lingering = rest;
+        paged.in_hands += done.iter().map(|one| granules_of(&one.unmoved)).sum::<u64>();
+        done
     }
 }

@@ -1,62 +1,56 @@
 //! Sums over a snapshot.
 
-use super::{BlockState, Segment, Snapshot};
-use crate::size_class::PoolKind;
+use aquifer_allocator::Snapshot;
+use aquifer_allocator::size_class::PoolKind;
+use aquifer_allocator::snapshot::{BlockState, Segment};
 
-/// The current values of [`MemoryStats`](crate::MemoryStats), but summed up from a snapshot.
+/// The current values of [`MemoryStats`](aquifer_allocator::MemoryStats), but summed up from a snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Totals {
+pub(super) struct Totals {
     /// Both pools together.
-    pub all: PoolTotals,
+    pub(super) all: PoolTotals,
     /// Allocations above 1 MiB.
-    pub large_pool: PoolTotals,
+    pub(super) large_pool: PoolTotals,
     /// Allocations up to 1 MiB.
-    pub small_pool: PoolTotals,
+    pub(super) small_pool: PoolTotals,
 }
 
 /// Sums over the segments of one pool, or of both.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct PoolTotals {
+pub(super) struct PoolTotals {
     /// Number of segments.
-    pub segment: u64,
+    pub(super) segment: u64,
     /// Bytes of segments.
-    pub reserved_bytes: u64,
+    pub(super) reserved_bytes: u64,
     /// Number of live blocks.
-    pub allocation: u64,
+    pub(super) allocation: u64,
     /// Bytes in live blocks.
-    pub allocated_bytes: u64,
+    pub(super) allocated_bytes: u64,
     /// Number of live blocks and of freed ones that other streams still use.
-    pub active: u64,
+    pub(super) active: u64,
     /// Bytes in these blocks.
-    pub active_bytes: u64,
+    pub(super) active_bytes: u64,
     /// Bytes requested for active blocks.
-    pub requested_bytes: u64,
+    pub(super) requested_bytes: u64,
     /// Number of inactive blocks that are not whole segments.
-    pub inactive_split: u64,
+    pub(super) inactive_split: u64,
     /// Bytes in these blocks.
-    pub inactive_split_bytes: u64,
+    pub(super) inactive_split_bytes: u64,
 }
 
-impl Snapshot {
-    /// Sums over all segments, by pool. The statistics must agree with them, except that [`spare`]
-    /// memory is in no segment, and that they do not count `inactive_split`. They serve to check a
-    /// program's own accounting, and for snapshots that were kept without the statistics.
-    ///
-    /// [`spare`]: crate::Fragmentation::spare_bytes
-    pub fn totals(&self) -> Totals {
-        let mut totals = Totals::default();
-        for segment in &self.segments {
-            let pool = match segment.segment_type {
-                PoolKind::Small => &mut totals.small_pool,
-                PoolKind::Large => &mut totals.large_pool,
-            };
-            pool.add(segment);
-            totals.all.add(segment);
-        }
-        totals
+/// Sums over all segments, by pool. The statistics must agree with them, except that spare memory is in
+/// no segment, and that they do not count `inactive_split`.
+pub(super) fn totals(snapshot: &Snapshot) -> Totals {
+    let mut totals = Totals::default();
+    for segment in &snapshot.segments {
+        let pool = match segment.segment_type {
+            PoolKind::Small => &mut totals.small_pool,
+            PoolKind::Large => &mut totals.large_pool,
+        };
+        pool.add(segment);
+        totals.all.add(segment);
     }
+    totals
 }
 
 impl PoolTotals {

@@ -1,10 +1,10 @@
 //! Sleep saves and brings back live memory alone.
 
-use aquifer_device::{Device, Operation, Stream};
+use aquifer_device::{AccessKind, Device, Operation, Stream};
 use aquifer_sim::{SimConfig, SimDriver};
 use proptest::prelude::*;
 
-use crate::{Allocation, Allocator, Config, Contents, PoolOptions};
+use crate::{AccessGuard, AllocError, Allocation, Allocator, Config, Contents, PoolOptions};
 
 const MIB: u64 = 1 << 20;
 
@@ -136,5 +136,22 @@ proptest! {
         allocator.empty_cache().unwrap();
         prop_assert_eq!((allocator.memory_allocated(), allocator.memory_reserved()), (0, 0));
         device.assert_no_violations();
+    }
+}
+
+/// The simulated device maps memory above 2^48, and plain segments below.
+#[test]
+fn the_allocation_that_keeps_an_allocator_awake_is_named_wherever_it_is() {
+    let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
+    let allocator = Allocator::new(&device, Config::default()).unwrap();
+    let stream = device.stream().unwrap();
+    let blocks = [0; 3].map(|_| allocator.alloc_storage(3 * MIB, 1, &stream).unwrap());
+    let mut growable = allocator.growable(64 * MIB, &stream).unwrap();
+    growable.grow_to(5 * MIB, &stream).unwrap();
+    for storage in blocks.iter().chain([growable.storage()]) {
+        let _access = AccessGuard::acquire(&stream, &[(storage, AccessKind::Write)]).unwrap();
+        let Err(AllocError::KeptAwake(by)) = allocator.sleep(Contents::Discard) else { panic!("it sleeps") };
+        let used: Vec<_> = by.allocations.iter().map(|used| (used.ptr, used.bytes)).collect();
+        assert_eq!((used, by.access_guards), (vec![(storage.ptr(), storage.bytes())], 1));
     }
 }
