@@ -10,9 +10,8 @@
 
 use std::collections::BTreeMap;
 
+use aquifer_allocator::internal::BlockId;
 use aquifer_device::Tick;
-
-use super::slabs::BlockId;
 
 /// The blocks that wait.
 #[derive(Debug, Default)]

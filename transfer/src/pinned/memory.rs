@@ -66,15 +66,15 @@ impl PinnedMemory {
             return Ok(Self::empty(pool, alignment));
         }
         // Blocks start at multiples of UNIT; a larger alignment needs room to move.
-        let room = alignment.saturating_sub(UNIT);
-        let block = pool.take(bytes.saturating_add(room))?;
-        let ptr = HostPtr(block.start.next_multiple_of(alignment.max(1)));
+        let room = (alignment as u64).saturating_sub(UNIT);
+        let block = pool.take((bytes as u64).saturating_add(room))?;
+        let ptr = HostPtr(block.ptr.0.next_multiple_of(alignment.max(1)));
         Ok(Self::new(pool, ptr, bytes, Origin::Pool(block)))
     }
 
     /// No bytes, at an address that is aligned.
     pub(super) fn empty(pool: &Arc<SharedPool>, alignment: usize) -> Arc<PinnedMemory> {
-        Self::new(pool, HostPtr(alignment.max(UNIT)), 0, Origin::Nowhere)
+        Self::new(pool, HostPtr(alignment.max(1)), 0, Origin::Nowhere)
     }
 
     pub(super) fn new(pool: &Arc<SharedPool>, ptr: HostPtr, bytes: usize, origin: Origin) -> Arc<PinnedMemory> {

@@ -1,6 +1,6 @@
 //! Pinned host memory.
 //!
-//! A [`PinnedPool`] rounds a request (`class`) and takes an unused block of its slabs (`slabs`). If
+//! A [`PinnedPool`] rounds a request (`class`) and takes an unused block of its heap (`state`). If
 //! there is none, it gets more memory from the system or from reclaimable caches (`ladder`,
 //! `source`). A [`PinnedBlock`] owns the block, and copies take parts of it
 //! ([`PinnedPart`], [`PinnedPartMut`]). The memory itself (`memory`) knows the ticks of those
@@ -16,7 +16,6 @@ mod part;
 mod pool;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
-mod slabs;
 mod source;
 mod state;
 mod stats;

@@ -74,14 +74,14 @@ impl PinnedPool {
         self.0.caches.add(cache);
     }
 
-    /// Asserts the invariants of its slabs.
+    /// Asserts the invariants of its state.
     #[cfg(test)]
     pub(super) fn check(&self) {
-        self.0.state.lock().slabs.check();
+        self.0.state.lock().check();
     }
 
     #[cfg(all(test, aquifer_shuttle))]
-    pub(super) fn reserved(&self) -> usize {
+    pub(super) fn reserved(&self) -> u64 {
         self.0.reserved()
     }
 
@@ -138,10 +138,8 @@ impl PinnedPool {
     /// [`TransferError::OutOfPinned`] when the limit or the system does not let it come; nothing is
     /// given back or waited for, for that. Errors of the driver.
     pub fn prewarm(&self, bytes: u64) -> Result<(), TransferError> {
-        match host_memory::len_of(bytes, 1)?.next_multiple_of(SLAB) {
-            0 => Ok(()),
-            length => self.0.prewarm(length),
-        }
+        host_memory::len_of(bytes, 1)?;
+        if bytes == 0 { Ok(()) } else { self.0.prewarm(bytes.next_multiple_of(SLAB)) }
     }
 
     /// Pins the caller's memory where it is, without a copy. [`PinnedBlock::into_vec`] gives
@@ -211,13 +209,11 @@ impl PinnedPool {
     /// # Errors
     /// Errors of the driver. What did not go stays in the pool.
     pub fn trim_to(&self, bytes: u64) -> Result<u64, TransferError> {
-        if self.0.reserved() as u64 > bytes {
+        if self.0.reserved() > bytes {
             self.0.caches.reclaim();
         }
         self.0.poll()?;
-        let held = self.0.reserved();
-        let excess = held.saturating_sub(usize::try_from(bytes).unwrap_or(usize::MAX));
-        Ok(self.0.release(excess)? as u64)
+        self.0.release(self.0.reserved().saturating_sub(bytes))
     }
 
     /// Gives every unused slab back and returns how many bytes that was. As [`PinnedPool::trim_to`]
@@ -241,7 +237,7 @@ impl PinnedPool {
     }
 
     /// The error of a user that leaves `bytes` bytes to others.
-    pub(crate) fn refusal(&self, bytes: usize) -> TransferError {
+    pub(crate) fn refusal(&self, bytes: u64) -> TransferError {
         self.0.refusal(bytes, None)
     }
 

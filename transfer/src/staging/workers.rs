@@ -60,7 +60,7 @@ impl Workers {
         let wanted = bytes + others.max(bytes);
         let is_smallest = others == 0 && bytes < 2 * CHUNK_BYTES_LEAST;
         if !is_smallest && self.pool.limit().is_some_and(|limit| wanted as u64 > limit / 2) {
-            return Err(self.pool.refusal(bytes));
+            return Err(self.pool.refusal(bytes as u64));
         }
         self.pool.alloc(bytes, 1)
     }
