@@ -70,6 +70,11 @@ impl PinnedBlock {
         self.all_mut().into_write()
     }
 
+    /// Waits until no copy uses the block. Not counted: for the staging ring's threads.
+    pub(crate) fn synchronize(&self) -> Result<(), TransferError> {
+        self.0.synchronize()
+    }
+
     /// All of it, to be copied from.
     pub fn all(&self) -> PinnedPart<'_> {
         PinnedPart::all(&self.0)

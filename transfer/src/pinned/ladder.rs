@@ -2,7 +2,7 @@
 //!
 //! The rungs, each of which may serve the request: an unused block; blocks that the device is done
 //! with; a new slab; a part of a large unused slab; a new slab after unused ones went back; a part
-//! of a slab for larger requests; memory of reclaimable caches; a block that the host waits for. If
+//! of a slab for larger requests; memory of the cache; a block that the host waits for. If
 //! the last rung fails, the result is [`TransferError::OutOfPinned`].
 //!
 //! Invariants:
@@ -16,7 +16,7 @@
 
 use std::collections::BTreeSet;
 use std::num::NonZeroUsize;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aquifer_allocator::internal::BlockId;
@@ -30,36 +30,17 @@ use super::state::{PoolBlock, PoolState, TakePlan};
 use crate::error::TransferError;
 use crate::sync::{Condvar, Mutex};
 
-/// A user of a pool that holds memory for later, and gives it back on request.
-pub(crate) trait ReclaimableCache: Send + Sync {
-    /// Gives back all memory that it does not use now, including memory that copies still use.
-    /// Returns whether there was any. Must not ask the pool for memory.
-    fn reclaim(&self) -> bool;
-}
-
-/// The caches of a pool. They are called without a lock.
-#[derive(Default)]
-pub(super) struct ReclaimableCaches(Mutex<Vec<Weak<dyn ReclaimableCache>>>);
-
-impl ReclaimableCaches {
-    pub(super) fn add(&self, cache: Weak<dyn ReclaimableCache>) {
-        let mut caches = self.0.lock();
-        caches.retain(|cache| cache.strong_count() > 0);
-        caches.push(cache);
-    }
-
-    /// Asks all caches; returns whether any memory came back.
-    pub(super) fn reclaim(&self) -> bool {
-        let caches: Vec<Arc<dyn ReclaimableCache>> = self.0.lock().iter().filter_map(Weak::upgrade).collect();
-        caches.iter().filter(|cache| cache.reclaim()).count() > 0
-    }
-}
+/// Gives back all memory that a user of a pool holds for later and does not use now, including
+/// memory that copies still use. Returns whether there was any. It is called without a lock, and
+/// must not ask the pool for memory.
+pub(super) type Reclaim = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// The shared state of all handles of a pool.
 pub(super) struct SharedPool {
     pub(super) device: Device,
     register_threads: Option<NonZeroUsize>,
-    pub(super) caches: ReclaimableCaches,
+    /// The staging ring's memory, if a ring takes its chunks from the pool.
+    pub(super) cache: Mutex<Option<Reclaim>>,
     pub(super) state: Mutex<PoolState>,
     /// Notified when a slab came or went.
     moved: Condvar,
@@ -72,7 +53,7 @@ impl SharedPool {
         SharedPool {
             device: device.for_memory(),
             register_threads,
-            caches: ReclaimableCaches::default(),
+            cache: Mutex::new(None),
             state,
             moved: Condvar::default(),
         }
@@ -123,7 +104,7 @@ impl SharedPool {
             {
                 return Ok(block);
             }
-            if self.caches.reclaim() {
+            if self.reclaim() {
                 self.poll().or_else(unless_lost)?;
             } else if !self.wait_for_more(seen)? {
                 return Err(self.out_of_pinned(class, refusal));
@@ -263,6 +244,12 @@ impl SharedPool {
     #[inline]
     pub(super) fn give(&self, block: BlockId, ticks: Vec<Tick>) {
         self.state.lock().give(block, ticks);
+    }
+
+    /// Asks the cache for its memory; returns whether any came back.
+    pub(super) fn reclaim(&self) -> bool {
+        let cache = self.cache.lock().clone();
+        cache.is_some_and(|reclaim| reclaim())
     }
 
     /// Bytes held from the system.

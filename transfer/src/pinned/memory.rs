@@ -15,7 +15,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 use aquifer_device::fork::Mutex;
-use aquifer_device::{AccessKind, HostPtr, RequestError, Stream};
+use aquifer_device::{AccessKind, HostPtr, RequestError, Stream, Tick};
 use memmap2::MmapMut;
 
 use super::class::UNIT;
@@ -119,6 +119,11 @@ impl PinnedMemory {
             self.pool.device.driver().host_access(ptr, bytes, kind)?;
         }
         Ok(())
+    }
+
+    /// Waits until no copy uses it.
+    pub(super) fn synchronize(&self) -> Result<(), TransferError> {
+        Ok(self.uses.before(AccessKind::Write).iter().try_for_each(Tick::synchronize)?)
     }
 
     /// An access guard: orders the work that `stream` gets from now on after the copies that must

@@ -1,7 +1,7 @@
 //! The handle of a pool of pinned memory.
 
 use std::fmt;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use aquifer_device::fork::Mutex;
 use aquifer_device::{Code, Device, HostPtr};
@@ -11,7 +11,7 @@ use memmap2::MmapMut;
 use super::block::PinnedBlock;
 use super::class::SLAB;
 use super::config::PinnedConfig;
-use super::ladder::{ReclaimableCache, SharedPool};
+use super::ladder::SharedPool;
 use super::memory::{Origin, PinnedMemory};
 use super::stats::HostMemoryStats;
 use crate::error::TransferError;
@@ -69,9 +69,11 @@ impl PinnedPool {
         &self.0.device
     }
 
-    /// Asks `cache` for memory when the pool lacks some.
-    pub(crate) fn add_cache(&self, cache: Weak<dyn ReclaimableCache>) {
-        self.0.caches.add(cache);
+    /// Calls `reclaim` when the pool lacks memory; see [`Reclaim`](super::ladder::Reclaim). A pool
+    /// has one such cache.
+    pub(crate) fn set_cache(&self, reclaim: impl Fn() -> bool + Send + Sync + 'static) {
+        let before = self.0.cache.lock().replace(Arc::new(reclaim));
+        debug_assert!(before.is_none(), "two rings take their chunks from one pool");
     }
 
     /// Asserts the invariants of its state.
@@ -210,7 +212,7 @@ impl PinnedPool {
     /// Errors of the driver. What did not go stays in the pool.
     pub fn trim_to(&self, bytes: u64) -> Result<u64, TransferError> {
         if self.0.reserved() > bytes {
-            self.0.caches.reclaim();
+            self.0.reclaim();
         }
         self.0.poll()?;
         self.0.release(self.0.reserved().saturating_sub(bytes))
