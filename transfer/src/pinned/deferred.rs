@@ -31,20 +31,6 @@ struct Deferred {
     rest: Vec<Tick>,
 }
 
-/// A tick that the first block of a queue waits for.
-#[derive(Debug)]
-pub(super) struct Front {
-    number: u64,
-    pub(super) tick: Tick,
-}
-
-impl Front {
-    /// The stream, and the place on its timeline.
-    pub(super) fn place(&self) -> (u32, u64) {
-        (self.tick.timeline().id(), self.tick.n())
-    }
-}
-
 impl DeferredBlocks {
     pub(super) fn is_empty(&self) -> bool {
         self.blocks == 0
@@ -105,13 +91,10 @@ impl DeferredBlocks {
 
     /// The first unfinished tick of each stream, in the order in which their blocks were given
     /// back.
-    pub(super) fn fronts(&self) -> Vec<Front> {
-        let first = |queue: &BTreeMap<_, Deferred>| {
-            queue.first_key_value().map(|(_, entry)| Front { number: entry.number, tick: entry.tick.clone() })
-        };
-        let mut fronts: Vec<_> = self.queues.values().filter_map(first).collect();
-        fronts.sort_unstable_by_key(|front| front.number);
-        fronts
+    pub(super) fn fronts(&self) -> Vec<Tick> {
+        let mut first: Vec<&Deferred> = self.queues.values().filter_map(|queue| queue.values().next()).collect();
+        first.sort_unstable_by_key(|entry| entry.number);
+        first.into_iter().map(|entry| entry.tick.clone()).collect()
     }
 }
 

@@ -19,12 +19,10 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use aquifer_allocator::internal::BlockId;
 use aquifer_device::{Device, DeviceError, Operation, RequestError, Tick, fork};
 
 use super::class;
 use super::config::PinnedConfig;
-use super::deferred::Front;
 use super::source::SlabMemory;
 use super::state::{PoolBlock, PoolState, TakePlan};
 use crate::error::TransferError;
@@ -187,14 +185,13 @@ impl SharedPool {
         let (mut outcome, mut asked) = (Ok(()), BTreeSet::new());
         let mut fronts = self.state.lock().fronts();
         while !fronts.is_empty() {
-            for front in &fronts {
+            for tick in &fronts {
                 // A tick that no event covers would never be known to be done.
-                let answer = front.tick.cover().and_then(|()| front.tick.is_done());
-                outcome = outcome.and(answer.map(drop));
+                outcome = outcome.and(tick.cover().and_then(|()| tick.is_done()).map(drop));
+                asked.insert((tick.timeline().id(), tick.n()));
             }
-            asked.extend(fronts.iter().map(Front::place));
             fronts = self.state.lock().fronts();
-            fronts.retain(|front| !asked.contains(&front.place()));
+            fronts.retain(|tick| !asked.contains(&(tick.timeline().id(), tick.n())));
         }
         outcome.map_err(TransferError::from)
     }
@@ -217,8 +214,8 @@ impl SharedPool {
         }
         drop(state);
         let mut failure = None;
-        for front in fronts {
-            match self.wait_for(&front.tick) {
+        for tick in &fronts {
+            match self.wait_for(tick) {
                 Ok(()) => {
                     self.state.lock().reap();
                     return Ok(true);
@@ -240,21 +237,10 @@ impl SharedPool {
         Ok(waited?)
     }
 
-    /// Takes a block back that copies may still use. Makes no driver call and does not wait.
-    #[inline]
-    pub(super) fn give(&self, block: BlockId, ticks: Vec<Tick>) {
-        self.state.lock().give(block, ticks);
-    }
-
     /// Asks the cache for its memory; returns whether any came back.
     pub(super) fn reclaim(&self) -> bool {
         let cache = self.cache.lock().clone();
         cache.is_some_and(|reclaim| reclaim())
-    }
-
-    /// Bytes held from the system.
-    pub(super) fn reserved(&self) -> u64 {
-        self.state.lock().reserved()
     }
 
     fn out_of_pinned(&self, class: u64, source: Option<TransferError>) -> TransferError {

@@ -15,7 +15,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 use aquifer_device::fork::Mutex;
-use aquifer_device::{AccessKind, HostPtr, RequestError, Stream, Tick};
+use aquifer_device::{AccessKind, HostPtr, RequestError, Stream};
 use memmap2::MmapMut;
 
 use super::class::UNIT;
@@ -32,7 +32,7 @@ pub(crate) struct PinnedMemory {
     ptr: HostPtr,
     bytes: usize,
     origin: Origin,
-    uses: Uses,
+    pub(super) uses: Uses,
 }
 
 /// The owner of the memory behind a buffer.
@@ -101,11 +101,6 @@ impl PinnedMemory {
         !matches!(self.origin, Origin::Pageable { .. })
     }
 
-    /// Whether no copy is in flight, nor to come. Asks the driver if that is not known.
-    pub(crate) fn is_idle(&self) -> Result<bool, TransferError> {
-        self.uses.are_over()
-    }
-
     /// Waits until the host may access all of the memory, and reports the part that it is about
     /// to touch to the driver.
     ///
@@ -119,11 +114,6 @@ impl PinnedMemory {
             self.pool.device.driver().host_access(ptr, bytes, kind)?;
         }
         Ok(())
-    }
-
-    /// Waits until no copy uses it.
-    pub(super) fn synchronize(&self) -> Result<(), TransferError> {
-        Ok(self.uses.before(AccessKind::Write).iter().try_for_each(Tick::synchronize)?)
     }
 
     /// An access guard: orders the work that `stream` gets from now on after the copies that must
@@ -169,16 +159,6 @@ impl PinnedMemory {
     /// Waits until no reservation conflicts with such a use. Another one may follow at once.
     pub(crate) fn wait_unreserved(&self, kind: AccessKind) {
         self.uses.wait_unreserved(kind);
-    }
-
-    /// Lends the memory to a stream on which the caller enqueues copies that the pool does not
-    /// know. The caller's buffer is borrowed as `kind` says, until the copies are enqueued.
-    ///
-    /// # Errors
-    /// As [`PinnedMemory::access`].
-    pub(super) fn lend(&self, stream: &Stream, kind: AccessKind) -> Result<(), TransferError> {
-        self.access(stream, kind)?.lend();
-        Ok(())
     }
 
     /// The caller's own vector, no longer pinned; `None` if the memory is not a registered
@@ -251,7 +231,10 @@ impl Drop for PinnedMemory {
             return;
         }
         match &mut self.origin {
-            Origin::Pool(block) => self.pool.give(block.id, self.uses.take()),
+            Origin::Pool(block) => {
+                let ticks = self.uses.take();
+                self.pool.state.lock().give(block.id, ticks);
+            }
             Origin::Registered(owner) => {
                 if let Some(owner) = owner.get_mut().take() {
                     let (device, bytes, uses) = (&self.pool.device, self.bytes as u64, self.uses.take());

@@ -84,7 +84,7 @@ impl PinnedPool {
 
     #[cfg(all(test, aquifer_shuttle))]
     pub(super) fn reserved(&self) -> u64 {
-        self.0.reserved()
+        self.0.state.lock().reserved()
     }
 
     /// `bytes` bytes of pinned memory, aligned to `alignment`, and to 512 bytes, or to 4096
@@ -96,7 +96,7 @@ impl PinnedPool {
     /// [`aquifer_device::RequestError::LengthOverflow`]; errors of the driver.
     pub fn alloc(&self, bytes: usize, alignment: usize) -> Result<PinnedBlock, TransferError> {
         host_memory::bytes_of(bytes, 1)?;
-        Ok(PinnedBlock::new(PinnedMemory::alloc(&self.0, bytes, alignment)?))
+        Ok(PinnedBlock(PinnedMemory::alloc(&self.0, bytes, alignment)?))
     }
 
     /// As [`PinnedPool::alloc`], every byte being zero.
@@ -156,12 +156,12 @@ impl PinnedPool {
     pub fn register<T: Pod + Send>(&self, mut memory: Vec<T>) -> Result<PinnedBlock, (Vec<T>, TransferError)> {
         let bytes = size_of_val(memory.as_slice());
         if bytes == 0 {
-            return Ok(PinnedBlock::new(PinnedMemory::empty(&self.0, align_of::<T>())));
+            return Ok(PinnedBlock(PinnedMemory::empty(&self.0, align_of::<T>())));
         }
         match self.page_lock(memory.as_mut_ptr().cast(), bytes) {
             Ok(ptr) => {
                 let origin = Origin::Registered(Mutex::new(Some(Box::new(memory))));
-                Ok(PinnedBlock::new(PinnedMemory::new(&self.0, ptr, bytes, origin)))
+                Ok(PinnedBlock(PinnedMemory::new(&self.0, ptr, bytes, origin)))
             }
             Err(error) => Err((memory, error)),
         }
@@ -200,7 +200,7 @@ impl PinnedPool {
         let mut map = MmapMut::map_anon(bytes.saturating_add(alignment))
             .map_err(|cause| TransferError::OutOfHostMemory { bytes: bytes as u64, cause: cause.into() })?;
         let ptr = HostPtr(map.as_mut_ptr().expose_provenance().next_multiple_of(alignment.max(1)));
-        Ok(PinnedBlock::new(PinnedMemory::new(&self.0, ptr, bytes, Origin::Pageable { _map: map })))
+        Ok(PinnedBlock(PinnedMemory::new(&self.0, ptr, bytes, Origin::Pageable { _map: map })))
     }
 
     /// Gives unused slabs back to the system, the largest first, until the pool holds at most
@@ -211,11 +211,12 @@ impl PinnedPool {
     /// # Errors
     /// Errors of the driver. What did not go stays in the pool.
     pub fn trim_to(&self, bytes: u64) -> Result<u64, TransferError> {
-        if self.0.reserved() > bytes {
+        if self.0.state.lock().reserved() > bytes {
             self.0.reclaim();
         }
         self.0.poll()?;
-        self.0.release(self.0.reserved().saturating_sub(bytes))
+        let excess = self.0.state.lock().reserved().saturating_sub(bytes);
+        self.0.release(excess)
     }
 
     /// Gives every unused slab back and returns how many bytes that was. As [`PinnedPool::trim_to`]
@@ -263,7 +264,7 @@ impl PinnedPool {
 
 impl fmt::Debug for PinnedPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (device, reserved) = (self.device().id(), self.0.reserved());
+        let (device, reserved) = (self.device().id(), self.0.state.lock().reserved());
         f.debug_struct("PinnedPool").field("device", &device).field("reserved", &reserved).finish_non_exhaustive()
     }
 }

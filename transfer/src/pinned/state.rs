@@ -21,7 +21,7 @@ use aquifer_allocator::internal::{After, Block, BlockId, Heap, PoolId, StreamId}
 use aquifer_device::{HostPtr, Tick};
 
 use super::class::{PAGE, PAGED, SLAB};
-use super::deferred::{DeferredBlocks, Front};
+use super::deferred::DeferredBlocks;
 use super::source::SlabMemory;
 use super::stats::HostMemoryStats;
 
@@ -106,7 +106,7 @@ impl PoolState {
     }
 
     /// The first unfinished ticks of deferred blocks, after finished ones became available.
-    pub(super) fn fronts(&mut self) -> Vec<Front> {
+    pub(super) fn fronts(&mut self) -> Vec<Tick> {
         self.reap();
         self.deferred.fronts()
     }
@@ -166,6 +166,7 @@ impl PoolState {
         PoolBlock { id, ptr }
     }
 
+    /// Takes a block back that copies may still use, until these ticks.
     #[inline]
     pub(super) fn give(&mut self, block: BlockId, ticks: Vec<Tick>) {
         if ticks.is_empty() || !self.deferred.insert(block, ticks) {
