@@ -184,6 +184,14 @@ impl<T> Buffer<T> {
         Ok(self.storage.record_stream(stream)?)
     }
 
+    /// The runtime of its device for a copy by `copies`, which may be another device's.
+    pub(crate) fn copies_for(&self, copies: &Transfer) -> Result<Transfer, Error> {
+        if self.storage.device_id() == copies.device().id() {
+            return Ok(copies.clone());
+        }
+        Ok(self.services.runtime()?.transfer(self.storage.allocator())?)
+    }
+
     /// Its memory, as an end of a copy.
     pub(crate) fn device_part(&self) -> DevicePart<'_> {
         DevicePart { storage: &self.storage, ptr: self.ptr(), bytes: self.bytes() }
@@ -398,14 +406,14 @@ impl<T: Pod + Send + Sync> Buffer<T> {
     pub fn copy_from(&mut self, from: impl DeviceSource<T>, stream: &Stream) -> Result<(), Error> {
         let copies = self.copies(stream)?;
         let _place = copies.called_here();
+        self.fill_by(&copies, from)
+    }
+
+    /// As [`Buffer::copy_from`], by a runtime of its device.
+    pub(crate) fn fill_by(&mut self, copies: &Transfer, from: impl DeviceSource<T>) -> Result<(), Error> {
         let (from, region) = from.parts();
         let elements = elements::<T>(from.len, self.len, region);
-        let source = if from.storage.device_id() == self.storage.device_id() {
-            copies.clone()
-        } else {
-            from.services.runtime()?.transfer(from.storage.allocator())?
-        };
-        Ok(copies.copy_in_order(&source, from.device_part(), self.device_part(), &elements)?)
+        Ok(copies.copy_in_order(&from.copies_for(copies)?, from.device_part(), self.device_part(), &elements)?)
     }
 
     /// A copy in memory of another allocator, such as another device's, enqueued on `stream` of
