@@ -48,6 +48,9 @@ impl Default for BlockId {
 pub struct StreamId(pub(crate) u32);
 
 impl StreamId {
+    /// The first stream of a device. A heap that knows no streams gets this one.
+    pub const FIRST: StreamId = StreamId(0);
+
     #[inline]
     pub(crate) fn of(stream: &Stream) -> StreamId {
         StreamId(stream.id())

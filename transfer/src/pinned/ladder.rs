@@ -250,7 +250,7 @@ impl SharedPool {
 
     /// The error of a request for `bytes` bytes.
     pub(super) fn refusal(&self, bytes: u64, source: Option<TransferError>) -> TransferError {
-        let state = self.state.lock();
+        let mut state = self.state.lock();
         TransferError::OutOfPinned {
             requested: bytes,
             reserved: state.reserved(),

@@ -2,7 +2,8 @@
 //!
 //! Memory comes from the system in *slabs*, which are regions of a heap: the allocator's own, with
 //! one stream, the host. It tiles them with blocks, merges free neighbours, and finds the smallest
-//! free block that serves a request.
+//! free block that serves a request. The block that became unused last is not merged before another
+//! size is asked for, or another block becomes unused.
 //!
 //! Invariants:
 //! * every block is a multiple of 512 bytes. Blocks of at least 32 KiB are in slabs of their own,
@@ -68,6 +69,9 @@ pub(super) struct PoolBlock {
     pub(super) ptr: HostPtr,
 }
 
+/// The one stream of the heap.
+const HOST: StreamId = StreamId::FIRST;
+
 /// Extra growth as a part of the reserved bytes, and its maximum.
 const GROWTH_PART: u64 = 8;
 const GROWTH_MOST: u64 = 32 << 20;
@@ -96,7 +100,8 @@ impl PoolState {
     }
 
     /// Unused bytes.
-    pub(super) fn unused(&self) -> u64 {
+    pub(super) fn unused(&mut self) -> u64 {
+        self.heap.coalesce(HOST);
         self.heap.free_bytes()
     }
 
@@ -114,6 +119,7 @@ impl PoolState {
     /// Takes out slabs of which nothing is in use, the largest first, until they are at least
     /// `bytes` bytes or none is left, to release them.
     pub(super) fn begin_release(&mut self, bytes: u64) -> Vec<Slab> {
+        self.heap.coalesce(HOST);
         let is_unused = |first: BlockId| self.heap.is_free(first) && !self.heap.block(first).is_split();
         let unused = self.heap.regions().filter(|region| is_unused(region.first));
         let mut unused: Vec<_> = unused.map(|region| (region.bytes, region.addr, region.first)).collect();
@@ -151,15 +157,23 @@ impl PoolState {
     /// small requests, too.
     #[inline]
     pub(super) fn take(&mut self, class: u64, any: bool) -> Option<PoolBlock> {
+        if let Some(id) = self.heap.retake(HOST, pool_of(class), class, class) {
+            return Some(self.activate(id, class));
+        }
+        self.heap.coalesce(HOST);
         let is_open = |block: &Block| self.slabs.get(&block.addr).is_some_and(|slab| slab.is_open);
         let may_split = |block: &Block| any || block.size <= GUARDED || class >= block.size / 8 || is_open(block);
         let free = self.heap.smallest_where(pool_of(class), class, |block| block.is_split() || may_split(block))?;
-        Some(self.activate(free, class))
+        Some(self.cut(free, class))
+    }
+
+    fn cut(&mut self, free: BlockId, class: u64) -> PoolBlock {
+        let id = self.heap.take(free, HOST, class, class);
+        self.activate(id, class)
     }
 
     #[inline]
-    fn activate(&mut self, free: BlockId, class: u64) -> PoolBlock {
-        let id = self.heap.take(free, StreamId::default(), class, class);
+    fn activate(&mut self, id: BlockId, class: u64) -> PoolBlock {
         self.stats.activate(class);
         #[expect(clippy::cast_possible_truncation, reason = "an address of the host")]
         let ptr = HostPtr(self.heap.block(id).addr as usize);
@@ -178,8 +192,9 @@ impl PoolState {
     fn make_available(&mut self, block: BlockId) {
         self.note_most_active();
         self.available += 1;
-        self.stats.deactivate(self.heap.block(block).size);
-        self.heap.give(block, StreamId::default(), After::NOTHING);
+        let size = self.heap.block(block).size;
+        self.stats.deactivate(size);
+        self.heap.give_deferred(HOST, block, size, After::NOTHING);
     }
 
     /// Makes finished blocks available.
@@ -252,7 +267,7 @@ impl PoolState {
     pub(super) fn add(&mut self, memory: SlabMemory, class: u64, time: Duration) -> PoolBlock {
         self.stats.gained(memory.bytes(), time);
         let free = self.insert(Slab { memory, pool: pool_of(class), is_open: false });
-        self.activate(free, class)
+        self.cut(free, class)
     }
 
     /// A slab came, after `time`, for later requests of at least [`PAGED`] bytes.
@@ -264,7 +279,7 @@ impl PoolState {
 
     fn insert(&mut self, slab: Slab) -> BlockId {
         let (addr, bytes) = (slab.memory.addr(), slab.memory.bytes());
-        let free = self.heap.add_region(addr, bytes, StreamId::default(), slab.pool);
+        let free = self.heap.add_region(addr, bytes, HOST, slab.pool);
         self.slabs.insert(addr, slab);
         free
     }

@@ -179,7 +179,7 @@ impl Heap {
     /// owner's timeline has reached `after` (0: now). Merges it with its neighbours; the merged
     /// block is done when the last of its parts is.
     #[inline(never)]
-    pub fn give(&mut self, id: BlockId, owner: StreamId, after: After) -> BlockId {
+    pub(crate) fn give(&mut self, id: BlockId, owner: StreamId, after: After) -> BlockId {
         let Block { pool, state, region, .. } = self.blocks[id];
         debug_assert!(matches!(state, State::Live | State::Waiting));
         let of = Owner::in_region_of(owner, self.region(region).stream);
