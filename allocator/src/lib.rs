@@ -97,8 +97,10 @@ pub use tags::TagScope;
 pub mod internal {
     use crate::Allocator;
 
+    pub use crate::core::heap::{Block, Heap, Region};
     pub use crate::storage::record::AccessRecord;
     pub use crate::storage::{Outlived, Pass};
+    pub use crate::types::{After, BlockId, PoolId, StreamId};
 
     /// A number that no other open allocator of the process has.
     pub fn identity(allocator: &Allocator) -> usize {

@@ -10,7 +10,7 @@ use crate::tags::Tag;
 
 /// Number of a block in the slab.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct BlockId(pub(crate) u32);
+pub struct BlockId(pub(crate) u32);
 
 impl BlockId {
     /// No block. A record with this number exists, but no block ever uses it: it is vacant and of
@@ -39,9 +39,12 @@ impl From<BlockId> for u32 {
 
 /// A stream, by its number on its device ([`Stream::id`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct StreamId(pub(crate) u32);
+pub struct StreamId(pub(crate) u32);
 
 impl StreamId {
+    /// The first stream of a device. A heap that knows no streams gets this one.
+    pub const FIRST: StreamId = StreamId(0);
+
     #[inline]
     pub(crate) fn of(stream: &Stream) -> StreamId {
         StreamId(stream.id())
@@ -63,11 +66,11 @@ impl From<StreamId> for u32 {
 /// A point in the work of one stream. Memory that carries it may be used by other streams once all
 /// work before that point is done. Points of one stream are ordered as its work is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct After(u64);
+pub struct After(u64);
 
 impl After {
     /// Before all work: nothing is to be waited for.
-    pub(crate) const NOTHING: After = After(0);
+    pub const NOTHING: After = After(0);
     /// After all work that there will ever be.
     pub(crate) const ALL: After = After(u64::MAX);
 
@@ -109,11 +112,13 @@ pub(crate) struct Use {
 
 /// A pool of the heap. There are a small and a large default pool; private pools have several each.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct PoolId(u16);
+pub struct PoolId(u16);
 
 impl PoolId {
-    pub(crate) const SMALL: PoolId = PoolId(0);
-    pub(crate) const LARGE: PoolId = PoolId(1);
+    /// The small default pool.
+    pub const SMALL: PoolId = PoolId(0);
+    /// The large default pool.
+    pub const LARGE: PoolId = PoolId(1);
 
     /// A pool by its number: even for small pools, odd for large ones.
     #[inline]

@@ -30,7 +30,7 @@ use crate::error::Error;
 /// ```
 #[derive(Clone)]
 pub struct Allocator {
-    // Dropped before the memory below: see `services_of`.
+    // Dropped before the memory below: see `SERVICES`.
     services: Arc<Services>,
     memory: aquifer_allocator::Allocator,
 }
@@ -45,22 +45,9 @@ pub(crate) struct Services {
 
 /// The services of all allocators, by the identity of the allocator.
 ///
-/// Whoever holds services also holds their allocator, and drops the services first. So while the
+/// A holder of services also holds their allocator, and drops the services first. So while the
 /// services are alive, no other allocator has its identity.
 static SERVICES: Mutex<Vec<(usize, Weak<Services>)>> = Mutex::new(Vec::new());
-
-fn services_of(memory: &aquifer_allocator::Allocator) -> Arc<Services> {
-    let identity = aquifer_allocator::internal::identity(memory);
-    let mut known = SERVICES.lock();
-    if let Some(services) = known.iter().find(|(id, _)| *id == identity).and_then(|(_, services)| services.upgrade()) {
-        return services;
-    }
-    known.retain(|(id, services)| *id != identity && services.strong_count() > 0);
-    let device = memory.device().clone();
-    let services = Arc::new(Services { device, runtime: OnceLock::new(), kernels: OnceLock::new() });
-    known.push((identity, Arc::downgrade(&services)));
-    services
-}
 
 impl Services {
     /// Copies to and from memory of an allocator that has these services, on `stream`.
@@ -108,7 +95,7 @@ impl fmt::Debug for Services {
 
 impl From<aquifer_allocator::Allocator> for Allocator {
     fn from(memory: aquifer_allocator::Allocator) -> Allocator {
-        Allocator { services: services_of(&memory), memory }
+        Allocator { services: Allocator::services_of(&memory), memory }
     }
 }
 
@@ -187,7 +174,18 @@ impl Allocator {
 
     /// The services of an allocator whose memory came from below.
     pub(crate) fn services_of(memory: &aquifer_allocator::Allocator) -> Arc<Services> {
-        services_of(memory)
+        let identity = aquifer_allocator::internal::identity(memory);
+        let mut known = SERVICES.lock();
+        if let Some(services) =
+            known.iter().find(|(id, _)| *id == identity).and_then(|(_, services)| services.upgrade())
+        {
+            return services;
+        }
+        known.retain(|(id, services)| *id != identity && services.strong_count() > 0);
+        let device = memory.device().clone();
+        let services = Arc::new(Services { device, runtime: OnceLock::new(), kernels: OnceLock::new() });
+        known.push((identity, Arc::downgrade(&services)));
+        services
     }
 }
 

@@ -5,6 +5,7 @@
 
 mod batch;
 
+use std::convert::Infallible;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, Location, RefUnwindSafe, UnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -134,7 +135,7 @@ impl<B: Batch> Prefetcher<B> {
         S: IntoIterator<Item = B>,
         S::IntoIter: Send + 'static,
     {
-        Prefetcher::begin(source.into_iter().map(Ok), by.try_into().map_err(Into::into)?, stream, ahead)
+        Prefetcher::try_new(source.into_iter().map(Ok::<B, Infallible>), by, stream, ahead)
     }
 
     /// As [`Prefetcher::new`], for a source that may fail. After an error it is asked for its next
@@ -156,16 +157,7 @@ impl<B: Batch> Prefetcher<B> {
     {
         let failed = |error: E| Error::Source { cause: Arc::from(error.into()) };
         let source = source.into_iter().map(move |item| item.map_err(failed));
-        Prefetcher::begin(source, by.try_into().map_err(Into::into)?, stream, ahead)
-    }
-
-    #[track_caller]
-    fn begin(
-        source: impl Iterator<Item = Result<B, Error>> + Send + 'static,
-        transfer: Transfer,
-        stream: &Stream,
-        ahead: usize,
-    ) -> Result<Prefetcher<B>, Error> {
+        let transfer: Transfer = by.try_into().map_err(Into::into)?;
         transfer.check_device("stream", stream.device_id())?;
         let ahead = ahead.clamp(1, AHEAD_MAX);
         let own = transfer.device().stream()?;

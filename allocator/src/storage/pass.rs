@@ -101,15 +101,16 @@ impl Outlived {
     }
 }
 
-/// Serves a request of the work of a pass, with memory that was allocated for it before, or by
-/// `allocate`.
+/// Serves a request, with memory that was allocated for it before if it is one of the work of a
+/// pass.
+#[track_caller]
 pub(super) fn alloc_in_pass(
     allocator: &Allocator,
     (bytes, alignment): Layout,
-    allocate: impl FnOnce() -> Result<Arc<Storage>, AllocError>,
+    stream: &Stream,
 ) -> Result<Arc<Storage>, AllocError> {
     if allocator.state().special().load(Ordering::Relaxed) & special::ROUTED == 0 {
-        return allocate();
+        return allocator.alloc_plain(bytes, alignment, stream);
     }
     let state = allocator.state();
     let own = |passes: &mut Vec<PassState>| {
@@ -120,10 +121,10 @@ pub(super) fn alloc_in_pass(
         Some((allocated, pass.ready.remove(&allocated)))
     };
     match PASSES.with_borrow_mut(own) {
-        None => allocate(),
+        None => allocator.alloc_plain(bytes, alignment, stream),
         Some((_, Some(ready))) => Ok(ready),
         Some((allocated, None)) => {
-            let storage = allocate()?;
+            let storage = allocator.alloc_plain(bytes, alignment, stream)?;
             let made = (allocated, Arc::downgrade(&storage));
             PASSES
                 .with_borrow_mut(|passes| passes.last_mut().into_iter().for_each(|pass| pass.made.push(made.clone())));

@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use aquifer_allocator::{AccessGuard, Storage};
 use aquifer_device::{AccessKind, DevicePtr, RequestError, Stream};
-use aquifer_kernels::{Element, Kernels, Operand};
 use aquifer_transfer::{DevicePart, Transfer};
 use bytemuck::Pod;
 
@@ -17,6 +16,7 @@ use crate::transfer::{DeviceSource, Pending, Source, Target, bytes_of_mut, eleme
 
 mod access;
 mod alloc;
+mod kernels;
 mod view;
 
 pub use access::{Access, WithError, read, with, write};
@@ -182,6 +182,14 @@ impl<T> Buffer<T> {
     /// When the stream belongs to another device.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
         Ok(self.storage.record_stream(stream)?)
+    }
+
+    /// The runtime of its device for a copy by `copies`, which may be another device's.
+    pub(crate) fn copies_for(&self, copies: &Transfer) -> Result<Transfer, Error> {
+        if self.storage.device_id() == copies.device().id() {
+            return Ok(copies.clone());
+        }
+        Ok(self.services.runtime()?.transfer(self.storage.allocator())?)
     }
 
     /// Its memory, as an end of a copy.
@@ -398,14 +406,14 @@ impl<T: Pod + Send + Sync> Buffer<T> {
     pub fn copy_from(&mut self, from: impl DeviceSource<T>, stream: &Stream) -> Result<(), Error> {
         let copies = self.copies(stream)?;
         let _place = copies.called_here();
+        self.fill_by(&copies, from)
+    }
+
+    /// As [`Buffer::copy_from`], by a runtime of its device.
+    pub(crate) fn fill_by(&mut self, copies: &Transfer, from: impl DeviceSource<T>) -> Result<(), Error> {
         let (from, region) = from.parts();
         let elements = elements::<T>(from.len, self.len, region);
-        let source = if from.storage.device_id() == self.storage.device_id() {
-            copies.clone()
-        } else {
-            from.services.runtime()?.transfer(from.storage.allocator())?
-        };
-        Ok(copies.copy_in_order(&source, from.device_part(), self.device_part(), &elements)?)
+        Ok(copies.copy_in_order(&from.copies_for(copies)?, from.device_part(), self.device_part(), &elements)?)
     }
 
     /// A copy in memory of another allocator, such as another device's, enqueued on `stream` of
@@ -422,94 +430,6 @@ impl<T: Pod + Send + Sync> Buffer<T> {
 
     fn copies(&self, stream: &Stream) -> Result<Transfer, Error> {
         self.services.copies(self.storage.allocator(), stream)
-    }
-}
-
-/// Kernels.
-impl<T: Element> Buffer<T> {
-    /// Sets every element to `value`.
-    ///
-    /// # Errors
-    /// As [`Kernels::fill`].
-    #[track_caller]
-    pub fn fill(&mut self, value: T, stream: &Stream) -> Result<(), Error> {
-        Ok(self.services.clone().kernels()?.fill(stream, self, value)?)
-    }
-
-    /// Adds `alpha · x`, element by element; see [`Kernels::axpy`].
-    ///
-    /// # Errors
-    /// As [`Kernels::axpy`].
-    #[track_caller]
-    pub fn axpy(&mut self, alpha: impl Into<f64>, x: &Buffer<T>, stream: &Stream) -> Result<(), Error> {
-        Ok(self.services.clone().kernels()?.axpy(stream, alpha.into(), x, self)?)
-    }
-
-    /// Adds `other`, element by element; see [`Kernels::add`].
-    ///
-    /// # Errors
-    /// As [`Kernels::add`].
-    #[track_caller]
-    pub fn add_assign(&mut self, other: &Buffer<T>, stream: &Stream) -> Result<(), Error> {
-        let own = self.share();
-        Ok(own.services.kernels()?.add(stream, &own, other, self)?)
-    }
-
-    /// The sum of all elements, as a buffer of one element; see [`Kernels::reduce_sum`].
-    ///
-    /// # Errors
-    /// As [`Kernels::reduce_sum`], and when memory runs out.
-    #[track_caller]
-    pub fn sum(&self, stream: &Stream) -> Result<Buffer<T::Sum>, Error> {
-        let memory = self.allocator();
-        let mut scratch = memory.alloc::<u64>(Kernels::SUM_SCRATCH_LEN, stream)?;
-        let mut sum = memory.alloc(1, stream)?;
-        self.services.kernels()?.reduce_sum(stream, self, &mut scratch, &mut sum)?;
-        Ok(sum)
-    }
-
-    /// Every element as another type; see [`Kernels::cast`].
-    ///
-    /// # Errors
-    /// As [`Kernels::cast`], and when memory runs out.
-    #[track_caller]
-    pub fn cast<U: Element>(&self, stream: &Stream) -> Result<Buffer<U>, Error> {
-        let mut to = self.allocator().alloc(self.len, stream)?;
-        self.services.kernels()?.cast(stream, self, &mut to)?;
-        Ok(to)
-    }
-
-    /// The product of this matrix, of `m` rows of `k` elements, and `b`, of `k` rows of `n`, with
-    /// `shape` `[m, k, n]`; see [`Kernels::matmul`].
-    ///
-    /// # Errors
-    /// As [`Kernels::matmul`], and when memory runs out.
-    #[track_caller]
-    pub fn matmul(&self, b: &Buffer<T>, shape: [usize; 3], stream: &Stream) -> Result<Buffer<T>, Error> {
-        let [m, _, n] = shape;
-        let (len, size) = ((m as u64).saturating_mul(n as u64), size_of::<T>() as u64);
-        let len = usize::try_from(len).map_err(|_| RequestError::LengthOverflow { len, size })?;
-        let mut to = self.allocator().alloc(len, stream)?;
-        self.services.kernels()?.matmul(stream, self, b, &mut to, shape.map(|extent| extent as u64))?;
-        Ok(to)
-    }
-}
-
-impl<'a, T: Element> From<&'a Buffer<T>> for Operand<'a> {
-    fn from(buffer: &'a Buffer<T>) -> Self {
-        Operand::new(&buffer.storage, buffer.ptr(), buffer.bytes(), T::DTYPE)
-    }
-}
-
-impl<'a, T: Element> From<&'a mut Buffer<T>> for Operand<'a> {
-    fn from(buffer: &'a mut Buffer<T>) -> Self {
-        Operand::from(&*buffer)
-    }
-}
-
-impl<'a, T: Element> From<&'a mut Buffer<T>> for aquifer_kernels::Target<'a> {
-    fn from(buffer: &'a mut Buffer<T>) -> Self {
-        aquifer_kernels::Target::new(Operand::from(buffer))
     }
 }
 

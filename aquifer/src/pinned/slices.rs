@@ -58,30 +58,38 @@ pub struct PinnedSliceMut<'a, T> {
 // Elements are plain numbers, of which every value is valid.
 impl<T> UnwindSafe for PinnedSliceMut<'_, T> {}
 
+macro_rules! sizes {
+    ($($view:ident $(by $as_shared:ident)?,)*) => { $(
+        impl<T> $view<'_, T> {
+            /// Number of elements.
+            pub fn len(&self) -> usize {
+                self.len
+            }
+
+            /// Whether it has no elements.
+            pub fn is_empty(&self) -> bool {
+                self.len == 0
+            }
+
+            /// Size in bytes.
+            pub fn bytes(&self) -> usize {
+                self.part$(.$as_shared())?.bytes()
+            }
+
+            /// Whether the memory is pinned.
+            pub fn is_pinned(&self) -> bool {
+                self.part$(.$as_shared())?.is_pinned()
+            }
+        }
+    )* };
+}
+
+sizes! { PinnedSlice, PinnedSliceMut by as_shared, }
+
 impl<'a, T: Pod> PinnedSlice<'a, T> {
     /// The part must hold `len` values, and be aligned for them.
     pub(super) fn new(part: PinnedPart<'a>, len: usize) -> Self {
         PinnedSlice { part, len, element: PhantomData }
-    }
-
-    /// Number of elements.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether it has no elements.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Size in bytes.
-    pub fn bytes(&self) -> usize {
-        self.part.bytes()
-    }
-
-    /// Whether the memory is pinned.
-    pub fn is_pinned(&self) -> bool {
-        self.part.is_pinned()
     }
 
     /// A part of it.
@@ -140,26 +148,6 @@ impl<'a, T: Pod> PinnedSliceMut<'a, T> {
         PinnedSliceMut { part, len, element: PhantomData }
     }
 
-    /// Number of elements.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether it has no elements.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Size in bytes.
-    pub fn bytes(&self) -> usize {
-        self.part.bytes()
-    }
-
-    /// Whether the memory is pinned.
-    pub fn is_pinned(&self) -> bool {
-        self.part.is_pinned()
-    }
-
     /// The same view with a shorter lifetime.
     pub fn reborrow(&mut self) -> PinnedSliceMut<'_, T> {
         PinnedSliceMut::new(self.part.reborrow(), self.len)
@@ -201,7 +189,8 @@ impl<'a, T: Pod> PinnedSliceMut<'a, T> {
     /// [`Error::BadCast`] when they do not divide into such values, or are not aligned for
     /// them.
     pub fn cast<U: Pod>(self) -> Result<PinnedSliceMut<'a, U>, Error> {
-        let len = len_as::<U>(self.part.ptr(), self.part.bytes())?;
+        let own = self.part.as_shared();
+        let len = len_as::<U>(own.ptr(), own.bytes())?;
         Ok(PinnedSliceMut::new(self.part, len))
     }
 

@@ -52,7 +52,8 @@ pub(super) fn pack_to(
         return Ok(());
     }
     if layout.is_contiguous() {
-        return transfer.on(stream)?.fill_from(&memory.elements(dtype, layout.offset(), layout.len())?, to);
+        let (copies, from) = (transfer.on(stream)?, memory.elements(dtype, layout.offset(), layout.len())?);
+        return to.fill_by(&copies, &from);
     }
     let (kernels, size) = (transfer.allocator().kernels()?, dtype.bytes());
     let (strided, starts) = launches(layout)?;

@@ -374,21 +374,9 @@ impl Transfer {
         let _place = self.called_here();
         let (from, region) = from.parts();
         let elements = elements::<T>(from.len(), to.len(), region);
-        let source = self.runtime_of(from)?;
+        let source = from.copies_for(&self.copies)?;
         let (copied, route) = self.copies.copy(&source, from.device_part(), to.device_part(), &elements)?;
         Ok(Pending::new(copied, route))
-    }
-
-    /// As [`Transfer::copy`], for callers that need only the stream's order: records no event.
-    pub(crate) fn fill_from<T: Pod + Send + Sync>(
-        &self,
-        from: impl DeviceSource<T>,
-        to: &mut Buffer<T>,
-    ) -> Result<(), Error> {
-        let (from, region) = from.parts();
-        let elements = elements::<T>(from.len(), to.len(), region);
-        let source = self.runtime_of(from)?;
-        Ok(self.copies.copy_in_order(&source, from.device_part(), to.device_part(), &elements)?)
     }
 
     /// New device memory for `len` elements of a dtype.
@@ -423,14 +411,6 @@ impl Transfer {
     /// A value that is complete once all work enqueued on the stream so far is.
     pub(crate) fn after<T>(&self, stream: &Stream, value: T) -> Result<Pending<T>, Error> {
         Ok(Pending::new(self.copies.enqueued_on(stream)?, value))
-    }
-
-    /// The runtime of the device of a buffer: this one, or that of the buffer's allocator.
-    fn runtime_of<T>(&self, buffer: &Buffer<T>) -> Result<Transfer, Error> {
-        if buffer.storage().device_id() == self.device().id() {
-            return Ok(self.clone());
-        }
-        buffer.allocator().transfer()
     }
 
     /// Copies host memory to pinned memory. The calling thread waits until no copy writes

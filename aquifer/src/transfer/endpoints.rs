@@ -17,6 +17,9 @@ use crate::pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};
 
 pub(crate) trait Sealed {}
 
+/// A copy that was begun, or not.
+type Begun<T> = Result<Pending<T>, Error>;
+
 /// A source of uploads.
 ///
 /// | source | while the copy is in flight |
@@ -45,12 +48,7 @@ pub trait Source<T: Pod + Send + Sync>: Sized + Sealed {
     fn on_host(&self) -> Result<(&[T], Option<&Region<'_>>), Error>;
 
     #[doc(hidden)]
-    fn upload_to(
-        self,
-        transfer: &Transfer,
-        to: &mut Buffer<T>,
-        region: Option<&Region<'_>>,
-    ) -> Result<Pending<Self::Report>, Error>;
+    fn upload_to(self, transfer: &Transfer, to: &mut Buffer<T>, region: Option<&Region<'_>>) -> Begun<Self::Report>;
 }
 
 /// A target of downloads.
@@ -60,8 +58,7 @@ pub trait Source<T: Pod + Send + Sync>: Sized + Sealed {
 /// | [`PinnedBuffer`] by mutable reference, [`PinnedSliceMut`] | nothing: reading the memory waits for the copy |
 /// | [`PinnedBuffer`], `Vec<T>` of the buffer's length | the memory |
 ///
-/// [`Buffer::download_blocking`] takes `&mut
-/// [T]`.
+/// [`Buffer::download_blocking`] takes `&mut [T]`.
 ///
 /// [`Region::of`] makes a target of a region of any of them; bytes between its elements stay.
 #[diagnostic::on_unimplemented(
@@ -75,12 +72,7 @@ pub trait Target<T: Pod + Send + Sync>: Sized + Sealed {
     type Output: Send + 'static;
 
     #[doc(hidden)]
-    fn download_from(
-        self,
-        transfer: &Transfer,
-        from: &Buffer<T>,
-        region: Option<&Region<'_>>,
-    ) -> Result<Pending<Self::Output>, Error>;
+    fn download_from(self, transfer: &Transfer, from: &Buffer<T>, region: Option<&Region<'_>>) -> Begun<Self::Output>;
 }
 
 /// Device memory to copy from: a reference to a [`Buffer`] or to a view, of any device, or
@@ -166,12 +158,7 @@ macro_rules! sources {
                 Ok(($read, None))
             }
 
-            fn upload_to(
-                self,
-                transfer: &Transfer,
-                to: &mut Buffer<T>,
-                region: Option<&Region<'_>>,
-            ) -> Result<Pending<()>, Error> {
+            fn upload_to(self, transfer: &Transfer, to: &mut Buffer<T>, region: Option<&Region<'_>>) -> Begun<()> {
                 let elements = elements::<T>(self.len(), to.len(), region);
                 let $from = self;
                 Ok(Pending::new(transfer.$upload($end, to.device_part(), &elements)?, ()))
@@ -206,12 +193,7 @@ impl<T: Pod + Send + Sync> Source<T> for FilePart {
         Err(RequestError::Unsupported { what: "memory as the source of a copy on the host" }.into())
     }
 
-    fn upload_to(
-        self,
-        transfer: &Transfer,
-        to: &mut Buffer<T>,
-        region: Option<&Region<'_>>,
-    ) -> Result<Pending<FileReport>, Error> {
+    fn upload_to(self, transfer: &Transfer, to: &mut Buffer<T>, region: Option<&Region<'_>>) -> Begun<FileReport> {
         match region {
             None => {
                 let (copied, report) = transfer.upload_file(&self.path, self.offset, to.device_part())?;
@@ -237,12 +219,7 @@ impl<T: Pod + Send + Sync, S: Source<T>> Source<T> for InRegion<'_, S> {
         Ok((self.end.on_host()?.0, Some(&self.region)))
     }
 
-    fn upload_to(
-        self,
-        transfer: &Transfer,
-        to: &mut Buffer<T>,
-        _: Option<&Region<'_>>,
-    ) -> Result<Pending<S::Report>, Error> {
+    fn upload_to(self, transfer: &Transfer, to: &mut Buffer<T>, _: Option<&Region<'_>>) -> Begun<S::Report> {
         self.end.upload_to(transfer, to, Some(&self.region))
     }
 }
@@ -254,12 +231,7 @@ macro_rules! targets {
             type Output = $output;
 
             #[allow(unused_mut, reason = "one of the targets changes itself")]
-            fn download_from(
-                self,
-                $transfer: &Transfer,
-                $from: &Buffer<T>,
-                $region: Option<&Region<'_>>,
-            ) -> Result<Pending<$output>, Error> {
+            fn download_from(self, $transfer: &Transfer, $from: &Buffer<T>, $region: Option<&Region<'_>>) -> Begun<$output> {
                 let mut $to = self;
                 $download
             }
@@ -289,12 +261,7 @@ impl<T> Sealed for PinnedBuffer<T> {}
 impl<T: Pod + Send + Sync, D: Target<T>> Target<T> for InRegion<'_, D> {
     type Output = D::Output;
 
-    fn download_from(
-        self,
-        transfer: &Transfer,
-        from: &Buffer<T>,
-        _: Option<&Region<'_>>,
-    ) -> Result<Pending<D::Output>, Error> {
+    fn download_from(self, transfer: &Transfer, from: &Buffer<T>, _: Option<&Region<'_>>) -> Begun<D::Output> {
         self.end.download_from(transfer, from, Some(&self.region))
     }
 }

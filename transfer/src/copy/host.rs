@@ -11,7 +11,7 @@ use aquifer_device::{AccessKind, CopyEnd};
 use bytemuck::Pod;
 
 use super::DevicePart;
-use super::memory::{Destination, GuardedRange, Lent, Owned};
+use super::memory::{Destination, GuardedRange, Owned};
 use super::packed::{OnDevice, Packed};
 use super::region::{Elements, Plan};
 use crate::completion::Completion;
@@ -44,15 +44,7 @@ impl Transfer {
         to: DevicePart<'_>,
         elements: &Elements<'_>,
     ) -> Result<Completion, TransferError> {
-        let part = from.host();
-        self.check_part(to)?;
-        self.check_device("pinned memory", part.memory.device_id())?;
-        let Some(plan) = Plan::of(elements, part.bytes as u64, to.bytes)? else { return Ok(Completion::complete()) };
-        if !part.memory.is_pinned() {
-            let source = HostEndpoint::Source(Arc::new(GuardedRange::from(part.reserve(AccessKind::Read)?)));
-            return Ok(self.staged(self.stage_plan(source, to, &plan)?));
-        }
-        self.enqueue_pinned(Direction::Upload, to, part, &plan.rows, plan.size)
+        self.copy_pinned(Direction::Upload, from.host(), to, elements)
     }
 
     /// Begins a copy of memory that the copy owns.
@@ -93,7 +85,7 @@ impl Transfer {
         #[allow(unsafe_code, reason = "lending is a promise to wait, which this function keeps")]
         // SAFETY: the memory is borrowed until this function returns, and it waits until the job is
         // settled.
-        let lent = unsafe { Lent::to_read(from) };
+        let lent = unsafe { GuardedRange::lent(from) };
         let job = self.stage_plan(HostEndpoint::Source(Arc::new(lent)), to, &plan)?;
         match job.wait() {
             JobProgress::Finished(Err(error)) => Err(error),
@@ -138,15 +130,7 @@ impl Transfer {
         to: PinnedPartMut<'_>,
         elements: &Elements<'_>,
     ) -> Result<Completion, TransferError> {
-        let part = to.host();
-        self.check_part(from)?;
-        self.check_device("pinned memory", part.memory.device_id())?;
-        let Some(plan) = Plan::of(elements, from.bytes, part.bytes as u64)? else { return Ok(Completion::complete()) };
-        if !part.memory.is_pinned() {
-            let target = HostEndpoint::Target(Arc::new(GuardedRange::from(part.reserve(AccessKind::Write)?)));
-            return Ok(self.staged(self.stage_plan(target, from, &plan)?));
-        }
-        self.enqueue_pinned(Direction::Download, from, part, &plan.rows, plan.size)
+        self.copy_pinned(Direction::Download, to.host(), from, elements)
     }
 
     /// Begins a copy of device memory to a new vector.
@@ -216,7 +200,7 @@ impl Transfer {
         #[allow(unsafe_code, reason = "lending is a promise to wait, which this function keeps")]
         // SAFETY: the memory is borrowed mutably until this function returns, and it waits until
         // the job is settled.
-        let lent = unsafe { Lent::to_write(to) };
+        let lent = unsafe { GuardedRange::lent_mut(to) };
         let job = self.stage_plan(HostEndpoint::Target(Arc::new(lent)), from, &plan)?;
         job.wait();
         self.staged(job).wait()
@@ -235,7 +219,7 @@ impl Transfer {
         to: PinnedPartMut<'_>,
         elements: &Elements<'_>,
     ) -> Result<(), TransferError> {
-        if let Some(plan) = Plan::of(elements, from.len() as u64, to.bytes() as u64)? {
+        if let Some(plan) = Plan::of(elements, from.len() as u64, to.host().bytes as u64)? {
             plan.rows.copy_bytes(plan.size, from, to.into_write()?);
             self.shared().counters.count_all(ON_HOST, 1, plan.bytes());
         }
@@ -252,6 +236,30 @@ impl Transfer {
     ) -> Result<Option<Plan>, TransferError> {
         self.check_part(device)?;
         Plan::of(elements, from_bytes, to_bytes)
+    }
+
+    /// Begins a copy between device memory and a block of pinned memory, which may be pageable.
+    fn copy_pinned(
+        &self,
+        direction: Direction,
+        host: HostPart<'_>,
+        device: DevicePart<'_>,
+        elements: &Elements<'_>,
+    ) -> Result<Completion, TransferError> {
+        self.check_device("pinned memory", host.memory.device_id())?;
+        let is_upload = direction == Direction::Upload;
+        let (here, there) = (host.bytes as u64, device.bytes);
+        let (from, to) = if is_upload { (here, there) } else { (there, here) };
+        let Some(plan) = self.plan(device, elements, from, to)? else { return Ok(Completion::complete()) };
+        if host.memory.is_pinned() {
+            return self.enqueue_pinned(direction, device, host, &plan.rows, plan.size);
+        }
+        let end = if is_upload {
+            HostEndpoint::Source(Arc::new(GuardedRange::from(host.reserve(AccessKind::Read)?)))
+        } else {
+            HostEndpoint::Target(Arc::new(GuardedRange::from(host.reserve(AccessKind::Write)?)))
+        };
+        Ok(self.staged(self.stage_plan(end, device, &plan)?))
     }
 
     /// Packs the elements into pinned memory now, and copies them from there.

@@ -122,43 +122,40 @@ impl HostSource for Owned {
     }
 }
 
-/// Host memory that threads access, with its guard: the reservation of a pageable buffer, which the
+/// Host memory that threads access. The reservation of a pageable buffer guards it, which the
 /// driver would copy only while the host waits, or the caller's promise to wait.
-pub(crate) struct GuardedRange<K> {
+pub(crate) struct GuardedRange {
     range: HostRange,
-    _guard: K,
+    _reserved: Option<Reserved>,
 }
 
-/// Memory that the caller lends until the job is settled.
-pub(crate) type Lent = GuardedRange<()>;
-
-impl From<Reserved> for GuardedRange<Reserved> {
+impl From<Reserved> for GuardedRange {
     fn from(reserved: Reserved) -> Self {
-        GuardedRange { range: reserved.range(), _guard: reserved }
+        GuardedRange { range: reserved.range(), _reserved: Some(reserved) }
     }
 }
 
-impl Lent {
-    /// Memory to read.
+impl GuardedRange {
+    /// Memory to read, which the caller lends.
     ///
     /// # Safety
     /// It must stay as it is until every job that has it is settled.
     #[allow(unsafe_code, reason = "the lender must wait")]
-    pub(crate) unsafe fn to_read(memory: &[u8]) -> Lent {
-        GuardedRange { range: HostRange::new(memory.as_ptr().cast_mut(), memory.len()), _guard: () }
+    pub(crate) unsafe fn lent(memory: &[u8]) -> GuardedRange {
+        GuardedRange { range: HostRange::new(memory.as_ptr().cast_mut(), memory.len()), _reserved: None }
     }
 
-    /// Memory to write.
+    /// Memory to write, which the caller lends.
     ///
     /// # Safety
     /// It must stay live, and untouched by others, until every job that has it is settled.
     #[allow(unsafe_code, reason = "the lender must wait")]
-    pub(crate) unsafe fn to_write(memory: &mut [u8]) -> Lent {
-        GuardedRange { range: HostRange::new(memory.as_mut_ptr(), memory.len()), _guard: () }
+    pub(crate) unsafe fn lent_mut(memory: &mut [u8]) -> GuardedRange {
+        GuardedRange { range: HostRange::new(memory.as_mut_ptr(), memory.len()), _reserved: None }
     }
 }
 
-impl<K: Send + Sync> HostSource for GuardedRange<K> {
+impl HostSource for GuardedRange {
     fn bytes(&self) -> u64 {
         self.range.len() as u64
     }
@@ -168,7 +165,7 @@ impl<K: Send + Sync> HostSource for GuardedRange<K> {
     }
 }
 
-impl<K: Send + Sync> HostTarget for GuardedRange<K> {
+impl HostTarget for GuardedRange {
     fn bytes(&self) -> u64 {
         self.range.len() as u64
     }

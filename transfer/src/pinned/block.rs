@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use aquifer_device::{AccessKind, HostPtr, Stream};
+use aquifer_device::{AccessKind, HostPtr, Stream, Tick};
 use bytemuck::Pod;
 
 use super::memory::PinnedMemory;
@@ -28,13 +28,9 @@ use crate::host_memory;
 /// assert_eq!(block.part(2..5)?.read()?, [0, 7, 0]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub struct PinnedBlock(Arc<PinnedMemory>);
+pub struct PinnedBlock(pub(super) Arc<PinnedMemory>);
 
 impl PinnedBlock {
-    pub(super) fn new(memory: Arc<PinnedMemory>) -> PinnedBlock {
-        PinnedBlock(memory)
-    }
-
     /// Size in bytes.
     pub fn bytes(&self) -> usize {
         self.0.bytes()
@@ -51,7 +47,7 @@ impl PinnedBlock {
     /// # Errors
     /// Errors of the driver.
     pub fn is_idle(&self) -> Result<bool, TransferError> {
-        self.0.is_idle()
+        self.0.uses.are_over()
     }
 
     /// The bytes, after waiting on the host for copies into the block.
@@ -68,6 +64,11 @@ impl PinnedBlock {
     /// Errors of the driver.
     pub fn write(&mut self) -> Result<&mut [u8], TransferError> {
         self.all_mut().into_write()
+    }
+
+    /// Waits until no copy uses the block. Not counted: for the staging ring's threads.
+    pub(crate) fn synchronize(&self) -> Result<(), TransferError> {
+        Ok(self.0.uses.before(AccessKind::Write).iter().try_for_each(Tick::synchronize)?)
     }
 
     /// All of it, to be copied from.
@@ -100,7 +101,7 @@ impl PinnedBlock {
     /// # Errors
     /// When the stream is another device's, or captures; errors of the driver.
     pub fn lend(&self, stream: &Stream) -> Result<HostPtr, TransferError> {
-        self.0.lend(stream, AccessKind::Read)?;
+        self.0.access(stream, AccessKind::Read)?.lend();
         Ok(self.0.ptr())
     }
 
@@ -110,7 +111,7 @@ impl PinnedBlock {
     /// # Errors
     /// As [`PinnedBlock::lend`].
     pub fn lend_mut(&mut self, stream: &Stream) -> Result<HostPtr, TransferError> {
-        self.0.lend(stream, AccessKind::Write)?;
+        self.0.access(stream, AccessKind::Write)?.lend();
         Ok(self.0.ptr())
     }
 

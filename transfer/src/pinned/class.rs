@@ -5,33 +5,23 @@
 //! 16 MiB on multiples of 2 MiB.
 
 /// The smallest block, and the unit of all blocks, in bytes.
-pub(super) const UNIT: usize = 512;
+pub(super) const UNIT: u64 = 512;
 /// A page in bytes: the alignment of slabs, and of blocks of at least [`PAGED`] bytes.
-pub(super) const PAGE: usize = 4096;
+pub(super) const PAGE: u64 = 4096;
 /// Classes from this many bytes on are multiples of a page.
-pub(super) const PAGED: usize = 8 * PAGE;
+pub(super) const PAGED: u64 = 8 * PAGE;
 /// The unit of slabs in bytes, where the limit allows it.
-pub(super) const SLAB: usize = 2 << 20;
+pub(super) const SLAB: u64 = 2 << 20;
 
 /// The smallest class of at least `bytes` bytes; `None` when it cannot be addressed.
-pub(super) fn round_up(bytes: usize) -> Option<usize> {
+pub(super) fn round_up(bytes: u64) -> Option<u64> {
     bytes.max(1).checked_next_multiple_of(step(bytes)).filter(|&class| isize::try_from(class).is_ok())
 }
 
 /// The distance between the classes around `bytes`.
-fn step(bytes: usize) -> usize {
+fn step(bytes: u64) -> u64 {
     let doubling = bytes.saturating_sub(1).max(PAGE).ilog2();
     (1 << doubling) / 8
-}
-
-/// Number of a class, from 0, without gaps.
-pub(super) fn index(class: usize) -> usize {
-    if class <= PAGE {
-        return class / UNIT - 1;
-    }
-    let doubling = (class - 1).ilog2();
-    let within = (class - (1 << doubling)) / step(class) - 1;
-    8 * (doubling - PAGE.ilog2() + 1) as usize + within
 }
 
 #[cfg(test)]
@@ -52,21 +42,12 @@ mod tests {
     }
 
     #[test]
-    fn classes_are_numbered_without_gaps() {
-        let mut class = UNIT;
-        for number in 0..200 {
-            assert_eq!(index(class), number, "{class}");
-            class = round_up(class + 1).unwrap();
-        }
-    }
-
-    #[test]
     fn classes_of_sizes_that_powers_of_two_double() {
         assert_eq!(round_up(129 * (1 << 20) + (1 << 19)), Some(144 << 20));
         assert_eq!(round_up(10 * 1024 * 4), Some(40_960));
         assert_eq!(round_up(80_000_000), Some(80 << 20));
         assert_eq!(round_up(5_000_000_000), Some(5 << 30));
         assert_eq!(round_up(0), Some(UNIT));
-        assert_eq!(round_up(usize::MAX), None);
+        assert_eq!(round_up(u64::MAX), None);
     }
 }

@@ -10,9 +10,8 @@
 
 use std::collections::BTreeMap;
 
+use aquifer_allocator::internal::BlockId;
 use aquifer_device::Tick;
-
-use super::slabs::BlockId;
 
 /// The blocks that wait.
 #[derive(Debug, Default)]
@@ -30,20 +29,6 @@ struct Deferred {
     tick: Tick,
     /// The other ticks that must be done.
     rest: Vec<Tick>,
-}
-
-/// A tick that the first block of a queue waits for.
-#[derive(Debug)]
-pub(super) struct Front {
-    number: u64,
-    pub(super) tick: Tick,
-}
-
-impl Front {
-    /// The stream, and the place on its timeline.
-    pub(super) fn place(&self) -> (u32, u64) {
-        (self.tick.timeline().id(), self.tick.n())
-    }
 }
 
 impl DeferredBlocks {
@@ -106,13 +91,10 @@ impl DeferredBlocks {
 
     /// The first unfinished tick of each stream, in the order in which their blocks were given
     /// back.
-    pub(super) fn fronts(&self) -> Vec<Front> {
-        let first = |queue: &BTreeMap<_, Deferred>| {
-            queue.first_key_value().map(|(_, entry)| Front { number: entry.number, tick: entry.tick.clone() })
-        };
-        let mut fronts: Vec<_> = self.queues.values().filter_map(first).collect();
-        fronts.sort_unstable_by_key(|front| front.number);
-        fronts
+    pub(super) fn fronts(&self) -> Vec<Tick> {
+        let mut first: Vec<&Deferred> = self.queues.values().filter_map(|queue| queue.values().next()).collect();
+        first.sort_unstable_by_key(|entry| entry.number);
+        first.into_iter().map(|entry| entry.tick.clone()).collect()
     }
 }
 

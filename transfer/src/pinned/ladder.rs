@@ -2,7 +2,7 @@
 //!
 //! The rungs, each of which may serve the request: an unused block; blocks that the device is done
 //! with; a new slab; a part of a large unused slab; a new slab after unused ones went back; a part
-//! of a slab for larger requests; memory of reclaimable caches; a block that the host waits for. If
+//! of a slab for larger requests; memory of the cache; a block that the host waits for. If
 //! the last rung fails, the result is [`TransferError::OutOfPinned`].
 //!
 //! Invariants:
@@ -16,50 +16,29 @@
 
 use std::collections::BTreeSet;
 use std::num::NonZeroUsize;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aquifer_device::{Device, DeviceError, Operation, RequestError, Tick, fork};
 
 use super::class;
 use super::config::PinnedConfig;
-use super::deferred::Front;
-use super::slabs::BlockId;
 use super::source::SlabMemory;
 use super::state::{PoolBlock, PoolState, TakePlan};
 use crate::error::TransferError;
 use crate::sync::{Condvar, Mutex};
 
-/// A user of a pool that holds memory for later, and gives it back on request.
-pub(crate) trait ReclaimableCache: Send + Sync {
-    /// Gives back all memory that it does not use now, including memory that copies still use.
-    /// Returns whether there was any. Must not ask the pool for memory.
-    fn reclaim(&self) -> bool;
-}
-
-/// The caches of a pool. They are called without a lock.
-#[derive(Default)]
-pub(super) struct ReclaimableCaches(Mutex<Vec<Weak<dyn ReclaimableCache>>>);
-
-impl ReclaimableCaches {
-    pub(super) fn add(&self, cache: Weak<dyn ReclaimableCache>) {
-        let mut caches = self.0.lock();
-        caches.retain(|cache| cache.strong_count() > 0);
-        caches.push(cache);
-    }
-
-    /// Asks all caches; returns whether any memory came back.
-    pub(super) fn reclaim(&self) -> bool {
-        let caches: Vec<Arc<dyn ReclaimableCache>> = self.0.lock().iter().filter_map(Weak::upgrade).collect();
-        caches.iter().filter(|cache| cache.reclaim()).count() > 0
-    }
-}
+/// Gives back all memory that a user of a pool holds for later and does not use now, including
+/// memory that copies still use. Returns whether there was any. It is called without a lock, and
+/// must not ask the pool for memory.
+pub(super) type Reclaim = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// The shared state of all handles of a pool.
 pub(super) struct SharedPool {
     pub(super) device: Device,
     register_threads: Option<NonZeroUsize>,
-    pub(super) caches: ReclaimableCaches,
+    /// The staging ring's memory, if a ring takes its chunks from the pool.
+    pub(super) cache: Mutex<Option<Reclaim>>,
     pub(super) state: Mutex<PoolState>,
     /// Notified when a slab came or went.
     moved: Condvar,
@@ -72,7 +51,7 @@ impl SharedPool {
         SharedPool {
             device: device.for_memory(),
             register_threads,
-            caches: ReclaimableCaches::default(),
+            cache: Mutex::new(None),
             state,
             moved: Condvar::default(),
         }
@@ -80,9 +59,9 @@ impl SharedPool {
 
     /// An unused block of at least `bytes` bytes, not 0.
     #[inline]
-    pub(super) fn take(&self, bytes: usize) -> Result<PoolBlock, TransferError> {
+    pub(super) fn take(&self, bytes: u64) -> Result<PoolBlock, TransferError> {
         fork::check(Operation::HostAlloc)?;
-        let too_long = || TransferError::Request(RequestError::LengthOverflow { len: bytes as u64, size: 1 });
+        let too_long = || TransferError::Request(RequestError::LengthOverflow { len: bytes, size: 1 });
         let class = class::round_up(bytes).ok_or_else(too_long)?;
         if let Some(block) = self.state.lock().take(class, false) {
             return Ok(block);
@@ -91,7 +70,7 @@ impl SharedPool {
     }
 
     #[cold]
-    fn take_slowly(&self, class: usize) -> Result<PoolBlock, TransferError> {
+    fn take_slowly(&self, class: u64) -> Result<PoolBlock, TransferError> {
         // An error of a query says nothing: the blocks stay deferred.
         self.poll().or_else(unless_lost)?;
         let plan = self.state.lock().plan(class);
@@ -123,7 +102,7 @@ impl SharedPool {
             {
                 return Ok(block);
             }
-            if self.caches.reclaim() {
+            if self.reclaim() {
                 self.poll().or_else(unless_lost)?;
             } else if !self.wait_for_more(seen)? {
                 return Err(self.out_of_pinned(class, refusal));
@@ -133,10 +112,10 @@ impl SharedPool {
 
     /// Gets a slab of the first of these lengths that the limit and the system allow. If none is,
     /// the inner error is that of the system, or `None` if the limit refused it.
-    fn grow(&self, class: usize, sizes: &[usize]) -> Result<Result<PoolBlock, Option<TransferError>>, TransferError> {
+    fn grow(&self, class: u64, sizes: &[u64]) -> Result<Result<PoolBlock, Option<TransferError>>, TransferError> {
         let mut refusal = None;
         for &bytes in sizes {
-            match self.obtain(bytes, |state, memory, time| state.add(memory, bytes, class, time)) {
+            match self.obtain(bytes, |state, memory, time| state.add(memory, class, time)) {
                 None => {}
                 Some(Ok(block)) => return Ok(Ok(block)),
                 Some(Err(error)) if error.is_out_of_memory() => refusal = Some(error),
@@ -147,8 +126,8 @@ impl SharedPool {
     }
 
     /// Gets a slab of `bytes` bytes for later requests. Releases nothing for it.
-    pub(super) fn prewarm(&self, bytes: usize) -> Result<(), TransferError> {
-        match self.obtain(bytes, |state, memory, time| state.add_open(memory, bytes, time)) {
+    pub(super) fn prewarm(&self, bytes: u64) -> Result<(), TransferError> {
+        match self.obtain(bytes, |state, memory, time| state.add_open(memory, time)) {
             Some(Ok(())) => Ok(()),
             Some(Err(error)) if !error.is_out_of_memory() => Err(error),
             refused => Err(self.out_of_pinned(bytes, refused.and_then(Result::err))),
@@ -159,7 +138,7 @@ impl SharedPool {
     /// limit is reached.
     fn obtain<R>(
         &self,
-        bytes: usize,
+        bytes: u64,
         add: impl FnOnce(&mut PoolState, SlabMemory, Duration) -> R,
     ) -> Option<Result<R, TransferError>> {
         if !self.state.lock().begin_growth(bytes) {
@@ -169,7 +148,7 @@ impl SharedPool {
         let memory = SlabMemory::obtain(self.register_threads, &self.device, bytes);
         let mut state = self.state.lock();
         let added = memory.map(|memory| add(&mut state, memory, begun.elapsed()));
-        state.moving -= bytes;
+        state.end_growth(bytes);
         drop(state);
         self.moved.notify_all();
         Some(added)
@@ -177,8 +156,8 @@ impl SharedPool {
 
     /// Releases unused slabs to make room for one for `class`; all of them if the system refused
     /// it. Returns whether there is room.
-    fn make_room(&self, class: usize, system: bool) -> Result<bool, TransferError> {
-        let excess = if system { usize::MAX } else { self.state.lock().excess(class) };
+    fn make_room(&self, class: u64, system: bool) -> Result<bool, TransferError> {
+        let excess = if system { u64::MAX } else { self.state.lock().excess(class) };
         let released =
             self.release(excess).map(|released| released > 0).or_else(|error| unless_lost(error).map(|()| true))?;
         Ok(released || !system && self.state.lock().has_room_for(class))
@@ -186,14 +165,14 @@ impl SharedPool {
 
     /// Releases unused slabs of `bytes` bytes or a little more, as far as there are any. Returns
     /// the bytes released.
-    pub(super) fn release(&self, bytes: usize) -> Result<usize, TransferError> {
+    pub(super) fn release(&self, bytes: u64) -> Result<u64, TransferError> {
         let removed = self.state.lock().begin_release(bytes);
         let (mut released, mut failure) = (0, None);
         for mut slab in removed {
             let begun = Instant::now();
             // After a failure the rest stays.
             let gone = failure.is_none() && give_back(&mut slab.memory, &self.device, &mut failure);
-            released += if gone { slab.bytes } else { 0 };
+            released += if gone { slab.memory.bytes() } else { 0 };
             self.state.lock().end_release(slab, gone, begun.elapsed());
             self.moved.notify_all();
         }
@@ -206,14 +185,13 @@ impl SharedPool {
         let (mut outcome, mut asked) = (Ok(()), BTreeSet::new());
         let mut fronts = self.state.lock().fronts();
         while !fronts.is_empty() {
-            for front in &fronts {
+            for tick in &fronts {
                 // A tick that no event covers would never be known to be done.
-                let answer = front.tick.cover().and_then(|()| front.tick.is_done());
-                outcome = outcome.and(answer.map(drop));
+                outcome = outcome.and(tick.cover().and_then(|()| tick.is_done()).map(drop));
+                asked.insert((tick.timeline().id(), tick.n()));
             }
-            asked.extend(fronts.iter().map(Front::place));
             fronts = self.state.lock().fronts();
-            fronts.retain(|front| !asked.contains(&front.place()));
+            fronts.retain(|tick| !asked.contains(&(tick.timeline().id(), tick.n())));
         }
         outcome.map_err(TransferError::from)
     }
@@ -228,7 +206,7 @@ impl SharedPool {
             return Ok(true);
         }
         if fronts.is_empty() {
-            let moves = state.moving > 0;
+            let moves = state.is_moving();
             if moves {
                 drop(self.moved.wait(state));
             }
@@ -236,8 +214,8 @@ impl SharedPool {
         }
         drop(state);
         let mut failure = None;
-        for front in fronts {
-            match self.wait_for(&front.tick) {
+        for tick in &fronts {
+            match self.wait_for(tick) {
                 Ok(()) => {
                     self.state.lock().reap();
                     return Ok(true);
@@ -259,29 +237,24 @@ impl SharedPool {
         Ok(waited?)
     }
 
-    /// Takes a block back that copies may still use. Makes no driver call and does not wait.
-    #[inline]
-    pub(super) fn give(&self, block: BlockId, ticks: Vec<Tick>) {
-        self.state.lock().give(block, ticks);
+    /// Asks the cache for its memory; returns whether any came back.
+    pub(super) fn reclaim(&self) -> bool {
+        let cache = self.cache.lock().clone();
+        cache.is_some_and(|reclaim| reclaim())
     }
 
-    /// Bytes held from the system.
-    pub(super) fn reserved(&self) -> usize {
-        self.state.lock().reserved()
-    }
-
-    fn out_of_pinned(&self, class: usize, source: Option<TransferError>) -> TransferError {
+    fn out_of_pinned(&self, class: u64, source: Option<TransferError>) -> TransferError {
         self.state.lock().stats.num_ooms += 1;
         self.refusal(class, source)
     }
 
     /// The error of a request for `bytes` bytes.
-    pub(super) fn refusal(&self, bytes: usize, source: Option<TransferError>) -> TransferError {
-        let state = self.state.lock();
+    pub(super) fn refusal(&self, bytes: u64, source: Option<TransferError>) -> TransferError {
+        let mut state = self.state.lock();
         TransferError::OutOfPinned {
-            requested: bytes as u64,
-            reserved: state.reserved() as u64,
-            free: state.slabs.unused() as u64,
+            requested: bytes,
+            reserved: state.reserved(),
+            free: state.unused(),
             limit: state.limit,
             source: source.map(Box::new),
         }
@@ -319,7 +292,7 @@ impl Drop for SharedPool {
             tracing::debug!(%error, "the device could not be asked about the memory of a pool that is gone");
         }
         let state = self.state.get_mut();
-        for mut slab in state.begin_release(usize::MAX) {
+        for mut slab in state.begin_release(u64::MAX) {
             let at_once = calls && failure.is_none() && !slab.memory.waits_for_device();
             if !at_once || !give_back(&mut slab.memory, &self.device, &mut failure) {
                 // SAFETY: nothing of it is in use.
@@ -327,7 +300,7 @@ impl Drop for SharedPool {
             }
         }
         let uses = state.deferred.ticks();
-        for memory in state.slabs.drain() {
+        for memory in state.take_all() {
             // SAFETY: every buffer keeps the pool, so none is alive; former buffers left the ticks
             // of their copies.
             unsafe { memory.release_later(&self.device, uses.clone()) };

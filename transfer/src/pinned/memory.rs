@@ -32,7 +32,7 @@ pub(crate) struct PinnedMemory {
     ptr: HostPtr,
     bytes: usize,
     origin: Origin,
-    uses: Uses,
+    pub(super) uses: Uses,
 }
 
 /// The owner of the memory behind a buffer.
@@ -66,15 +66,15 @@ impl PinnedMemory {
             return Ok(Self::empty(pool, alignment));
         }
         // Blocks start at multiples of UNIT; a larger alignment needs room to move.
-        let room = alignment.saturating_sub(UNIT);
-        let block = pool.take(bytes.saturating_add(room))?;
-        let ptr = HostPtr(block.start.next_multiple_of(alignment.max(1)));
+        let room = (alignment as u64).saturating_sub(UNIT);
+        let block = pool.take((bytes as u64).saturating_add(room))?;
+        let ptr = HostPtr(block.ptr.0.next_multiple_of(alignment.max(1)));
         Ok(Self::new(pool, ptr, bytes, Origin::Pool(block)))
     }
 
     /// No bytes, at an address that is aligned.
     pub(super) fn empty(pool: &Arc<SharedPool>, alignment: usize) -> Arc<PinnedMemory> {
-        Self::new(pool, HostPtr(alignment.max(UNIT)), 0, Origin::Nowhere)
+        Self::new(pool, HostPtr(alignment.max(1)), 0, Origin::Nowhere)
     }
 
     pub(super) fn new(pool: &Arc<SharedPool>, ptr: HostPtr, bytes: usize, origin: Origin) -> Arc<PinnedMemory> {
@@ -99,11 +99,6 @@ impl PinnedMemory {
     /// Whether it is pinned, so that copies need not be staged.
     pub(crate) fn is_pinned(&self) -> bool {
         !matches!(self.origin, Origin::Pageable { .. })
-    }
-
-    /// Whether no copy is in flight, nor to come. Asks the driver if that is not known.
-    pub(crate) fn is_idle(&self) -> Result<bool, TransferError> {
-        self.uses.are_over()
     }
 
     /// Waits until the host may access all of the memory, and reports the part that it is about
@@ -164,16 +159,6 @@ impl PinnedMemory {
     /// Waits until no reservation conflicts with such a use. Another one may follow at once.
     pub(crate) fn wait_unreserved(&self, kind: AccessKind) {
         self.uses.wait_unreserved(kind);
-    }
-
-    /// Lends the memory to a stream on which the caller enqueues copies that the pool does not
-    /// know. The caller's buffer is borrowed as `kind` says, until the copies are enqueued.
-    ///
-    /// # Errors
-    /// As [`PinnedMemory::access`].
-    pub(super) fn lend(&self, stream: &Stream, kind: AccessKind) -> Result<(), TransferError> {
-        self.access(stream, kind)?.lend();
-        Ok(())
     }
 
     /// The caller's own vector, no longer pinned; `None` if the memory is not a registered
@@ -246,7 +231,10 @@ impl Drop for PinnedMemory {
             return;
         }
         match &mut self.origin {
-            Origin::Pool(block) => self.pool.give(block.id, self.uses.take()),
+            Origin::Pool(block) => {
+                let ticks = self.uses.take();
+                self.pool.state.lock().give(block.id, ticks);
+            }
             Origin::Registered(owner) => {
                 if let Some(owner) = owner.get_mut().take() {
                     let (device, bytes, uses) = (&self.pool.device, self.bytes as u64, self.uses.take());

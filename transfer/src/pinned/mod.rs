@@ -1,7 +1,7 @@
 //! Pinned host memory.
 //!
-//! A [`PinnedPool`] rounds a request (`class`) and takes an unused block of its slabs (`slabs`). If
-//! there is none, it gets more memory from the system or from reclaimable caches (`ladder`,
+//! A [`PinnedPool`] rounds a request (`class`) and takes an unused block of its heap (`state`). If
+//! there is none, it gets more memory from the system or from the staging ring (`ladder`,
 //! `source`). A [`PinnedBlock`] owns the block, and copies take parts of it
 //! ([`PinnedPart`], [`PinnedPartMut`]). The memory itself (`memory`) knows the ticks of those
 //! copies (`uses`), and goes back to the pool with them (`deferred`).
@@ -16,7 +16,6 @@ mod part;
 mod pool;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
-mod slabs;
 mod source;
 mod state;
 mod stats;
@@ -26,7 +25,6 @@ mod uses;
 
 pub use block::PinnedBlock;
 pub use config::PinnedConfig;
-pub(crate) use ladder::ReclaimableCache;
 pub(crate) use memory::{HostPart, PinnedMemory, Reserved};
 pub use part::{PinnedPart, PinnedPartMut};
 pub use pool::PinnedPool;

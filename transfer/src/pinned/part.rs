@@ -13,11 +13,12 @@ use crate::error::TransferError;
 
 /// A part of a [`super::PinnedBlock`] that copies read. While it is alive nothing can be copied
 /// into the block.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub struct PinnedPart<'a>(HostPart<'a>);
 
 /// A part of a [`super::PinnedBlock`] that copies write. While it is alive no other code can name
 /// that part.
+#[derive(Debug)]
 pub struct PinnedPartMut<'a>(HostPart<'a>);
 
 // All values of bytes are valid.
@@ -74,21 +75,6 @@ impl<'a> PinnedPartMut<'a> {
     /// All of the memory, which must be borrowed mutably for 'a only here.
     pub(super) fn all(memory: &'a Arc<PinnedMemory>) -> PinnedPartMut<'a> {
         PinnedPartMut(HostPart::all(memory))
-    }
-
-    /// Size in bytes.
-    pub fn bytes(&self) -> usize {
-        self.0.bytes
-    }
-
-    /// Its address.
-    pub fn ptr(&self) -> HostPtr {
-        self.0.ptr
-    }
-
-    /// Whether the memory is pinned.
-    pub fn is_pinned(&self) -> bool {
-        self.0.memory.is_pinned()
     }
 
     /// The same part with a shorter lifetime.
@@ -150,14 +136,8 @@ impl<'a> HostPart<'a> {
     }
 }
 
-impl fmt::Debug for PinnedPart<'_> {
+impl fmt::Debug for HostPart<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PinnedPart").field("ptr", &self.0.ptr).field("bytes", &self.0.bytes).finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for PinnedPartMut<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PinnedPartMut").field("ptr", &self.0.ptr).field("bytes", &self.0.bytes).finish_non_exhaustive()
+        f.debug_struct("HostPart").field("ptr", &self.ptr).field("bytes", &self.bytes).finish_non_exhaustive()
     }
 }

@@ -1,7 +1,7 @@
 //! The handle of a pool of pinned memory.
 
 use std::fmt;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use aquifer_device::fork::Mutex;
 use aquifer_device::{Code, Device, HostPtr};
@@ -11,7 +11,7 @@ use memmap2::MmapMut;
 use super::block::PinnedBlock;
 use super::class::SLAB;
 use super::config::PinnedConfig;
-use super::ladder::{ReclaimableCache, SharedPool};
+use super::ladder::SharedPool;
 use super::memory::{Origin, PinnedMemory};
 use super::stats::HostMemoryStats;
 use crate::error::TransferError;
@@ -69,20 +69,22 @@ impl PinnedPool {
         &self.0.device
     }
 
-    /// Asks `cache` for memory when the pool lacks some.
-    pub(crate) fn add_cache(&self, cache: Weak<dyn ReclaimableCache>) {
-        self.0.caches.add(cache);
+    /// Calls `reclaim` when the pool lacks memory; see [`Reclaim`](super::ladder::Reclaim). A pool
+    /// has one such cache.
+    pub(crate) fn set_cache(&self, reclaim: impl Fn() -> bool + Send + Sync + 'static) {
+        let before = self.0.cache.lock().replace(Arc::new(reclaim));
+        debug_assert!(before.is_none(), "two rings take their chunks from one pool");
     }
 
-    /// Asserts the invariants of its slabs.
+    /// Asserts the invariants of its state.
     #[cfg(test)]
     pub(super) fn check(&self) {
-        self.0.state.lock().slabs.check();
+        self.0.state.lock().check();
     }
 
     #[cfg(all(test, aquifer_shuttle))]
-    pub(super) fn reserved(&self) -> usize {
-        self.0.reserved()
+    pub(super) fn reserved(&self) -> u64 {
+        self.0.state.lock().reserved()
     }
 
     /// `bytes` bytes of pinned memory, aligned to `alignment`, and to 512 bytes, or to 4096
@@ -94,7 +96,7 @@ impl PinnedPool {
     /// [`aquifer_device::RequestError::LengthOverflow`]; errors of the driver.
     pub fn alloc(&self, bytes: usize, alignment: usize) -> Result<PinnedBlock, TransferError> {
         host_memory::bytes_of(bytes, 1)?;
-        Ok(PinnedBlock::new(PinnedMemory::alloc(&self.0, bytes, alignment)?))
+        Ok(PinnedBlock(PinnedMemory::alloc(&self.0, bytes, alignment)?))
     }
 
     /// As [`PinnedPool::alloc`], every byte being zero.
@@ -138,10 +140,8 @@ impl PinnedPool {
     /// [`TransferError::OutOfPinned`] when the limit or the system does not let it come; nothing is
     /// given back or waited for, for that. Errors of the driver.
     pub fn prewarm(&self, bytes: u64) -> Result<(), TransferError> {
-        match host_memory::len_of(bytes, 1)?.next_multiple_of(SLAB) {
-            0 => Ok(()),
-            length => self.0.prewarm(length),
-        }
+        host_memory::len_of(bytes, 1)?;
+        if bytes == 0 { Ok(()) } else { self.0.prewarm(bytes.next_multiple_of(SLAB)) }
     }
 
     /// Pins the caller's memory where it is, without a copy. [`PinnedBlock::into_vec`] gives
@@ -156,12 +156,12 @@ impl PinnedPool {
     pub fn register<T: Pod + Send>(&self, mut memory: Vec<T>) -> Result<PinnedBlock, (Vec<T>, TransferError)> {
         let bytes = size_of_val(memory.as_slice());
         if bytes == 0 {
-            return Ok(PinnedBlock::new(PinnedMemory::empty(&self.0, align_of::<T>())));
+            return Ok(PinnedBlock(PinnedMemory::empty(&self.0, align_of::<T>())));
         }
         match self.page_lock(memory.as_mut_ptr().cast(), bytes) {
             Ok(ptr) => {
                 let origin = Origin::Registered(Mutex::new(Some(Box::new(memory))));
-                Ok(PinnedBlock::new(PinnedMemory::new(&self.0, ptr, bytes, origin)))
+                Ok(PinnedBlock(PinnedMemory::new(&self.0, ptr, bytes, origin)))
             }
             Err(error) => Err((memory, error)),
         }
@@ -200,7 +200,7 @@ impl PinnedPool {
         let mut map = MmapMut::map_anon(bytes.saturating_add(alignment))
             .map_err(|cause| TransferError::OutOfHostMemory { bytes: bytes as u64, cause: cause.into() })?;
         let ptr = HostPtr(map.as_mut_ptr().expose_provenance().next_multiple_of(alignment.max(1)));
-        Ok(PinnedBlock::new(PinnedMemory::new(&self.0, ptr, bytes, Origin::Pageable { _map: map })))
+        Ok(PinnedBlock(PinnedMemory::new(&self.0, ptr, bytes, Origin::Pageable { _map: map })))
     }
 
     /// Gives unused slabs back to the system, the largest first, until the pool holds at most
@@ -211,13 +211,12 @@ impl PinnedPool {
     /// # Errors
     /// Errors of the driver. What did not go stays in the pool.
     pub fn trim_to(&self, bytes: u64) -> Result<u64, TransferError> {
-        if self.0.reserved() as u64 > bytes {
-            self.0.caches.reclaim();
+        if self.0.state.lock().reserved() > bytes {
+            self.0.reclaim();
         }
         self.0.poll()?;
-        let held = self.0.reserved();
-        let excess = held.saturating_sub(usize::try_from(bytes).unwrap_or(usize::MAX));
-        Ok(self.0.release(excess)? as u64)
+        let excess = self.0.state.lock().reserved().saturating_sub(bytes);
+        self.0.release(excess)
     }
 
     /// Gives every unused slab back and returns how many bytes that was. As [`PinnedPool::trim_to`]
@@ -241,7 +240,7 @@ impl PinnedPool {
     }
 
     /// The error of a user that leaves `bytes` bytes to others.
-    pub(crate) fn refusal(&self, bytes: usize) -> TransferError {
+    pub(crate) fn refusal(&self, bytes: u64) -> TransferError {
         self.0.refusal(bytes, None)
     }
 
@@ -265,7 +264,7 @@ impl PinnedPool {
 
 impl fmt::Debug for PinnedPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (device, reserved) = (self.device().id(), self.0.reserved());
+        let (device, reserved) = (self.device().id(), self.0.state.lock().reserved());
         f.debug_struct("PinnedPool").field("device", &device).field("reserved", &reserved).finish_non_exhaustive()
     }
 }

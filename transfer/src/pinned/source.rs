@@ -7,13 +7,15 @@ use std::thread;
 use aquifer_device::{Device, DeviceError, HostPtr, Tick};
 use memmap2::MmapMut;
 
-use super::class::PAGE;
 use crate::error::TransferError;
+use crate::host_memory;
 
 /// The least that is worth a thread, in bytes.
 const THREAD_PART: usize = 16 << 20;
 /// The alignment of huge pages in bytes.
 const HUGE: usize = 2 << 20;
+/// A page in bytes.
+const PAGE: usize = 4096;
 
 /// The memory of a slab, with one owner. Dropping it releases nothing: call a release method.
 #[derive(Debug)]
@@ -33,8 +35,9 @@ impl SlabMemory {
     pub(super) fn obtain(
         register_threads: Option<NonZeroUsize>,
         device: &Device,
-        bytes: usize,
+        bytes: u64,
     ) -> Result<SlabMemory, TransferError> {
+        let bytes = host_memory::len_of(bytes, 1)?;
         device.settle_host();
         match Self::from_system(register_threads, device, bytes) {
             Err(error) if error.is_out_of_memory() && device.wait_and_settle_host() > 0 => {
@@ -80,8 +83,13 @@ impl SlabMemory {
     }
 
     /// The first address.
-    pub(super) fn start(&self) -> usize {
-        self.ptr.0
+    pub(super) fn addr(&self) -> u64 {
+        self.ptr.0 as u64
+    }
+
+    /// Its length.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes as u64
     }
 
     /// Whether giving it back makes the driver wait for the device.

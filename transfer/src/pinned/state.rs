@@ -1,60 +1,92 @@
 //! The state of a pool, under its lock. Makes no driver call.
 //!
+//! Memory comes from the system in *slabs*, which are regions of a heap: the allocator's own, with
+//! one stream, the host. It tiles them with blocks, merges free neighbours, and finds the smallest
+//! free block that serves a request. The block that became unused last is not merged before another
+//! size is asked for, or another block becomes unused.
+//!
 //! Invariants:
+//! * every block is a multiple of 512 bytes. Blocks of at least 32 KiB are in slabs of their own,
+//!   where all are multiples of a page, and so is every address;
+//! * a live block is exactly as large as the class that was asked for;
 //! * `reserved = Σ slabs + slabs on their way here or back`, and growth never brings it above the
 //!   limit;
 //! * the pool grows instead of splitting a large slab only within an eighth of the most bytes that
 //!   were ever in use, and 32 MiB, plus the prewarmed bytes.
 
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
-use aquifer_device::Tick;
+use aquifer_allocator::internal::{After, Block, BlockId, Heap, PoolId, StreamId};
+use aquifer_device::{HostPtr, Tick};
 
-use super::class::{PAGE, SLAB};
-use super::deferred::{DeferredBlocks, Front};
-use super::slabs::{BlockId, Slab, Slabs};
+use super::class::{PAGE, PAGED, SLAB};
+use super::deferred::DeferredBlocks;
 use super::source::SlabMemory;
 use super::stats::HostMemoryStats;
 
 /// The state of a pool.
 #[derive(Debug)]
 pub(super) struct PoolState {
-    pub(super) slabs: Slabs<SlabMemory>,
+    heap: Heap,
+    /// The slabs by address.
+    slabs: BTreeMap<u64, Slab>,
     pub(super) deferred: DeferredBlocks,
-    /// Bytes of slabs that move from the system, or back to it.
-    pub(super) moving: usize,
+    /// Bytes of slabs that the system is asked for.
+    growing: u64,
+    /// The number of slabs that go back to the system.
+    leaving: usize,
     pub(super) limit: Option<u64>,
     /// Counts blocks that became unused and slabs that went.
     pub(super) available: u64,
     pub(super) stats: HostMemoryStats,
     /// The most bytes that were ever in use.
-    most_active: usize,
+    most_active: u64,
+}
+
+/// A slab.
+#[derive(Debug)]
+pub(super) struct Slab {
+    pub(super) memory: SlabMemory,
+    /// The pool of the heap in which its blocks are.
+    pool: PoolId,
+    /// Whether it is prewarmed, and split for any request.
+    is_open: bool,
 }
 
 /// The outcome of a request.
 pub(super) enum TakePlan {
     Taken(PoolBlock),
     /// The pool must grow by a slab of one of these lengths, the first if possible.
-    Grow([usize; 3]),
+    Grow([u64; 3]),
 }
 
 /// A block that was handed out.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PoolBlock {
     pub(super) id: BlockId,
-    pub(super) start: usize,
+    pub(super) ptr: HostPtr,
 }
 
+/// The one stream of the heap.
+const HOST: StreamId = StreamId::FIRST;
+
 /// Extra growth as a part of the reserved bytes, and its maximum.
-const GROWTH_PART: usize = 8;
-const GROWTH_MOST: usize = 32 << 20;
+const GROWTH_PART: u64 = 8;
+const GROWTH_MOST: u64 = 32 << 20;
+/// A slab that is free as a whole, and larger than this, is not split for requests smaller than an
+/// eighth of it, unless it came for requests of any size, or the caller says so.
+const GUARDED: u64 = 32 << 20;
 
 impl PoolState {
     pub(super) fn new(limit: Option<u64>) -> PoolState {
         PoolState {
-            slabs: Slabs::default(),
+            heap: Heap::new(false),
+            slabs: BTreeMap::new(),
             deferred: DeferredBlocks::default(),
-            moving: 0,
+            growing: 0,
+            leaving: 0,
             limit,
             available: 0,
             stats: HostMemoryStats::default(),
@@ -62,53 +94,97 @@ impl PoolState {
         }
     }
 
-    /// Bytes held from the system.
-    pub(super) fn reserved(&self) -> usize {
-        self.slabs.reserved() + self.moving
+    /// Bytes held from the system, or asked for.
+    pub(super) fn reserved(&self) -> u64 {
+        self.stats.allocated_bytes.current + self.growing
+    }
+
+    /// Unused bytes.
+    pub(super) fn unused(&mut self) -> u64 {
+        self.heap.coalesce(HOST);
+        self.heap.free_bytes()
+    }
+
+    /// Whether slabs are on their way here or back.
+    pub(super) fn is_moving(&self) -> bool {
+        self.growing > 0 || self.leaving > 0
     }
 
     /// The first unfinished ticks of deferred blocks, after finished ones became available.
-    pub(super) fn fronts(&mut self) -> Vec<Front> {
+    pub(super) fn fronts(&mut self) -> Vec<Tick> {
         self.reap();
         self.deferred.fronts()
     }
 
-    /// Takes out unused slabs of `bytes` bytes or a little more, to release them.
-    pub(super) fn begin_release(&mut self, bytes: usize) -> Vec<Slab<SlabMemory>> {
-        let removed = self.slabs.remove_unused(bytes);
-        self.moving += removed.iter().map(|slab| slab.bytes).sum::<usize>();
+    /// Takes out slabs of which nothing is in use, the largest first, until they are at least
+    /// `bytes` bytes or none is left, to release them.
+    pub(super) fn begin_release(&mut self, bytes: u64) -> Vec<Slab> {
+        self.heap.coalesce(HOST);
+        let is_unused = |first: BlockId| self.heap.is_free(first) && !self.heap.block(first).is_split();
+        let unused = self.heap.regions().filter(|region| is_unused(region.first));
+        let mut unused: Vec<_> = unused.map(|region| (region.bytes, region.addr, region.first)).collect();
+        unused.sort_unstable_by_key(|&(bytes, addr, _)| Reverse((bytes, addr)));
+        let (mut left, mut removed) = (bytes, Vec::new());
+        for (bytes, addr, first) in unused {
+            if left == 0 {
+                break;
+            }
+            left = left.saturating_sub(bytes);
+            self.heap.remove_region(first);
+            removed.extend(self.slabs.remove(&addr));
+        }
+        self.leaving += removed.len();
         removed
     }
 
     /// A slab is released, after `time`, or comes back.
-    pub(super) fn end_release(&mut self, slab: Slab<SlabMemory>, gone: bool, time: Duration) {
-        self.moving -= slab.bytes;
+    pub(super) fn end_release(&mut self, slab: Slab, gone: bool, time: Duration) {
+        self.leaving -= 1;
         if gone {
             self.available += 1;
-            self.stats.lost(slab.bytes, time);
+            self.stats.lost(slab.memory.bytes(), time);
         } else {
-            self.slabs.put_back(slab);
+            self.insert(slab);
         }
     }
 
+    /// All slabs, including those in use.
+    pub(super) fn take_all(&mut self) -> impl Iterator<Item = SlabMemory> {
+        std::mem::take(&mut self.slabs).into_values().map(|slab| slab.memory)
+    }
+
+    /// A block of exactly this class, out of unused memory. With `any`, large slabs are split for
+    /// small requests, too.
     #[inline]
-    pub(super) fn take(&mut self, class: usize, any: bool) -> Option<PoolBlock> {
-        let id = self.slabs.take(class, any)?;
-        Some(self.activate(id))
+    pub(super) fn take(&mut self, class: u64, any: bool) -> Option<PoolBlock> {
+        if let Some(id) = self.heap.retake(HOST, pool_of(class), class, class) {
+            return Some(self.activate(id, class));
+        }
+        self.heap.coalesce(HOST);
+        let is_open = |block: &Block| self.slabs.get(&block.addr).is_some_and(|slab| slab.is_open);
+        let may_split = |block: &Block| any || block.size <= GUARDED || class >= block.size / 8 || is_open(block);
+        let free = self.heap.smallest_where(pool_of(class), class, |block| block.is_split() || may_split(block))?;
+        Some(self.cut(free, class))
+    }
+
+    fn cut(&mut self, free: BlockId, class: u64) -> PoolBlock {
+        let id = self.heap.take(free, HOST, class, class);
+        self.activate(id, class)
     }
 
     #[inline]
-    fn activate(&mut self, id: BlockId) -> PoolBlock {
-        self.stats.activate(self.slabs.bytes(id));
-        PoolBlock { id, start: self.slabs.start(id) }
+    fn activate(&mut self, id: BlockId, class: u64) -> PoolBlock {
+        self.stats.activate(class);
+        #[expect(clippy::cast_possible_truncation, reason = "an address of the host")]
+        let ptr = HostPtr(self.heap.block(id).addr as usize);
+        PoolBlock { id, ptr }
     }
 
+    /// Takes a block back that copies may still use, until these ticks.
     #[inline]
     pub(super) fn give(&mut self, block: BlockId, ticks: Vec<Tick>) {
         if ticks.is_empty() || !self.deferred.insert(block, ticks) {
             self.make_available(block);
-        } else {
-            self.slabs.wait(block);
         }
     }
 
@@ -116,8 +192,9 @@ impl PoolState {
     fn make_available(&mut self, block: BlockId) {
         self.note_most_active();
         self.available += 1;
-        self.stats.deactivate(self.slabs.bytes(block));
-        self.slabs.defer(block);
+        let size = self.heap.block(block).size;
+        self.stats.deactivate(size);
+        self.heap.give_deferred(HOST, block, size, After::NOTHING);
     }
 
     /// Makes finished blocks available.
@@ -132,16 +209,12 @@ impl PoolState {
     /// Active bytes rise only until a block comes back.
     #[inline]
     fn note_most_active(&mut self) {
-        self.most_active = self.most_active.max(self.active());
-    }
-
-    fn active(&self) -> usize {
-        usize::try_from(self.stats.active_bytes.current).unwrap_or(usize::MAX)
+        self.most_active = self.most_active.max(self.stats.active_bytes.current);
     }
 
     /// Takes a block, or plans growth: growing is preferred to splitting a large slab, but only
     /// while it wastes little.
-    pub(super) fn plan(&mut self, class: usize) -> TakePlan {
+    pub(super) fn plan(&mut self, class: u64) -> TakePlan {
         if let Some(block) = self.take(class, false) {
             return TakePlan::Taken(block);
         }
@@ -150,7 +223,7 @@ impl PoolState {
         let least = class.next_multiple_of(SLAB);
         let handy = (held / GROWTH_PART).min(GROWTH_MOST) / SLAB * SLAB;
         let sizes = [handy.max(least), least, class.next_multiple_of(PAGE)];
-        let most = self.most_active.max(self.active() + class);
+        let most = self.most_active.max(self.stats.active_bytes.current + class);
         if held + sizes[0] > most + most / GROWTH_PART + GROWTH_MOST
             && let Some(block) = self.take(class, true)
         {
@@ -160,42 +233,67 @@ impl PoolState {
     }
 
     /// Counts a slab that is to come, if the limit allows it.
-    pub(super) fn begin_growth(&mut self, bytes: usize) -> bool {
+    pub(super) fn begin_growth(&mut self, bytes: u64) -> bool {
         let fits = self.has_room(bytes);
         if fits {
-            self.moving += bytes;
+            self.growing += bytes;
         }
         fits
     }
 
-    fn has_room(&self, bytes: usize) -> bool {
+    /// It came, or not.
+    pub(super) fn end_growth(&mut self, bytes: u64) {
+        self.growing -= bytes;
+    }
+
+    fn has_room(&self, bytes: u64) -> bool {
         let after = self.reserved().checked_add(bytes);
-        after.is_some_and(|after| self.limit.is_none_or(|limit| after as u64 <= limit))
+        after.is_some_and(|after| self.limit.is_none_or(|limit| after <= limit))
     }
 
     /// Whether the limit allows a slab for `class`.
-    pub(super) fn has_room_for(&self, class: usize) -> bool {
+    pub(super) fn has_room_for(&self, class: u64) -> bool {
         self.has_room(class.next_multiple_of(PAGE))
     }
 
     /// The bytes to release before a slab for `class` can come.
-    pub(super) fn excess(&self, class: usize) -> usize {
+    pub(super) fn excess(&self, class: u64) -> u64 {
         let after = self.reserved().saturating_add(class.next_multiple_of(PAGE));
-        let limit = self.limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX));
+        let limit = self.limit.unwrap_or(u64::MAX);
         if class > limit { 0 } else { after.saturating_sub(limit) }
     }
 
     /// A slab came, after `time`, for a present request.
-    pub(super) fn add(&mut self, memory: SlabMemory, bytes: usize, class: usize, time: Duration) -> PoolBlock {
-        let id = self.slabs.add(memory.start(), bytes, class, memory);
-        self.stats.gained(bytes, time);
-        self.activate(id)
+    pub(super) fn add(&mut self, memory: SlabMemory, class: u64, time: Duration) -> PoolBlock {
+        self.stats.gained(memory.bytes(), time);
+        let free = self.insert(Slab { memory, pool: pool_of(class), is_open: false });
+        self.cut(free, class)
     }
 
-    /// A slab came, after `time`, for later requests.
-    pub(super) fn add_open(&mut self, memory: SlabMemory, bytes: usize, time: Duration) {
-        self.slabs.add_open(memory.start(), bytes, memory);
-        self.stats.gained(bytes, time);
+    /// A slab came, after `time`, for later requests of at least [`PAGED`] bytes.
+    pub(super) fn add_open(&mut self, memory: SlabMemory, time: Duration) {
+        self.stats.gained(memory.bytes(), time);
+        self.insert(Slab { memory, pool: pool_of(PAGED), is_open: true });
         self.available += 1;
     }
+
+    fn insert(&mut self, slab: Slab) -> BlockId {
+        let (addr, bytes) = (slab.memory.addr(), slab.memory.bytes());
+        let free = self.heap.add_region(addr, bytes, HOST, slab.pool);
+        self.slabs.insert(addr, slab);
+        free
+    }
+
+    /// Asserts the invariants of the heap and of the module.
+    #[cfg(test)]
+    pub(super) fn check(&self) {
+        #[cfg(debug_assertions)]
+        assert_eq!(self.heap.check(), Ok(()));
+        let slabs: u64 = self.slabs.values().map(|slab| slab.memory.bytes()).sum();
+        assert!(self.leaving > 0 || self.stats.allocated_bytes.current == slabs);
+    }
+}
+
+fn pool_of(class: u64) -> PoolId {
+    if class < PAGED { PoolId::SMALL } else { PoolId::LARGE }
 }

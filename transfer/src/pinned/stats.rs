@@ -112,30 +112,30 @@ impl HostMemoryStats {
 
     /// A block of `bytes` bytes is in use.
     #[inline]
-    pub(super) fn activate(&mut self, bytes: usize) {
+    pub(super) fn activate(&mut self, bytes: u64) {
         add(&mut self.active_requests, 1);
-        add(&mut self.active_bytes, bytes as u64);
+        add(&mut self.active_bytes, bytes);
     }
 
     /// It is not any more.
     #[inline]
-    pub(super) fn deactivate(&mut self, bytes: usize) {
+    pub(super) fn deactivate(&mut self, bytes: u64) {
         sub(&mut self.active_requests, 1);
-        sub(&mut self.active_bytes, bytes as u64);
+        sub(&mut self.active_bytes, bytes);
     }
 
     /// A slab came, after the system took `time`.
-    pub(super) fn gained(&mut self, bytes: usize, time: Duration) {
+    pub(super) fn gained(&mut self, bytes: u64, time: Duration) {
         add(&mut self.allocations, 1);
-        add(&mut self.allocated_bytes, bytes as u64);
+        add(&mut self.allocated_bytes, bytes);
         self.num_host_alloc += 1;
         self.host_alloc_time.note(time);
     }
 
     /// A slab went.
-    pub(super) fn lost(&mut self, bytes: usize, time: Duration) {
+    pub(super) fn lost(&mut self, bytes: u64, time: Duration) {
         sub(&mut self.allocations, 1);
-        sub(&mut self.allocated_bytes, bytes as u64);
+        sub(&mut self.allocated_bytes, bytes);
         self.num_host_free += 1;
         self.host_free_time.note(time);
     }

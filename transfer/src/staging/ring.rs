@@ -48,7 +48,7 @@ impl<J> JobState<J> {
 
 /// The staging ring. See the module's documentation.
 #[derive(Debug)]
-pub(super) struct Ring<J, C, T> {
+pub(super) struct Ring<J, C> {
     sizes: Option<Sizes>,
     tuning: bool,
     /// Bytes of the chunks that there are, or of those to be had next.
@@ -60,8 +60,8 @@ pub(super) struct Ring<J, C, T> {
     /// Chunks that the ring aims for, as far as memory allows.
     target: usize,
     free: Vec<C>,
-    flying: VecDeque<Flight<C, T>>,
-    arrived: VecDeque<Flight<C, T>>,
+    flying: VecDeque<Flight<C>>,
+    arrived: VecDeque<Flight<C>>,
     jobs: BTreeMap<JobId, JobState<J>>,
     next_job: JobId,
     /// Jobs with pieces that were not begun, in the order in which they go on: those of lower
@@ -88,7 +88,7 @@ enum NextStep {
 /// The size of the smallest chunk where memory is short, in bytes.
 pub(super) const CHUNK_BYTES_LEAST: usize = 64 << 10;
 
-impl<J: Clone, C, T> Ring<J, C, T> {
+impl<J: Clone, C> Ring<J, C> {
     /// A ring without chunks; its sizes are asked for by the first task.
     pub(super) fn new() -> Self {
         Ring {
@@ -166,7 +166,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     }
 
     /// The next task, if there is one before another completes or a job comes.
-    pub(super) fn next(&mut self) -> Option<Task<J, C, T>> {
+    pub(super) fn next(&mut self) -> Option<Task<J, C>> {
         match self.step()? {
             NextStep::Tune => {
                 self.tuning = true;
@@ -207,7 +207,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         if wanting && self.chunks + self.growing < most && to_come < self.pieces_not_begun(to_come + 1) {
             return Some(NextStep::Grow);
         }
-        let is_needed = |flight: &Flight<C, T>| wanting || (flight.way == Way::Down && self.is_alive(flight.id));
+        let is_needed = |flight: &Flight<C>| wanting || (flight.way == Way::Down && self.is_alive(flight.id));
         let first = self.flying.iter().position(|flight| is_needed(flight) && !self.watched.contains(&flight.stream));
         first.map(NextStep::Wait)
     }
@@ -230,7 +230,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         self.jobs.get(&id).is_some_and(|entry| entry.failed.is_none())
     }
 
-    fn store(&mut self) -> Option<Task<J, C, T>> {
+    fn store(&mut self) -> Option<Task<J, C>> {
         let Flight { id, range, chunk, .. } = self.arrived.pop_front()?;
         // Pieces of failed jobs are not in `arrived`.
         let entry = self.jobs.get_mut(&id)?;
@@ -261,7 +261,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     }
 
     /// Begins a piece of the queued job with this index.
-    fn begin(&mut self, index: usize) -> Option<Task<J, C, T>> {
+    fn begin(&mut self, index: usize) -> Option<Task<J, C>> {
         let id = self.queued.remove(index)?;
         let entry = self.jobs.get_mut(&id)?;
         let chunk = self.free.pop()?;
@@ -282,7 +282,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
     }
 
     /// Accepts the result of a task.
-    pub(super) fn complete(&mut self, done: TaskResult<J, C, T>) -> Followup<J, C> {
+    pub(super) fn complete(&mut self, done: TaskResult<J, C>) -> Followup<J, C> {
         let mut after = Followup::default();
         match done {
             TaskResult::Tuned(sizes) => {
@@ -291,7 +291,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
                 self.aim();
             }
             TaskResult::Grown(grown) => self.grown(grown, &mut after),
-            TaskResult::Sent(piece, tick) => self.sent(piece, tick, &mut after),
+            TaskResult::Sent(piece) => self.sent(piece, &mut after),
             TaskResult::Stored(piece) => {
                 let id = self.put_down(piece, true, &mut after);
                 self.end_if_done(id, &mut after);
@@ -322,7 +322,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         }
     }
 
-    fn sent(&mut self, piece: Piece<J, C>, tick: T, after: &mut Followup<J, C>) {
+    fn sent(&mut self, piece: Piece<J, C>, after: &mut Followup<J, C>) {
         let Piece { id, work, range, chunk } = piece;
         drop(work);
         let Some(entry) = self.jobs.get_mut(&id) else { return self.discard(chunk, after) };
@@ -335,12 +335,12 @@ impl<J: Clone, C, T> Ring<J, C, T> {
             self.windows.release(stream);
             self.discard(chunk, after);
         } else {
-            self.flying.push_back(Flight { id, way, stream, range, chunk, tick });
+            self.flying.push_back(Flight { id, way, stream, range, chunk });
         }
         self.end_if_done(id, after);
     }
 
-    fn waited(&mut self, flight: Flight<C, T>, waited: Result<(), TransferError>, after: &mut Followup<J, C>) {
+    fn waited(&mut self, flight: Flight<C>, waited: Result<(), TransferError>, after: &mut Followup<J, C>) {
         self.watched.retain(|&stream| stream != flight.stream);
         let (id, stream) = (flight.id, flight.stream);
         if waited.is_ok() {
@@ -406,7 +406,7 @@ impl<J: Clone, C, T> Ring<J, C, T> {
         self.queued.retain(|&queued| queued != id);
         let (of_it, others) = std::mem::take(&mut self.arrived).into_iter().partition(|flight| flight.id == id);
         self.arrived = others;
-        let of_it: VecDeque<Flight<C, T>> = of_it;
+        let of_it: VecDeque<Flight<C>> = of_it;
         for flight in of_it {
             self.recycle(id, Some(flight.stream), flight.chunk, after);
         }

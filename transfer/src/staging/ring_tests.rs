@@ -10,7 +10,7 @@ use super::*;
 
 const SIZES: Sizes = Sizes { chunk_bytes: 4 * PAGE, chunks: 3, threads: 2 };
 
-type TestTask = Task<u32, u64, u64>;
+type TestTask = Task<u32, u64>;
 
 fn order(job: u32, way: Way, bytes: u64) -> Submission<u32> {
     Submission { work: job, way, bytes, phase: 0, stream: job, priority: 0 }
@@ -40,18 +40,17 @@ struct Known {
 /// A ring, its tasks under way, and the expected state of its jobs.
 #[derive(Default)]
 struct Model {
-    ring: Option<Ring<u32, u64, u64>>,
+    ring: Option<Ring<u32, u64>>,
     out: Vec<TestTask>,
     jobs: BTreeMap<u32, Known>,
     made: u64,
     /// Chunks given up by the ring.
     surplus: BTreeSet<u64>,
-    ticks: u64,
     lost: bool,
 }
 
 impl Model {
-    fn ring(&mut self) -> &mut Ring<u32, u64, u64> {
+    fn ring(&mut self) -> &mut Ring<u32, u64> {
         self.ring.get_or_insert_with(Ring::new)
     }
 
@@ -153,13 +152,12 @@ impl Model {
                 TaskResult::Failed(piece, error)
             }
             (Task::Fill(piece) | Task::Fetch(piece), None) => {
-                self.ticks += 1;
                 let (range, known) = (piece.range.clone(), self.known(piece.work));
                 known.in_use -= 1;
                 if known.way == Way::Up {
                     known.through.push(range);
                 }
-                TaskResult::Sent(piece, self.ticks)
+                TaskResult::Sent(piece)
             }
             (Task::Store(piece), None) => {
                 let (range, known) = (piece.range.clone(), self.known(piece.work));
@@ -306,7 +304,7 @@ proptest! {
 }
 
 /// Performs tasks in order until there are none, and returns the jobs of the pieces begun.
-fn begun(ring: &mut Ring<u32, u64, u64>) -> Vec<u32> {
+fn begun(ring: &mut Ring<u32, u64>) -> Vec<u32> {
     let (mut begun, mut made) = (Vec::new(), 0);
     while let Some(task) = ring.next() {
         let done = match task {
@@ -317,7 +315,7 @@ fn begun(ring: &mut Ring<u32, u64, u64>) -> Vec<u32> {
             }
             Task::Fill(piece) | Task::Fetch(piece) => {
                 begun.push(piece.work);
-                TaskResult::Sent(piece, 0)
+                TaskResult::Sent(piece)
             }
             Task::Store(piece) => TaskResult::Stored(piece),
             Task::Wait(flight) => TaskResult::Waited(flight, Ok(())),
@@ -340,7 +338,7 @@ fn a_small_job_is_not_stuck_behind_a_large_one() {
 
 #[test]
 fn pieces_end_at_page_boundaries_of_the_source() {
-    let mut ring: Ring<u32, u64, u64> = Ring::new();
+    let mut ring: Ring<u32, u64> = Ring::new();
     ring.submit(Submission { phase: 100, ..order(0, Way::Up, 30_000) }).unwrap();
     ring.complete(TaskResult::Tuned(SIZES));
     for chunk in 0..2 {
@@ -355,7 +353,7 @@ fn pieces_end_at_page_boundaries_of_the_source() {
 #[test]
 fn with_little_memory_there_are_fewer_chunks_then_smaller_ones_then_an_error() {
     let short = || TransferError::OutOfPinned { requested: 0, reserved: 0, free: 0, limit: None, source: None };
-    let mut ring: Ring<u32, u64, u64> = Ring::new();
+    let mut ring: Ring<u32, u64> = Ring::new();
     ring.submit(order(0, Way::Up, 1 << 30)).unwrap();
     ring.complete(TaskResult::Tuned(Sizes { chunk_bytes: 256 << 10, ..SIZES }));
     for bytes in [256 << 10, 128 << 10, 64 << 10] {
@@ -379,14 +377,14 @@ fn with_little_memory_there_are_fewer_chunks_then_smaller_ones_then_an_error() {
 
 #[test]
 fn a_cancelled_download_releases_its_arrived_chunks() {
-    let mut ring: Ring<u32, u64, u64> = Ring::new();
+    let mut ring: Ring<u32, u64> = Ring::new();
     ring.submit(order(0, Way::Down, 1 << 20)).unwrap();
     ring.complete(TaskResult::Tuned(SIZES));
     for chunk in 0..2 {
         assert!(matches!(ring.next(), Some(Task::Grow { .. })));
         ring.complete(TaskResult::Grown(Ok(chunk)));
         let Some(Task::Fetch(piece)) = ring.next() else { panic!("a piece is to be begun") };
-        ring.complete(TaskResult::Sent(piece, chunk));
+        ring.complete(TaskResult::Sent(piece));
     }
     for _ in 0..2 {
         let Some(Task::Wait(flight)) = ring.next() else { panic!("only waiting is left") };
@@ -406,7 +404,7 @@ fn a_cancelled_download_releases_its_arrived_chunks() {
 
 /// Performs tasks until only waits for these streams are left, and returns the jobs of pieces
 /// begun. The waits do not end.
-fn begun_but_for(ring: &mut Ring<u32, u64, u64>, still: &[u32], most: usize) -> Vec<u32> {
+fn begun_but_for(ring: &mut Ring<u32, u64>, still: &[u32], most: usize) -> Vec<u32> {
     let (mut begun, mut made) = (Vec::new(), 100);
     while begun.len() < most {
         let done = match ring.next() {
@@ -418,7 +416,7 @@ fn begun_but_for(ring: &mut Ring<u32, u64, u64>, still: &[u32], most: usize) -> 
             }
             Some(Task::Fill(piece) | Task::Fetch(piece)) => {
                 begun.push(piece.work);
-                TaskResult::Sent(piece, 0)
+                TaskResult::Sent(piece)
             }
             Some(Task::Store(piece)) => TaskResult::Stored(piece),
             Some(Task::Wait(flight)) if still.contains(&flight.stream) => continue,

@@ -18,9 +18,9 @@ use crate::error::TransferError;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// The operations of worker threads.
-pub(super) trait Executor<J, C, T> {
+pub(super) trait Executor<J, C> {
     /// Performs a task. Must not panic: the job and the chunk would leak.
-    fn perform(&self, task: Task<J, C, T>) -> TaskResult<J, C, T>;
+    fn perform(&self, task: Task<J, C>) -> TaskResult<J, C>;
 
     /// Ends jobs, and releases chunks.
     fn settle(&self, after: Followup<J, C>);
@@ -31,15 +31,15 @@ pub(super) trait Executor<J, C, T> {
 
 /// A ring and the threads that work on it.
 #[derive(Debug)]
-pub(super) struct Scheduler<J, C, T> {
-    state: Mutex<SchedulerState<J, C, T>>,
+pub(super) struct Scheduler<J, C> {
+    state: Mutex<SchedulerState<J, C>>,
     /// Notified of a task, and of the end.
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct SchedulerState<J, C, T> {
-    ring: Ring<J, C, T>,
+struct SchedulerState<J, C> {
+    ring: Ring<J, C>,
     /// Threads that run or are about to start.
     threads: usize,
     /// Threads that wait for a task.
@@ -60,7 +60,7 @@ pub(super) struct PoolSize {
     pub(super) threads: usize,
 }
 
-impl<J: Clone, C, T> Scheduler<J, C, T> {
+impl<J: Clone, C> Scheduler<J, C> {
     pub(super) fn new() -> Self {
         let state =
             SchedulerState { ring: Ring::new(), threads: 0, asleep: 0, waiting: 0, threads_max: None, closed: false };
@@ -71,7 +71,7 @@ impl<J: Clone, C, T> Scheduler<J, C, T> {
     ///
     /// # Errors
     /// The device is lost. If no thread can be started at all, the job fails with that error.
-    pub(super) fn submit(&self, order: Submission<J>, executor: &impl Executor<J, C, T>) -> Result<(), TransferError> {
+    pub(super) fn submit(&self, order: Submission<J>, executor: &impl Executor<J, C>) -> Result<(), TransferError> {
         let mut state = self.state.lock();
         state.ring.submit(order)?;
         state.threads_max = None;
@@ -98,7 +98,7 @@ impl<J: Clone, C, T> Scheduler<J, C, T> {
     }
 
     /// The loop of a worker thread.
-    pub(super) fn work(&self, executor: &impl Executor<J, C, T>) {
+    pub(super) fn work(&self, executor: &impl Executor<J, C>) {
         let mut state = self.state.lock();
         loop {
             match state.ring.next() {
@@ -124,10 +124,10 @@ impl<J: Clone, C, T> Scheduler<J, C, T> {
 
     fn perform<'a>(
         &'a self,
-        mut state: MutexGuard<'a, SchedulerState<J, C, T>>,
-        task: Task<J, C, T>,
-        executor: &impl Executor<J, C, T>,
-    ) -> MutexGuard<'a, SchedulerState<J, C, T>> {
+        mut state: MutexGuard<'a, SchedulerState<J, C>>,
+        task: Task<J, C>,
+        executor: &impl Executor<J, C>,
+    ) -> MutexGuard<'a, SchedulerState<J, C>> {
         let waits = usize::from(matches!(task, Task::Wait(_)));
         state.waiting += waits;
         self.release(state, executor);
@@ -144,7 +144,7 @@ impl<J: Clone, C, T> Scheduler<J, C, T> {
     }
 
     /// Releases the lock. Wakes or starts a thread if there is a task, and wakes all at the end.
-    fn release(&self, mut state: MutexGuard<'_, SchedulerState<J, C, T>>, executor: &impl Executor<J, C, T>) {
+    fn release(&self, mut state: MutexGuard<'_, SchedulerState<J, C>>, executor: &impl Executor<J, C>) {
         if state.closed && state.ring.is_idle() {
             self.changed.notify_all();
         }
@@ -168,7 +168,7 @@ impl<J: Clone, C, T> Scheduler<J, C, T> {
     }
 
     /// Goes on with the threads that run. Without any, all jobs fail; the next job tries again.
-    fn not_spawned(&self, error: &TransferError, executor: &impl Executor<J, C, T>) {
+    fn not_spawned(&self, error: &TransferError, executor: &impl Executor<J, C>) {
         let mut after = Followup::default();
         let mut state = self.state.lock();
         state.threads -= 1;

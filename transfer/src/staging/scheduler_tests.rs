@@ -16,7 +16,7 @@ use super::*;
 type Notify = mpsc::Sender<bool>;
 
 struct Workers {
-    scheduler: Scheduler<Notify, (), u32>,
+    scheduler: Scheduler<Notify, ()>,
     sizes: Sizes,
     /// A wait for stream 0 waits for this.
     still: PlainMutex<mpsc::Receiver<()>>,
@@ -42,12 +42,12 @@ impl Workers {
     }
 }
 
-impl Executor<Notify, (), u32> for Arc<Workers> {
-    fn perform(&self, task: Task<Notify, (), u32>) -> TaskResult<Notify, (), u32> {
+impl Executor<Notify, ()> for Arc<Workers> {
+    fn perform(&self, task: Task<Notify, ()>) -> TaskResult<Notify, ()> {
         match task {
             Task::Tune => TaskResult::Tuned(self.sizes),
             Task::Grow { .. } => TaskResult::Grown(Ok(())),
-            Task::Fill(piece) | Task::Fetch(piece) => TaskResult::Sent(piece, 0),
+            Task::Fill(piece) | Task::Fetch(piece) => TaskResult::Sent(piece),
             Task::Store(piece) => TaskResult::Stored(piece),
             Task::Wait(flight) => {
                 if flight.stream == 0 {

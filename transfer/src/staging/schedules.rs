@@ -32,7 +32,7 @@ struct Job {
 }
 
 struct Workers {
-    scheduler: Scheduler<Arc<Job>, Arc<AtomicUsize>, ()>,
+    scheduler: Scheduler<Arc<Job>, Arc<AtomicUsize>>,
     sizes: Sizes,
     /// Every n-th task fails; none if 0.
     fails: usize,
@@ -77,8 +77,8 @@ fn hold(work: &Job, chunk: &AtomicUsize) {
     chunk.fetch_sub(1, Ordering::SeqCst);
 }
 
-impl Executor<Arc<Job>, Arc<AtomicUsize>, ()> for Arc<Workers> {
-    fn perform(&self, task: Task<Arc<Job>, Arc<AtomicUsize>, ()>) -> TaskResult<Arc<Job>, Arc<AtomicUsize>, ()> {
+impl Executor<Arc<Job>, Arc<AtomicUsize>> for Arc<Workers> {
+    fn perform(&self, task: Task<Arc<Job>, Arc<AtomicUsize>>) -> TaskResult<Arc<Job>, Arc<AtomicUsize>> {
         match task {
             Task::Tune => TaskResult::Tuned(self.sizes),
             Task::Grow { .. } => TaskResult::Grown(Ok(Arc::default())),
@@ -87,7 +87,7 @@ impl Executor<Arc<Job>, Arc<AtomicUsize>, ()> for Arc<Workers> {
             }
             Task::Fill(piece) | Task::Fetch(piece) => {
                 hold(&piece.work, &piece.chunk);
-                TaskResult::Sent(piece, ())
+                TaskResult::Sent(piece)
             }
             Task::Store(piece) => {
                 hold(&piece.work, &piece.chunk);

@@ -161,14 +161,14 @@ pub(super) fn fill(piece: &mut Piece) -> Result<(), TransferError> {
 
 /// Enqueues the copy of a filled chunk to the device, or of the device's bytes to a chunk. An event
 /// covers the tick after it.
-pub(super) fn send(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
+pub(super) fn send(piece: &mut Piece, way: Way) -> Result<(), TransferError> {
     piece.work.check_wanted()?;
     let tick = enqueue(piece, way)?;
     let mut last = piece.work.last.lock();
     if last.as_ref().is_none_or(|last| last.n() < tick.n()) {
-        *last = Some(tick.clone());
+        *last = Some(tick);
     }
-    Ok(tick)
+    Ok(())
 }
 
 /// Stores the bytes that arrived in a chunk in the target.

@@ -42,20 +42,19 @@ pub(super) struct Piece<J, C> {
     pub(super) chunk: C,
 }
 
-/// A chunk that a copy uses, until `tick`.
+/// A chunk that a copy uses.
 #[derive(Debug)]
-pub(super) struct Flight<C, T> {
+pub(super) struct Flight<C> {
     pub(super) id: JobId,
     pub(super) way: Way,
     pub(super) stream: u32,
     pub(super) range: Range<u64>,
     pub(super) chunk: C,
-    pub(super) tick: T,
 }
 
 /// A task.
 #[derive(Debug)]
-pub(super) enum Task<J, C, T> {
+pub(super) enum Task<J, C> {
     /// Choose the sizes of the ring.
     Tune,
     /// Allocate a chunk.
@@ -72,24 +71,24 @@ pub(super) enum Task<J, C, T> {
     /// Store the chunk's contents in the target.
     Store(Piece<J, C>),
     /// Wait until the copy that uses the chunk is done.
-    Wait(Flight<C, T>),
+    Wait(Flight<C>),
 }
 
 /// The result of a task.
 #[derive(Debug)]
-pub(super) enum TaskResult<J, C, T> {
+pub(super) enum TaskResult<J, C> {
     /// Of [`Task::Tune`].
     Tuned(Sizes),
     /// Of [`Task::Grow`].
     Grown(Result<C, TransferError>),
     /// Of [`Task::Fill`] and [`Task::Fetch`]: the copy is enqueued.
-    Sent(Piece<J, C>, T),
+    Sent(Piece<J, C>),
     /// Of [`Task::Store`].
     Stored(Piece<J, C>),
     /// Of a task with a piece. A copy may still use the chunk.
     Failed(Piece<J, C>, TransferError),
     /// Of [`Task::Wait`].
-    Waited(Flight<C, T>, Result<(), TransferError>),
+    Waited(Flight<C>, Result<(), TransferError>),
 }
 
 /// The actions that follow a change, for a thread without the lock.

@@ -1,58 +1,103 @@
 //! The worker threads of a ring: they perform its tasks with pinned memory and a device.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
-use aquifer_device::Tick;
-use aquifer_device::executor;
-use aquifer_device::fork::Mutex;
+use aquifer_device::fork::{self, Mutex};
 use aquifer_device::internal::defer_panics_here;
+use aquifer_device::{Operation, Stream, executor};
 
 use super::config::{StagingConfig, StagingStats};
 use super::ring::CHUNK_BYTES_LEAST;
 use super::scheduler::{Executor, Scheduler};
-use super::staged_transfer::{Chunk, Piece, StagedTransfer, fill, send, store};
+use super::staged_transfer::{Chunk, DeviceEndpoint, HostEndpoint, Piece, StagedTransfer, fill, send, store};
 use super::task::{Followup, Task, TaskResult, Way};
 use super::tune;
 use crate::error::TransferError;
 use crate::foreign_code::{self, DRIVER, guarded};
-use crate::pinned::{PinnedPool, ReclaimableCache};
+use crate::job::Job;
+use crate::pinned::PinnedPool;
 
-/// A ring with its worker threads, each of which keeps it alive.
-pub(super) struct Workers {
-    pool: PinnedPool,
-    config: StagingConfig,
-    pub(super) scheduler: Scheduler<Arc<StagedTransfer>, Chunk, Tick>,
-    /// The bytes that the threads moved, and their time by activity.
-    work: Mutex<StagingStats>,
-}
+/// The staging ring of a runtime. Nothing is pinned and no thread runs before its first use.
+/// When it is dropped, the transfers in flight complete; then its threads end and its memory goes
+/// back to the pool.
+pub(crate) struct Staging(pub(super) Arc<Workers>);
 
-impl Workers {
-    pub(super) fn new(pool: &PinnedPool, config: StagingConfig) -> Arc<Workers> {
+impl Staging {
+    /// A ring of memory of `pool`.
+    pub(crate) fn new(pool: &PinnedPool, config: StagingConfig) -> Staging {
         let workers = Workers { pool: pool.clone(), config, scheduler: Scheduler::new(), work: Mutex::default() };
         let workers = Arc::new(workers);
-        let cache: Weak<Workers> = Arc::downgrade(&workers);
-        pool.add_cache(cache);
-        workers
+        let idle = Arc::downgrade(&workers);
+        // Chunks that copies still use go back with the ticks of these copies.
+        pool.set_cache(move || idle.upgrade().is_some_and(|workers| !workers.scheduler.strip_idle().is_empty()));
+        Staging(workers)
     }
 
-    pub(super) fn submit(self: &Arc<Self>, transfer: StagedTransfer) -> Result<(), TransferError> {
-        self.scheduler.submit(transfer.order(), self)
+    /// The configuration.
+    pub(crate) fn config(&self) -> &StagingConfig {
+        &self.0.config
     }
 
-    pub(super) fn stats(&self) -> StagingStats {
-        let size = self.scheduler.size();
+    /// Begins to copy all bytes between a host end and a device end of one length, by copies on
+    /// `stream`, which must be a stream of the memory's device for all threads. Transfers of lower
+    /// `priority` go first. An upload's reservation ends when the last copy is enqueued, that of a
+    /// download when the bytes are in the target.
+    ///
+    /// # Errors
+    /// A lost device, and errors of the driver. The job has later errors.
+    pub(crate) fn begin(
+        &self,
+        host: HostEndpoint,
+        device: DeviceEndpoint,
+        stream: &Stream,
+        priority: i32,
+    ) -> Result<Arc<Job>, TransferError> {
+        fork::check(Operation::CopyToDevice)?;
+        let transfer = StagedTransfer::new(host, device, stream, priority)?;
+        let job = transfer.job().clone();
+        if transfer.bytes() == 0 {
+            transfer.end(Ok(()));
+        } else {
+            self.0.scheduler.submit(transfer.order(), &self.0)?;
+        }
+        Ok(job)
+    }
+
+    /// Sizes and counters.
+    pub(crate) fn stats(&self) -> StagingStats {
+        let size = self.0.scheduler.size();
         StagingStats {
             chunk_bytes: size.chunk_bytes as u64,
             chunks: size.chunks as u64,
             chunks_max: size.sizes.map_or(0, |sizes| sizes.chunks as u64),
             threads: size.threads as u64,
             threads_max: size.sizes.map_or(0, |sizes| sizes.threads as u64),
-            ..*self.work.lock()
+            ..*self.0.work.lock()
         }
     }
+}
 
+impl Drop for Staging {
+    /// Waits for nothing: this may be the last handle, dropped by a thread of the ring.
+    fn drop(&mut self) {
+        if !fork::is_child() {
+            self.0.scheduler.close();
+        }
+    }
+}
+
+/// A ring with its worker threads, each of which keeps it alive.
+pub(super) struct Workers {
+    pool: PinnedPool,
+    config: StagingConfig,
+    pub(super) scheduler: Scheduler<Arc<StagedTransfer>, Chunk>,
+    /// The bytes that the threads moved, and their time by activity.
+    work: Mutex<StagingStats>,
+}
+
+impl Workers {
     /// Allocates a chunk for a ring that already has `others` bytes. The ring takes at most half of
     /// a pool with a limit, so that small copies and the caller's buffers fit too. That half holds
     /// two chunks at least, or one of the smallest size.
@@ -60,7 +105,7 @@ impl Workers {
         let wanted = bytes + others.max(bytes);
         let is_smallest = others == 0 && bytes < 2 * CHUNK_BYTES_LEAST;
         if !is_smallest && self.pool.limit().is_some_and(|limit| wanted as u64 > limit / 2) {
-            return Err(self.pool.refusal(bytes));
+            return Err(self.pool.refusal(bytes as u64));
         }
         self.pool.alloc(bytes, 1)
     }
@@ -80,34 +125,26 @@ impl Workers {
     }
 
     /// Fills the chunk for an upload, and enqueues the copy.
-    fn send(&self, mut piece: Piece, way: Way) -> TaskResult<Arc<StagedTransfer>, Chunk, Tick> {
+    fn send(&self, mut piece: Piece, way: Way) -> TaskResult<Arc<StagedTransfer>, Chunk> {
         let sent = guarded(DRIVER, || {
             if way == Way::Up {
                 self.copy(&mut piece, fill)?;
             }
             send(&mut piece, way)
         });
-        let tick = match sent {
-            Ok(tick) => tick,
-            Err(error) => return TaskResult::Failed(piece, error),
-        };
+        if let Err(error) = sent {
+            return TaskResult::Failed(piece, error);
+        }
         let mut work = self.work.lock();
         let bytes = if way == Way::Up { &mut work.uploaded_bytes } else { &mut work.downloaded_bytes };
         *bytes += piece.range.end - piece.range.start;
         drop(work);
-        TaskResult::Sent(piece, tick)
+        TaskResult::Sent(piece)
     }
 }
 
-impl ReclaimableCache for Workers {
-    fn reclaim(&self) -> bool {
-        // Chunks that copies still use go back with the ticks of these copies.
-        !self.scheduler.strip_idle().is_empty()
-    }
-}
-
-impl Executor<Arc<StagedTransfer>, Chunk, Tick> for Arc<Workers> {
-    fn perform(&self, task: Task<Arc<StagedTransfer>, Chunk, Tick>) -> TaskResult<Arc<StagedTransfer>, Chunk, Tick> {
+impl Executor<Arc<StagedTransfer>, Chunk> for Arc<Workers> {
+    fn perform(&self, task: Task<Arc<StagedTransfer>, Chunk>) -> TaskResult<Arc<StagedTransfer>, Chunk> {
         match task {
             Task::Tune => {
                 TaskResult::Tuned(self.config.sizes(tune::or_assumed(|| tune::choose(&self.config, &self.pool))))
@@ -121,7 +158,7 @@ impl Executor<Arc<StagedTransfer>, Chunk, Tick> for Arc<Workers> {
             },
             Task::Wait(flight) => {
                 let start = Instant::now();
-                let waited = guarded(DRIVER, || Ok(flight.tick.synchronize()?));
+                let waited = guarded(DRIVER, || flight.chunk.synchronize());
                 let mut work = self.work.lock();
                 let StagingStats { time_waiting_for_chunks, time_waiting_for_arrivals, .. } = &mut *work;
                 let time = if flight.way == Way::Up { time_waiting_for_chunks } else { time_waiting_for_arrivals };

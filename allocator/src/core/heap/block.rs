@@ -44,11 +44,11 @@ impl State {
 /// live blocks, and a loss at a million.)
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(align(64))]
-pub(crate) struct Block {
+pub struct Block {
     /// First address.
-    pub(crate) addr: u64,
+    pub addr: u64,
     /// Length in bytes.
-    pub(crate) size: u64,
+    pub size: u64,
     /// Bytes that the caller requested; meaningful while live or waiting.
     pub(crate) requested: u64,
     /// While free: the owner's work that must be done before other streams may use the block.
@@ -88,7 +88,7 @@ impl Block {
 
     /// True if the block is a piece of a region, not a whole one.
     #[inline]
-    pub(crate) fn is_split(&self) -> bool {
+    pub fn is_split(&self) -> bool {
         self.prev != BlockId::NONE || self.next != BlockId::NONE
     }
 }

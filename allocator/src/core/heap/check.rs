@@ -6,9 +6,11 @@ use super::{Block, Heap, State};
 use crate::types::{BlockId, StreamId};
 
 impl Heap {
-    /// Recomputes every identity of the module documentation. The error describes the first one
-    /// that does not hold.
-    pub(crate) fn check(&self) -> Result<(), String> {
+    /// Recomputes every identity of the module documentation.
+    ///
+    /// # Errors
+    /// The first identity that does not hold, described.
+    pub fn check(&self) -> Result<(), String> {
         self.check_sentinel()?;
         let (mut total, mut free, mut free_count, mut holes, mut held) = (0, 0, 0, 0, 0);
         let mut empty = BTreeSet::new();

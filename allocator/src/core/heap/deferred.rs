@@ -90,7 +90,7 @@ impl Heap {
     /// defers its coalescing; it is given back as by [`Heap::give`] before anything depends on that.
     /// Returns true if the stream's log of last uses has become long.
     #[inline]
-    pub(crate) fn give_deferred(&mut self, stream: StreamId, block: BlockId, size: u64, after: After) -> bool {
+    pub fn give_deferred(&mut self, stream: StreamId, block: BlockId, size: u64, after: After) -> bool {
         debug_assert!(self.blocks[block].state == State::Live && self.blocks[block].owner == stream);
         let is_log_long = self.make_room(stream);
         self.active_streams.insert(stream);
@@ -136,7 +136,7 @@ impl Heap {
     }
 
     /// Merges all deferred blocks of a stream. Returns false if there were none.
-    pub(crate) fn coalesce(&mut self, stream: StreamId) -> bool {
+    pub fn coalesce(&mut self, stream: StreamId) -> bool {
         let mut any = false;
         while let Some(deferred) = self.of_stream(stream).deferred.take_oldest() {
             self.merge(stream, deferred);
@@ -162,7 +162,7 @@ impl Heap {
 
     /// Takes the block that the stream deferred last, if that is the block that the request gets.
     #[inline(always)]
-    pub(crate) fn retake(&mut self, stream: StreamId, pool: PoolId, size: u64, requested: u64) -> Option<BlockId> {
+    pub fn retake(&mut self, stream: StreamId, pool: PoolId, size: u64, requested: u64) -> Option<BlockId> {
         let of_stream = self.streams.get_mut(stream.index())?;
         let id = of_stream.deferred.newest.block;
         if of_stream.deferred.newest.size != size || self.blocks[id].pool != pool {

@@ -29,8 +29,8 @@ use pools::Pools;
 use crate::tags::Tag;
 use crate::types::{After, BlockId, PoolId, StreamId};
 
-pub(crate) use block::HoleIndex;
-pub(crate) use block::{Block, Slab, State};
+pub use block::Block;
+pub(crate) use block::{HoleIndex, Slab, State};
 use block::{Members, Strays};
 pub(crate) use holes::Holding;
 pub(crate) use index::{IndexView, Key};
@@ -52,13 +52,16 @@ mod walk;
 
 /// A contiguous range of device addresses.
 #[derive(Clone, Debug)]
-pub(crate) struct Region {
-    pub(crate) addr: u64,
-    pub(crate) bytes: u64,
+pub struct Region {
+    /// First address.
+    pub addr: u64,
+    /// Length in bytes.
+    pub bytes: u64,
     /// The stream for which it was reserved.
     pub(crate) stream: StreamId,
     pub(crate) pool: PoolId,
-    pub(crate) first: BlockId,
+    /// Its block with the lowest address.
+    pub first: BlockId,
     /// Last uses of its granules; empty for a segment.
     pub(crate) granules: Granules,
 }
@@ -74,7 +77,7 @@ struct OfStream {
 
 /// The regions, their blocks, and the free ones' indexes.
 #[derive(Debug, Default)]
-pub(crate) struct Heap {
+pub struct Heap {
     blocks: Slab,
     pools: Pools,
     streams: Vec<OfStream>,
@@ -104,7 +107,7 @@ pub(crate) struct Heap {
 impl Heap {
     /// A heap with the default pools: the small one has number 0, the large one number 1. `shares`
     /// says whether free blocks of different streams may become one.
-    pub(crate) fn new(shares: bool) -> Heap {
+    pub fn new(shares: bool) -> Heap {
         Heap { pools: Pools::new(), strays: Strays::new(shares), ..Heap::default() }
     }
 
@@ -142,7 +145,7 @@ impl Heap {
     }
 
     /// Takes `size` bytes for `owner` from a given free block.
-    pub(crate) fn take(&mut self, id: BlockId, owner: StreamId, size: u64, requested: u64) -> BlockId {
+    pub fn take(&mut self, id: BlockId, owner: StreamId, size: u64, requested: u64) -> BlockId {
         let Block { size: whole, pool, state, .. } = self.blocks[id];
         debug_assert!(state == State::Free && whole >= size);
         let from = self.owner_of(id);
@@ -199,7 +202,7 @@ impl Heap {
 
     /// True if a block is free. Its record is not read.
     #[inline]
-    pub(crate) fn is_free(&self, id: BlockId) -> bool {
+    pub fn is_free(&self, id: BlockId) -> bool {
         self.free_blocks.contains(id)
     }
 
@@ -245,7 +248,7 @@ impl Heap {
 
     /// The record of a block.
     #[inline]
-    pub(crate) fn block(&self, id: BlockId) -> &Block {
+    pub fn block(&self, id: BlockId) -> &Block {
         &self.blocks[id]
     }
 
@@ -256,7 +259,7 @@ impl Heap {
     }
 
     /// Adds a region of a stream, which is one free block of the stream.
-    pub(crate) fn add_region(&mut self, addr: u64, bytes: u64, stream: StreamId, pool: PoolId) -> BlockId {
+    pub fn add_region(&mut self, addr: u64, bytes: u64, stream: StreamId, pool: PoolId) -> BlockId {
         let region = self.add_region_record(addr, bytes, stream, pool);
         let state = State::Free;
         let block = Block { addr, size: bytes, region, owner: stream, pool, state, ..Block::default() };
@@ -281,7 +284,7 @@ impl Heap {
     }
 
     /// Removes a region that is one free block.
-    pub(crate) fn remove_region(&mut self, id: BlockId) -> Region {
+    pub fn remove_region(&mut self, id: BlockId) -> Region {
         debug_assert!(self.blocks[id].state == State::Free && !self.blocks[id].is_split());
         self.unindex(id);
         self.free -= self.blocks[id].size;
@@ -333,8 +336,19 @@ impl Heap {
         self.indexes(pool).flat_map(move |(_, index)| index.iter_from(size))
     }
 
+    /// A free block of a pool that has at least `size` bytes and meets a condition: the smallest
+    /// one, or one that is at most 1/64 larger.
+    pub fn smallest_where(&self, pool: PoolId, size: u64, condition: impl Fn(&Block) -> bool) -> Option<BlockId> {
+        self.free_blocks_from(pool, size).map(|key| key.block).find(|&id| condition(self.block(id)))
+    }
+
+    /// Bytes of all free blocks. Deferred blocks are not free.
+    pub fn free_bytes(&self) -> u64 {
+        self.free
+    }
+
     /// Every region, in no particular order.
-    pub(crate) fn regions(&self) -> impl Iterator<Item = &Region> + '_ {
+    pub fn regions(&self) -> impl Iterator<Item = &Region> + '_ {
         self.regions.iter().flatten()
     }
 

@@ -112,6 +112,34 @@ fn an_idle_large_slab_serves_small_requests_before_the_pool_doubles() {
 }
 
 #[test]
+fn a_small_request_leaves_a_large_unused_slab_whole() {
+    let bench = Bench::new(PinnedConfig::default());
+    drop(bench.pool.alloc(256 << 20, 1).unwrap());
+    let small = bench.pool.alloc(1 << 20, 1).unwrap();
+    assert_eq!(bench.pool.stats().num_host_alloc, 2, "it gets a slab of its own");
+    let eighth = bench.pool.alloc(32 << 20, 1).unwrap();
+    assert_eq!(bench.pool.stats().num_host_alloc, 2, "an eighth is worth a split");
+    drop((small, eighth));
+    drop(bench.pool.alloc(256 << 20, 1).unwrap());
+    assert_eq!(bench.pool.stats().num_host_alloc, 2, "and it is whole again");
+    bench.check_over();
+}
+
+#[test]
+fn the_smallest_unused_block_serves() {
+    let bench = Bench::new(PinnedConfig::default());
+    let blocks = [12, 4, 8].map(|mib| bench.pool.alloc(mib << 20, 1).unwrap());
+    let [_, four, eight] = blocks.each_ref().map(address);
+    drop(blocks);
+    for (mib, place) in [(4, four), (3, four), (6, eight)] {
+        let taken = bench.pool.alloc(mib << 20, 1).unwrap();
+        assert_eq!(address(&taken), place, "{mib} MiB");
+    }
+    assert_eq!(bench.pool.stats().num_host_alloc, 3);
+    bench.check_over();
+}
+
+#[test]
 fn sizes_that_vary_settle_on_few_slabs() {
     let bench = Bench::new(PinnedConfig::default());
     for round in 0..1_000_usize {

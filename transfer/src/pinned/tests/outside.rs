@@ -86,7 +86,7 @@ fn pageable_memory_needs_an_explicit_call() {
     let bench = Bench::new(PinnedConfig::default().limit_bytes(1 << 20));
     assert!(bench.pool.alloc(4 << 20, 4).unwrap_err().is_out_of_memory());
     let mut buffer = bench.pool.alloc_or_pageable(4 << 20, 4).unwrap();
-    assert!(!buffer.is_pinned() && !buffer.all().is_pinned() && !buffer.all_mut().is_pinned());
+    assert!(!buffer.is_pinned() && !buffer.all().is_pinned());
     assert!(buffer.is_idle().unwrap() && buffer.read().unwrap().iter().all(|&value| value == 0));
     buffer.write().unwrap()[9] = 9;
     assert_eq!(buffer.into_vec::<u8>(10).unwrap()[9], 9);

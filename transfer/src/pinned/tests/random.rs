@@ -61,7 +61,7 @@ struct Program {
     device: Vec<(usize, u8)>,
     held: Vec<Held>,
     /// Classes of buffers that were forgotten.
-    forgotten: Vec<usize>,
+    forgotten: Vec<u64>,
     faulty: bool,
 }
 
@@ -97,7 +97,7 @@ impl Program {
             Step::Forget { which } => {
                 let Held { buffer, pooled, .. } = self.held.swap_remove(which % count);
                 if pooled && buffer.bytes() > 0 {
-                    self.forgotten.push(class::round_up(buffer.bytes()).unwrap());
+                    self.forgotten.push(class::round_up(buffer.bytes() as u64).unwrap());
                 }
                 std::mem::forget(buffer);
             }
@@ -136,8 +136,8 @@ impl Program {
         let stats = self.bench.pool.stats();
         self.bench.pool.check();
         let live = self.held.iter().filter(|held| held.pooled && held.buffer.bytes() > 0);
-        let live: usize = live.map(|held| class::round_up(held.buffer.bytes()).unwrap()).sum();
-        let least = (live + self.forgotten.iter().sum::<usize>()) as u64;
+        let live: u64 = live.map(|held| class::round_up(held.buffer.bytes() as u64).unwrap()).sum();
+        let least = live + self.forgotten.iter().sum::<u64>();
         assert!(stats.active_bytes.current >= least && stats.active_bytes.current <= stats.allocated_bytes.current);
         assert!(stats.allocated_bytes.peak <= LIMIT);
         let starts = self.held.iter().filter(|held| held.buffer.bytes() > 0);
@@ -158,9 +158,9 @@ impl Program {
         self.bench.device.synchronize().unwrap();
         self.bench.pool.empty_cache().unwrap();
         let stats = self.bench.pool.stats();
-        let least = self.forgotten.iter().sum::<usize>() as u64;
+        let least = self.forgotten.iter().sum::<u64>();
         // A full pool serves small requests from memory for larger ones.
-        let most = self.forgotten.iter().map(|&class| class.max(class::PAGED)).sum::<usize>() as u64;
+        let most = self.forgotten.iter().map(|&class| class.max(class::PAGED)).sum::<u64>();
         assert!((least..=most).contains(&stats.active_bytes.current), "{stats:?}, of {least} to {most}");
         assert_eq!(stats.active_requests.current, self.forgotten.len() as u64);
         if self.forgotten.is_empty() {

@@ -1,17 +1,18 @@
 //! The ring with real threads on a simulated device.
 
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 
 use aquifer_allocator::{ALIGNMENT, Allocator, Config, Storage};
-use aquifer_device::{AccessKind, Code, Device, RequestError, Tick};
+use aquifer_device::{AccessKind, Code, Device, RequestError, Stream, Tick};
 use aquifer_sim::{Fault, SimConfig, SimDriver};
 use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use super::*;
 use crate::copy::DevicePart;
-use crate::job::JobProgress;
-use crate::pinned::PinnedConfig;
+use crate::error::TransferError;
+use crate::job::{Job, JobProgress};
+use crate::pinned::{PinnedConfig, PinnedPool};
 use crate::rows::Rows;
 
 const SMALL: StagingConfig = StagingConfig {
@@ -99,7 +100,7 @@ impl World {
     /// Ends the staging, and waits for its threads.
     fn close(&mut self) {
         if let Some(staging) = self.staging.take() {
-            let workers = staging.workers.clone();
+            let workers = staging.0.clone();
             drop(staging);
             workers.scheduler.join();
             assert_eq!(workers.scheduler.size().chunks, 0);
@@ -356,7 +357,7 @@ fn transfers_under_way_complete_when_the_ring_is_dropped() {
     let jobs: Vec<_> = (0..8)
         .map(|index| world.upload(Memory::new(content(500_000, index)), &buffers[index], &stream).unwrap())
         .collect();
-    let workers = world.staging().workers.clone();
+    let workers = world.staging().0.clone();
     world.staging = None;
     for (index, job) in jobs.iter().enumerate() {
         settled(job).unwrap();
@@ -387,7 +388,7 @@ fn the_last_handle_may_be_dropped_by_a_thread_of_the_ring() {
     let buffer = world.buffer(100_000, &stream);
     let end = device_end(&buffer, AccessKind::Write).unwrap();
     let staging = world.staging.take().unwrap();
-    let workers = staging.workers.clone();
+    let workers = staging.0.clone();
     let source = Arc::new(Holds(Mutex::new(None)));
     let mut held = source.0.lock();
     let job = staging.begin(HostEndpoint::Source(source.clone()), end, &stream, 0).unwrap();
