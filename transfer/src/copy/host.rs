@@ -249,16 +249,14 @@ impl Transfer {
         self.check_device("pinned memory", host.memory.device_id())?;
         let is_upload = direction == Direction::Upload;
         let (here, there) = (host.bytes as u64, device.bytes);
-        let (from, to) = if is_upload { (here, there) } else { (there, here) };
+        let (kind, from, to) =
+            if is_upload { (AccessKind::Read, here, there) } else { (AccessKind::Write, there, here) };
         let Some(plan) = self.plan(device, elements, from, to)? else { return Ok(Completion::complete()) };
         if host.memory.is_pinned() {
             return self.enqueue_pinned(direction, device, host, &plan.rows, plan.size);
         }
-        let end = if is_upload {
-            HostEndpoint::Source(Arc::new(GuardedRange::from(host.reserve(AccessKind::Read)?)))
-        } else {
-            HostEndpoint::Target(Arc::new(GuardedRange::from(host.reserve(AccessKind::Write)?)))
-        };
+        let reserved = Arc::new(GuardedRange::from(host.reserve(kind)?));
+        let end = if is_upload { HostEndpoint::Source(reserved) } else { HostEndpoint::Target(reserved) };
         Ok(self.staged(self.stage_plan(end, device, &plan)?))
     }
 
