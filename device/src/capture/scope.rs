@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::capturing_streams::CapturingStreams;
-use crate::driver::{CaptureStatus, Driver, RawGraph};
+use crate::driver::{CaptureStatus, Driver, RawGraph, RawStream};
 use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
 use crate::fork::{self, Mutex as Leaf};
 use crate::launches::Launches;
@@ -110,19 +110,24 @@ impl Scope {
         })
     }
 
-    /// Ends the capture in the driver and for all its streams, or leaves both as they are (T5).
-    /// Returns the graph.
-    pub(crate) fn end(self: &Arc<Self>, timeline: &Timeline) -> Result<RawGraph> {
-        self.end_and(timeline, false)
+    /// Ends the capture, in the driver by `end` and for all its streams, or leaves both as they are
+    /// (T5). Returns the graph.
+    pub(crate) fn end<G>(self: &Arc<Self>, timeline: &Timeline, end: impl FnOnce(RawStream) -> Result<G>) -> Result<G> {
+        self.end_and(timeline, false, end)
     }
 
     /// As [`Scope::end`], for a graph that the caller destroys at once: it counts as gone before
     /// the capture counts as over.
     pub(crate) fn end_to_discard(self: &Arc<Self>, timeline: &Timeline) -> Result<RawGraph> {
-        self.end_and(timeline, true)
+        self.end_and(timeline, true, |raw| timeline.context().driver.end_capture(raw))
     }
 
-    fn end_and(self: &Arc<Self>, timeline: &Timeline, discards: bool) -> Result<RawGraph> {
+    fn end_and<G>(
+        self: &Arc<Self>,
+        timeline: &Timeline,
+        discards: bool,
+        end: impl FnOnce(RawStream) -> Result<G>,
+    ) -> Result<G> {
         let operation = Operation::EndCapture;
         fork::check(operation)?;
         let alone = self.ending.lock();
@@ -135,7 +140,7 @@ impl Scope {
         let raw = timeline.usable(operation).map_err(goes_on)?;
         let driver = &timeline.context().driver;
         let broken_by = self.capturing.refused();
-        let ended = driver.end_capture(raw).map_err(|error| match broken_by {
+        let ended = end(raw).map_err(|error| match broken_by {
             Some(call) if error.code == Code::CAPTURE_INVALIDATED => {
                 error.with_more(format_args!("the call that broke it: {call}"))
             }
