@@ -3,10 +3,10 @@
 mod scope;
 
 use std::fmt;
-use std::panic::Location;
+use std::panic::{AssertUnwindSafe, Location};
 use std::sync::Arc;
 
-use scope::Abandoned;
+use scope::{Abandoned, Announced};
 pub(crate) use scope::{Scope, StreamHandle};
 
 use crate::context::Context;
@@ -127,7 +127,7 @@ impl Capture {
         L: Fn(RawStream) -> Result<()> + Send + Sync + 'static,
     {
         let launch = self.scope.end(self.stream.timeline(), |_| end())?;
-        Ok(self.graph(Work::Other(Box::new(launch))))
+        Ok(self.graph(Work::Other(AssertUnwindSafe(Box::new(launch)))))
     }
 
     fn graph(&self, work: Work) -> Graph {
@@ -150,9 +150,10 @@ impl Drop for Capture {
     }
 }
 
-/// The announcement of a capture that another library began on a stream and will end. While this
-/// exists, the stream is treated as if [`Stream::begin_capture`] had been called. Drop it once the
-/// capture has ended.
+/// The announcement of a capture that another library began on a stream and will end. Until then,
+/// the stream is treated as if [`Stream::begin_capture`] had been called. Drop this once the capture
+/// has ended. As long as it lives on, calls that the capture would be in the way of ask the driver
+/// whether it has.
 ///
 /// ```
 /// use aquifer_device::{Device, Driver};
@@ -191,6 +192,7 @@ impl AnnouncedCapture {
                     .with_detail("the stream does not capture: announce a capture after it began")),
             }
         })?;
+        unfinished::keep(Arc::new(Announced(scope.clone())));
         Ok(AnnouncedCapture { scope })
     }
 }
@@ -234,8 +236,8 @@ pub struct Graph {
 enum Work {
     /// As the driver has it.
     Driver(RawGraph),
-    /// As another library has it, which this launches.
-    Other(Box<dyn Fn(RawStream) -> Result<()> + Send + Sync>),
+    /// As another library has it, which this launches. A launch that panics leaves nothing half done here.
+    Other(AssertUnwindSafe<Box<dyn Fn(RawStream) -> Result<()> + Send + Sync>>),
 }
 
 impl fmt::Debug for Work {

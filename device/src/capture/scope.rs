@@ -98,6 +98,7 @@ impl Scope {
     /// # Errors
     /// When the capture goes on, with the reason.
     pub(crate) fn end_if_abandoned(self: &Arc<Self>, operation: Operation) -> Result<()> {
+        self.close_if_ended();
         if !self.members.lock().abandoned {
             return Ok(());
         }
@@ -179,6 +180,21 @@ impl Scope {
         streams
     }
 
+    /// Makes a capture over that another library has ended. Its announcement may live on: a library
+    /// may not tell of a capture that failed.
+    fn close_if_ended(self: &Arc<Self>) {
+        if !self.launches.is_foreign() {
+            return;
+        }
+        let origin = self.members.lock().streams.first().map(|(first, _)| first.clone());
+        let Some(timeline) = origin else { return };
+        let operation = Operation::CaptureStatus;
+        let status = timeline.usable(operation).and_then(|raw| timeline.context().driver.capture_status(raw));
+        if matches!(status, Ok(CaptureStatus::None)) {
+            drop(self.close());
+        }
+    }
+
     /// As [`Scope::close`], for a capture that ended elsewhere, or that no call can end any more:
     /// it gives no graph here.
     pub(crate) fn give_up(self: &Arc<Self>) {
@@ -191,6 +207,25 @@ impl Scope {
         drop(alone);
         // Dropping these runs code of callers.
         drop((kept, streams));
+    }
+}
+
+/// A capture that another library began and ends.
+#[derive(Debug)]
+pub(super) struct Announced(pub(super) Arc<Scope>);
+
+impl CleanUp for Announced {
+    fn captures_in(&self) -> Option<Arc<CapturingStreams>> {
+        Some(self.0.capturing.clone())
+    }
+
+    fn has_callers(&self) -> bool {
+        self.0.handles.load(Ordering::Acquire) > 0
+    }
+
+    fn finish(&self) -> bool {
+        self.0.close_if_ended();
+        self.0.is_over()
     }
 }
 
