@@ -30,7 +30,13 @@ impl<'p> Capture<'p> {
         theirs: &Arc<CudaStream>,
         mode: CUstreamCaptureMode,
     ) -> Result<Capture<'p>, Error> {
-        let begin = || theirs.begin_capture(mode).map_err(|error| failed(Operation::BeginCapture, error));
+        let begin = || {
+            theirs.context().bind_to_thread()?;
+            // Not by cudarc's own method, in which an allocator of the context may begin a graph, too.
+            // SAFETY: the stream lives, and its context is current.
+            unsafe { result::stream::begin_capture(theirs.cu_stream(), mode) }
+        };
+        let begin = || begin().map_err(|error| failed(Operation::BeginCapture, error));
         let capture = memory.begin_graph(pool, &stream(theirs)?, begin)?;
         Ok(Capture { capture, stream: theirs.clone() })
     }

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use aquifer::device::{DevicePtr, RequestError};
 use aquifer::memory::PrivatePool;
-use aquifer::{Allocator, Buffer};
-use cudarc::driver::sys::{CUdeviceptr, CUstreamCaptureMode};
+use aquifer::{Allocator, Buffer, Stream};
+use cudarc::driver::sys::{CUdeviceptr, CUstreamCaptureMode, CUstreamCaptureStatus};
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtrMut as _, DeviceRepr, ValidAsZeroBits};
 
 use crate::{Capture, Error};
@@ -70,13 +70,13 @@ pub trait AllocatorExt {
     /// Allocates a buffer of `len` elements, which hold anything.
     ///
     /// # Errors
-    /// As [`Allocator::alloc`]; a stream of another context.
+    /// As [`Allocator::alloc`]; a stream of another context; [`Error::UnannouncedCapture`].
     fn alloc_on<T: Copy>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<Buffer<T>, Error>;
 
     /// Allocates a buffer of `len` zeros.
     ///
     /// # Errors
-    /// As [`Allocator::alloc_zeros`]; a stream of another context.
+    /// As [`AllocatorExt::alloc_on`].
     fn alloc_zeros_on<T: Copy>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<Buffer<T>, Error>;
 
     /// Allocates a slice of `len` elements for code that takes cudarc's own.
@@ -86,7 +86,7 @@ pub trait AllocatorExt {
     ///
     /// # Errors
     /// As `Allocator::alloc_raw`; a stream of another context; [`Error::Untracked`]; in a capture
-    /// [`Error::TrackedCapture`].
+    /// [`Error::TrackedCapture`] or [`Error::UnannouncedCapture`].
     unsafe fn alloc_slice<T: DeviceRepr>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<PoolSlice<T>, Error>;
 
     /// Allocates a slice of `len` zeros for code that takes cudarc's own.
@@ -130,17 +130,17 @@ impl AllocatorExt for Allocator {
 
     #[track_caller]
     fn alloc_on<T: Copy>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<Buffer<T>, Error> {
-        Ok(self.alloc(len, &crate::stream(stream)?)?)
+        Ok(self.alloc(len, &requesting(stream)?)?)
     }
 
     #[track_caller]
     fn alloc_zeros_on<T: Copy>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<Buffer<T>, Error> {
-        Ok(self.alloc_zeros(len, &crate::stream(stream)?)?)
+        Ok(self.alloc_zeros(len, &requesting(stream)?)?)
     }
 
     #[track_caller]
     unsafe fn alloc_slice<T: DeviceRepr>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<PoolSlice<T>, Error> {
-        let home = crate::stream(stream)?;
+        let home = requesting(stream)?;
         let graph = home.launches_of_capture().map(|launches| launches.number());
         if graph.is_some() && stream.context().is_managing_stream_synchronization() {
             return Err(Error::TrackedCapture);
@@ -169,6 +169,18 @@ impl AllocatorExt for Allocator {
         stream.memset_zeros(&mut *slice)?;
         Ok(slice)
     }
+}
+
+/// Aquifer's stream of a request, unless that is captured and nothing would keep the memory for the
+/// graph.
+fn requesting(theirs: &Arc<CudaStream>) -> Result<Stream, Error> {
+    let stream = crate::stream(theirs)?;
+    // The legacy default stream, which is null, cannot capture.
+    let may_capture = !stream.is_capturing() && !theirs.cu_stream().is_null();
+    if may_capture && theirs.capture_status()? != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+        return Err(Error::UnannouncedCapture);
+    }
+    Ok(stream)
 }
 
 /// True if cudarc orders what streams do with a slice, or there is but one stream.

@@ -218,6 +218,24 @@ fn slices_that_cudarc_tracks_are_refused_in_a_capture() {
 }
 
 #[test]
+fn a_capture_that_cudarc_began_by_itself_gets_no_memory() {
+    let gpu = Gpu::new().without_tracking();
+    let [one] = gpu.streams();
+    drop((zeros(&gpu, &one), zeros(&gpu, &one))); // which would be given out again
+    one.begin_capture(MODE).unwrap();
+    for refused in [
+        gpu.memory.alloc_on::<f32>(N, &one).map(drop),
+        gpu.memory.alloc_zeros_on::<f32>(N, &one).map(drop),
+        gpu.memory.alloc_slice_zeros::<f32>(N, &one).map(drop),
+    ] {
+        assert!(matches!(refused, Err(Error::UnannouncedCapture)), "{refused:?}");
+    }
+    assert!(one.end_capture(FLAGS).is_ok(), "nothing broke it");
+    drop(zeros(&gpu, &one));
+    gpu.assert_no_violation();
+}
+
+#[test]
 fn graphs_of_one_pool_share_its_memory_and_keep_none_of_it() {
     let gpu = Gpu::new();
     let [one, two] = gpu.streams();
