@@ -403,11 +403,11 @@ static void *end_elsewhere(void *stream)
 }
 
 /* A thread that joins a capture, and ends with it begun. */
-static void *join_capture(void *context)
+static void *join_capture(void *given)
 {
-    uint64_t *arguments = context;
+    uint64_t *arguments = given;
     void *captured = (void *)(uintptr_t)arguments[0];
-    CHECK(aquifer_graph_begin(arguments[1], captured) == AQUIFER_OK);
+    CHECK(set_current(context) == 0 && aquifer_graph_begin(arguments[1], captured) == AQUIFER_OK);
     void *inside = torch_alloc(1 << 20, 0, captured);
     CHECK(inside);
     fill(inside, 1 << 20, captured);

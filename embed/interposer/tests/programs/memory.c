@@ -314,7 +314,7 @@ static void kept_for_graphs(void *driver) {
     OK(cuCtxSynchronize());
     OK(cuMemGetInfo_v2(&free_bytes, &total));
     OK(keep(0, 0, free_bytes - 22 * MIB));
-    OK(cuMemAllocAsync(&block, 200 * MIB, streams[0]));
+    OK(cuMemAllocAsync(&block, free_bytes - 100 * MIB, streams[0]));
     OK(cuMemFreeAsync(block, streams[0]));
     CHECK(calls(driver, "cuDeviceGraphMemTrim") > 0);
 }
