@@ -64,6 +64,10 @@ const char *aquifer_last_error(void);
 // `stream` is a live `cudaStream_t` or `CUstream` of the device's primary context; 0 and 1 are the legacy default stream, 2 is that of the
 // calling thread. Before its owner destroys it, call `aquifer_forget_stream`.
 //
+// While `stream` captures, its memory must come from a pool: call `aquifer_graph_begin` before, or
+// `aquifer_pool_malloc`. A request that cached memory serves does not ask the driver whether the stream
+// captures, and others would get the graph's memory.
+//
 // This function, `aquifer_free` and `aquifer_record_stream` have the signatures that `torch.cuda.memory.CUDAPluggableAllocator` takes.
 void *aquifer_malloc(size_t size,
                      int device,

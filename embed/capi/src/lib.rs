@@ -64,6 +64,10 @@ pub extern "C" fn aquifer_last_error() -> *const c_char {
 /// `stream` is a live `cudaStream_t` or `CUstream` of the device's primary context; 0 and 1 are the legacy default stream, 2 is that of the
 /// calling thread. Before its owner destroys it, call `aquifer_forget_stream`.
 ///
+/// While `stream` captures, its memory must come from a pool: call `aquifer_graph_begin` before, or
+/// `aquifer_pool_malloc`. A request that cached memory serves does not ask the driver whether the stream
+/// captures, and others would get the graph's memory.
+///
 /// This function, `aquifer_free` and `aquifer_record_stream` have the signatures that `torch.cuda.memory.CUDAPluggableAllocator` takes.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_malloc(size: usize, device: c_int, stream: *mut c_void) -> *mut c_void {
