@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use aquifer::memory::PrivatePool;
 use aquifer::{Allocator, GraphCapture};
 use aquifer_device::{Code, DeviceError, Operation, RawStream};
-use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+use cudarc::driver::sys::{self, CUgraphInstantiate_flags, CUstreamCaptureMode};
 use cudarc::driver::{CudaContext, CudaGraph, CudaStream, DriverError, result};
 
 use crate::{Error, stream};
@@ -128,7 +128,7 @@ unsafe impl Send for Exclusive {}
 impl Theirs {
     fn launch(&self, on: RawStream) -> Result<(), DeviceError> {
         let graph = self.graph.lock().unwrap_or_else(PoisonError::into_inner);
-        let stream = std::ptr::with_exposed_provenance_mut(on.0 as usize);
+        let stream = on.0 as sys::CUstream;
         let launch = || {
             self.context.bind_to_thread()?;
             // SAFETY: the executable lives in `graph`; Aquifer's handle keeps the stream, which is of

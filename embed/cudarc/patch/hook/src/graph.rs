@@ -117,15 +117,10 @@ pub(crate) fn end(
         Ok(move |on: RawStream| {
             let launch = || {
                 context.bind_to_thread()?;
-                let [executable, stream] = [executable, on.0 as usize];
+                let executable = std::ptr::with_exposed_provenance_mut(executable);
                 // SAFETY: cudarc's graph, which alone launches this, has the executable; the stream is
                 // that of a live handle, in the current context.
-                unsafe {
-                    result::graph::launch(
-                        std::ptr::with_exposed_provenance_mut(executable),
-                        std::ptr::with_exposed_provenance_mut(stream),
-                    )
-                }
+                unsafe { result::graph::launch(executable, on.0 as sys::CUstream) }
             };
             launch().map_err(|error| DeviceError::new(Operation::LaunchGraph, Code(error.0 as u32)))
         })
