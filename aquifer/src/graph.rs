@@ -4,8 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use aquifer_allocator::internal::{Outlived, Pass};
-use aquifer_allocator::{AccessGuard, GraphUses, PoolOptions, PrivatePool, Storage};
-use aquifer_device::{AccessKind, Code, DeviceError, Operation, Stream};
+use aquifer_allocator::{AccessGuard, CaptureRoute, GraphUses, PoolOptions, PrivatePool, Storage};
+use aquifer_device::{AccessKind, Capture, Code, DeviceError, Operation, RawStream, Stream};
 use aquifer_transfer::HostUses;
 use bytemuck::Pod;
 
@@ -132,20 +132,38 @@ impl Allocator {
     ) -> Result<Graph<R>, Error> {
         let (outlived, pass_bytes) = self.warm_up(stream, &mut work)?;
         let pass = Pass::again(self, &outlived, stream)?;
-        let before = self.held_otherwise()?;
-        let capture = stream.begin_capture()?;
-        let (uses, host) = (GraphUses::collect(pool, stream)?, HostUses::collect(stream));
-        let route = self.capture(stream, pool)?;
+        let mut capture = GraphCapture::new(self, PoolOf::Shared(pool), stream, || stream.begin_capture())?;
         let output = work(stream)?;
         // Other graphs of the pool may write what is left there: it belongs to no buffer of the warm-up.
-        let more = pass.outlived().bytes().max(uses.note_pool(pool));
+        let more = pass.outlived().bytes().max(capture.left_in_pool());
         if more > 0 {
             return Err(Error::UnevenWork { bytes: more });
         }
-        let graph = capture.end()?;
-        drop(route);
-        uses.note_driver_bytes(self.held_otherwise()?.saturating_sub(before));
-        Ok(Graph { output, graph, uses, host, memory: self.clone(), pass_bytes })
+        capture.pass_bytes = pass_bytes;
+        capture.finish(output, Capture::end)
+    }
+
+    /// Begins a [`Graph`] whose driver calls another library makes, for adapters: `begin` begins the
+    /// capture, as cudarc's `CudaStream::begin_capture` does. What the calling thread allocates until
+    /// [`GraphCapture::end`] comes from `pool`, or else from a pool of the graph's own.
+    ///
+    /// There is no warm-up. So what needs a module that is loaded at first use, or memory of another
+    /// library, must have run before.
+    ///
+    /// # Errors
+    /// Those of `begin`; a stream of another device, or one that captures already; a pool of another
+    /// allocator.
+    pub fn begin_graph<'p>(
+        &self,
+        pool: Option<&'p PrivatePool>,
+        stream: &Stream,
+        begin: impl FnOnce() -> Result<(), DeviceError>,
+    ) -> Result<GraphCapture<'p>, Error> {
+        let pool = match pool {
+            Some(pool) => PoolOf::Shared(pool),
+            None => PoolOf::Own(self.create_pool(PoolOptions::default())?),
+        };
+        GraphCapture::new(self, pool, stream, || stream.begin_capture_with(begin))
     }
 
     /// Does the work of a graph once, as the warm-up of [`Allocator::graph`] does, and returns what the
@@ -230,6 +248,96 @@ impl Allocator {
         // This waits for other streams of the work, too.
         pool.empty_cache()?;
         Ok((outlived, bytes.unwrap_or(0)))
+    }
+}
+
+/// A graph that is being captured on a stream: see [`Allocator::begin_graph`]. It belongs to the thread
+/// that began it, whose allocations are the graph's. Dropping it ends the capture, of which nothing
+/// is left.
+#[derive(Debug)]
+#[must_use = "the capture ends when it is dropped"]
+pub struct GraphCapture<'p> {
+    // Dropped first, so that the capture is over before the thread allocates from other pools.
+    capture: Capture,
+    _route: CaptureRoute,
+    pool: PoolOf<'p>,
+    uses: Arc<GraphUses>,
+    host: Option<Arc<HostUses>>,
+    memory: Allocator,
+    /// Bytes of the device that the allocator did not hold when the capture began.
+    before: u64,
+    pass_bytes: u64,
+}
+
+#[derive(Debug)]
+enum PoolOf<'p> {
+    Own(PrivatePool),
+    Shared(&'p PrivatePool),
+}
+
+impl PoolOf<'_> {
+    fn get(&self) -> &PrivatePool {
+        match self {
+            PoolOf::Own(pool) => pool,
+            PoolOf::Shared(pool) => pool,
+        }
+    }
+}
+
+impl<'p> GraphCapture<'p> {
+    fn new(
+        memory: &Allocator,
+        pool: PoolOf<'p>,
+        stream: &Stream,
+        begin: impl FnOnce() -> Result<Capture, DeviceError>,
+    ) -> Result<Self, Error> {
+        let before = memory.held_otherwise()?;
+        let capture = begin()?;
+        let (uses, host) = (GraphUses::collect(pool.get(), stream)?, HostUses::collect(stream));
+        let route = memory.capture(stream, pool.get())?;
+        Ok(GraphCapture { capture, _route: route, pool, uses, host, memory: memory.clone(), before, pass_bytes: 0 })
+    }
+
+    /// Ends the capture: `end` makes the driver calls, as cudarc's `CudaStream::end_capture` does, and
+    /// returns what launches the graph on a stream. The graph keeps `output`, and what `end` returned.
+    ///
+    /// Memory of a pool of the graph's own may live on: launches write it.
+    ///
+    /// # Errors
+    /// Those of `end`, and of a capture that broke, with the call that did it. [`Error::UnevenWork`] if
+    /// memory of a shared pool lives on, which other graphs of the pool may write: allocate it before
+    /// the capture. The capture has ended in any case.
+    pub fn end<R, L>(self, output: R, end: impl FnOnce() -> Result<L, DeviceError>) -> Result<Graph<R>, Error>
+    where
+        L: Fn(RawStream) -> Result<(), DeviceError> + Send + Sync + 'static,
+    {
+        let bytes = self.left_in_pool();
+        if bytes > 0 && matches!(self.pool, PoolOf::Shared(_)) {
+            return Err(Error::UnevenWork { bytes });
+        }
+        self.finish(output, |capture| capture.end_with(end))
+    }
+
+    /// Notes the addresses of the pool, and returns how many bytes of it the capture leaves in live
+    /// blocks.
+    fn left_in_pool(&self) -> u64 {
+        self.uses.note_pool(self.pool.get())
+    }
+
+    fn finish<R>(
+        self,
+        output: R,
+        end: impl FnOnce(&Capture) -> Result<aquifer_device::Graph, DeviceError>,
+    ) -> Result<Graph<R>, Error> {
+        let GraphCapture { capture, _route, pool, uses, host, memory, before, pass_bytes } = self;
+        let graph = end(&capture)?;
+        drop((capture, _route));
+        uses.note_driver_bytes(memory.held_otherwise()?.saturating_sub(before));
+        let pass_bytes = match &pool {
+            PoolOf::Own(pool) => memory.reserved_by_private_pools().get(&pool.id()).copied().unwrap_or(0),
+            PoolOf::Shared(_) => pass_bytes,
+        };
+        Ok(Graph { output, graph, uses, host, memory, pass_bytes })
     }
 }
 

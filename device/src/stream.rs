@@ -419,6 +419,16 @@ impl Stream {
         Capture::begin(self.clone())
     }
 
+    /// As [`Stream::begin_capture`], where another library makes the driver call, as cudarc's
+    /// `CudaStream::begin_capture` does. [`Capture::end_with`] ends it; launches are then known
+    /// here.
+    ///
+    /// # Errors
+    /// Errors of `begin`; a stream that captures already.
+    pub fn begin_capture_with(&self, begin: impl FnOnce() -> Result<()>) -> Result<Capture> {
+        Capture::begin_with(self.clone(), begin)
+    }
+
     /// Makes a capture known that another library began on this stream, for example with cudarc's
     /// `CudaStream::begin_capture`. The stream is treated as one that captures until the result is
     /// dropped. Drop it once the capture has ended.

@@ -41,9 +41,10 @@ pub struct Attribution {
     /// Bytes that this process holds otherwise: contexts, modules, memory of libraries. `None`
     /// where unknown ([`aquifer_device::Device::memory_users`]).
     pub rest_of_process: Option<u64>,
-    /// Bytes of these that the driver took for the graphs of `aquifer::Allocator::graph` that exist:
-    /// an estimate, the difference in free memory over their instantiations. Of `unattributed` where
-    /// `rest_of_process` is unknown.
+    /// Bytes of these that the driver holds for graphs: memory of allocations within graphs, used or
+    /// not, and what it took for the graphs of `aquifer::Allocator::graph` that exist, an estimate: the
+    /// difference in free memory over their instantiations. Of `unattributed` where `rest_of_process` is
+    /// unknown.
     pub graphs: u64,
     /// Other processes, by descending bytes. Empty where `rest_of_process` is unknown.
     pub other_processes: Vec<ProcessMemory>,

@@ -380,6 +380,9 @@ pub(crate) fn attribute(allocator: &Allocator, max_age: Option<Duration>) -> Res
     let attributed = other_processes.iter().fold(ours.saturating_add(rest), |sum, one| sum.saturating_add(one.bytes));
 
     let unattributed = used(memory).saturating_sub(attributed);
+    // Where the driver has no pool, it says nothing of graphs.
+    let graphs = device.driver().pool_usage().map_or(0, |usage| usage.graphs);
+    let graphs = driver_bytes_of_graphs(device.id()).saturating_add(graphs);
     let mut outside = allocator.inner().outside.lock();
     let grown = used(memory).saturating_sub(most).saturating_sub(outside.at_open);
     outside.growth = outside.growth.max(grown);
@@ -394,7 +397,7 @@ pub(crate) fn attribute(allocator: &Allocator, max_age: Option<Duration>) -> Res
         reserved,
         other_allocators: ours.saturating_sub(reserved),
         rest_of_process,
-        graphs: driver_bytes_of_graphs(device.id()).min(rest_of_process.unwrap_or(unattributed)),
+        graphs: graphs.min(rest_of_process.unwrap_or(unattributed)),
         other_processes,
         unattributed,
         driver,

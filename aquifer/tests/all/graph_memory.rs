@@ -197,19 +197,39 @@ fn what_the_driver_takes_for_graphs_is_named_until_they_are_gone() {
     let sim = device.driver().as_any().and_then(|driver| driver.downcast_ref::<SimDriver>()).unwrap();
     let graph = memory.graph(stream, |stream| {
         if stream.is_capturing() {
-            sim.set_kept_bytes(0, 16 * MIB); // as by instantiating
+            sim.set_kept_bytes(16 * MIB, 0); // as by instantiating
         }
         memory.alloc_zeros::<u8>(20 << 20, stream).map(drop)
     });
     assert_eq!(memory.attribution().unwrap().graphs, 16 * MIB);
     sim.set_kept_bytes(0, 0);
     assert_eq!(memory.attribution().unwrap().graphs, 0, "no more than there is");
-    sim.set_kept_bytes(0, 16 * MIB);
+    sim.set_kept_bytes(16 * MIB, 0);
     let _held = memory.alloc::<u8>(900 << 20, stream).unwrap();
-    sim.inject(Fault::Nth { operation: Some(Operation::TrimGraphMemory), nth: 1, code: Code::NOT_SUPPORTED });
+    sim.inject(Fault::Nth { operation: Some(Operation::TrimPool), nth: 1, code: Code::NOT_SUPPORTED });
     let refusal = memory.alloc::<u8>(200 << 20, stream).unwrap_err().to_string();
     assert!(refusal.contains("16.00 MiB is held by the driver for graphs"), "{refusal}");
     drop(graph);
+    assert_eq!(memory.attribution().unwrap().graphs, 0);
+}
+
+/// As of graphs that allocate by `cuMemAllocAsync`, which other libraries capture.
+#[test]
+fn memory_of_allocations_within_graphs_is_named_and_taken_before_a_refusal() {
+    let bench = Bench::new();
+    let Bench { memory, stream, device, .. } = &bench;
+    let sim = device.driver().as_any().and_then(|driver| driver.downcast_ref::<SimDriver>()).unwrap();
+    let driver = device.driver();
+    driver.begin_capture(stream.raw()).unwrap();
+    driver.alloc_async(8 * MIB, stream.raw()).unwrap();
+    let graph = driver.end_capture(stream.raw()).unwrap();
+    assert_eq!(memory.attribution().unwrap().graphs, 8 * MIB);
+    driver.destroy_graph(graph).unwrap();
+    sim.set_kept_bytes(0, 980 * MIB);
+    let attribution = memory.attribution().unwrap();
+    assert_eq!(attribution.graphs, 980 * MIB);
+    assert!(attribution.to_string().contains("980.00 MiB by the driver for graphs"), "{attribution}");
+    let _served = memory.alloc::<u8>(900 << 20, stream).unwrap();
     assert_eq!(memory.attribution().unwrap().graphs, 0);
 }
 

@@ -137,6 +137,7 @@ functions! {
         cuMemPoolGetAttribute(CUmemoryPool, c_uint, *mut c_void);
         cuMemPoolTrimTo(CUmemoryPool, usize);
         cuDeviceGraphMemTrim(CUdevice);
+        cuDeviceGetGraphMemAttribute(CUdevice, c_uint, *mut c_void);
         cuMemGetAllocationGranularity(*mut usize, *const AllocationProperties, c_uint);
         cuMemAddressReserve(*mut CUdeviceptr, usize, usize, CUdeviceptr, c_ulonglong);
         cuMemAddressFree(CUdeviceptr, usize);

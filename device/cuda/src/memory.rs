@@ -4,7 +4,9 @@ use std::ffi::{c_uint, c_void};
 use std::ptr;
 
 use aquifer_device::{Code, DeviceError, DevicePtr, HostPtr, MemoryInfo, Operation, PoolUsage, RawStream, Result};
-use cudarc::driver::sys::{CUmemPool_attribute as PoolAttr, CUmemoryPool, CUpointer_attribute as PointerAttr};
+use cudarc::driver::sys::{
+    CUgraphMem_attribute, CUmemPool_attribute as PoolAttr, CUmemoryPool, CUpointer_attribute as PointerAttr,
+};
 
 use crate::context::GpuContext;
 use crate::gpu::Gpu;
@@ -129,7 +131,19 @@ pub(crate) fn pool_usage(gpu: &Gpu) -> Result<PoolUsage> {
         used_peak: number(PoolAttr::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
         reserved: number(PoolAttr::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?,
         reserved_peak: number(PoolAttr::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)?,
+        graphs: graph_memory(gpu, operation)?,
     })
+}
+
+/// Bytes that the driver holds for graphs with allocations of their own.
+fn graph_memory(gpu: &Gpu, operation: Operation) -> Result<u64> {
+    // Drivers without it are from before graphs could allocate.
+    let Some(ask) = gpu.context.functions().cuDeviceGetGraphMemAttribute else { return Ok(0) };
+    let (attribute, mut value) = (CUgraphMem_attribute::CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT, 0_u64);
+    // SAFETY: the number outlives the call, and this attribute has 64 bits (F1).
+    let code = unsafe { ask(gpu.context.device, attribute as c_uint, (&raw mut value).cast()) };
+    check_function(operation, "cuDeviceGetGraphMemAttribute", code)?;
+    Ok(value)
 }
 
 pub(crate) fn trim_pool(gpu: &Gpu, keep: u64) -> Result<()> {

@@ -118,6 +118,11 @@ impl AddressSpace {
         Some(ptr)
     }
 
+    /// Bytes of the memory that graphs allocate.
+    pub(crate) fn bytes_of_graphs(&self) -> u64 {
+        self.allocations.values().filter(|held| held.of_graph).map(|held| held.bytes).sum()
+    }
+
     /// The allocation that starts at `ptr`, freed or not.
     pub(crate) fn allocation_mut(&mut self, ptr: u64) -> Option<&mut Allocation> {
         self.allocations.get_mut(&ptr)

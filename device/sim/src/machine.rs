@@ -283,7 +283,7 @@ impl Machine {
     /// Notes how much the driver's pool holds now.
     pub(crate) fn pool_holds(&mut self, bytes: u64) {
         let peak = self.pool.used_peak.max(bytes);
-        self.pool = PoolUsage { used: bytes, used_peak: peak, reserved: bytes, reserved_peak: peak };
+        self.pool = PoolUsage { used: bytes, used_peak: peak, reserved: bytes, reserved_peak: peak, graphs: 0 };
     }
 
     /// Runs the earliest pending pool free and all work before it. False when none is pending.

@@ -69,7 +69,8 @@ impl Machine {
 
     pub(crate) fn pool_usage(&mut self) -> Answer<PoolUsage> {
         let reserved = self.pool.reserved.saturating_add(self.memory.kept.pool);
-        Ok(PoolUsage { reserved, reserved_peak: self.pool.reserved_peak.max(reserved), ..self.pool })
+        let graphs = self.memory.kept.graphs.saturating_add(self.address.bytes_of_graphs());
+        Ok(PoolUsage { reserved, reserved_peak: self.pool.reserved_peak.max(reserved), graphs, ..self.pool })
     }
 
     pub(crate) fn trim_pool(&mut self, keep: u64) -> Answer<()> {

@@ -2,14 +2,15 @@
 
 mod scope;
 
-use std::panic::Location;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, Location};
 use std::sync::Arc;
 
-use scope::Abandoned;
+use scope::{Abandoned, Announced};
 pub(crate) use scope::{Scope, StreamHandle};
 
 use crate::context::Context;
-use crate::driver::{CaptureStatus, Driver, RawGraph};
+use crate::driver::{CaptureStatus, Driver, RawGraph, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::fork;
 use crate::label::DeviceMismatch;
@@ -60,8 +61,13 @@ pub struct Capture {
 impl Capture {
     pub(crate) fn begin(stream: Stream) -> Result<Capture> {
         let raw = stream.usable(Operation::BeginCapture)?;
+        Capture::begin_with(stream.clone(), || stream.driver().begin_capture(raw))
+    }
+
+    pub(crate) fn begin_with(stream: Stream, begin: impl FnOnce() -> Result<()>) -> Result<Capture> {
+        stream.usable(Operation::BeginCapture)?;
         let (timeline, scope) = (stream.timeline(), Scope::new(stream.timeline(), true));
-        timeline.begin_capture(&scope, stream.keep_alive(), || stream.driver().begin_capture(raw))?;
+        timeline.begin_capture(&scope, stream.keep_alive(), begin)?;
         Ok(Capture { stream, scope })
     }
 
@@ -88,8 +94,44 @@ impl Capture {
     /// # Ok::<(), aquifer_device::DeviceError>(())
     /// ```
     pub fn end(&self) -> Result<Graph> {
-        let raw = self.scope.end(self.stream.timeline())?;
-        Ok(Graph { raw, launches: self.scope.launches.clone(), context: self.stream.context().clone() })
+        let raw = self.scope.end(self.stream.timeline(), |raw| self.stream.driver().end_capture(raw))?;
+        Ok(self.graph(Work::Driver(raw)))
+    }
+
+    /// As [`Capture::end`], where another library makes the driver calls, as cudarc's
+    /// `CudaStream::end_capture` does. `end` ends the capture and returns what launches the graph on
+    /// a stream; that is dropped with the [`Graph`]. Launches may come from several threads at once.
+    ///
+    /// ```
+    /// use aquifer_device::{Device, Driver};
+    /// use aquifer_sim::{SimConfig, SimDriver};
+    /// let theirs = SimDriver::new(SimConfig::default()); // stands for the other library
+    /// let device = Device::new(theirs.clone());
+    /// let (stream, ptr) = (device.stream()?, device.alloc(4096)?);
+    /// let capture = stream.begin_capture_with(|| theirs.begin_capture(stream.raw()))?;
+    /// stream.fill(ptr, 7, 4096)?;
+    /// let graph = capture.end_with(|| {
+    ///     let graph = theirs.end_capture(stream.raw())?;
+    ///     Ok(move |stream| theirs.launch_graph(graph, stream))
+    /// })?;
+    /// graph.launch(&stream)?;
+    /// # stream.synchronize()?;
+    /// # device.free(ptr)?;
+    /// # Ok::<(), aquifer_device::DeviceError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Capture::end`], and those of `end`.
+    pub fn end_with<L>(&self, end: impl FnOnce() -> Result<L>) -> Result<Graph>
+    where
+        L: Fn(RawStream) -> Result<()> + Send + Sync + 'static,
+    {
+        let launch = self.scope.end(self.stream.timeline(), |_| end())?;
+        Ok(self.graph(Work::Other(AssertUnwindSafe(Box::new(launch)))))
+    }
+
+    fn graph(&self, work: Work) -> Graph {
+        Graph { work: Some(work), launches: self.scope.launches.clone(), context: self.stream.context().clone() }
     }
 }
 
@@ -108,9 +150,10 @@ impl Drop for Capture {
     }
 }
 
-/// The announcement of a capture that another library began on a stream and will end. While this
-/// exists, the stream is treated as if [`Stream::begin_capture`] had been called. Drop it once the
-/// capture has ended.
+/// The announcement of a capture that another library began on a stream and will end. Until then,
+/// the stream is treated as if [`Stream::begin_capture`] had been called. Drop this once the capture
+/// has ended. As long as it lives on, calls that the capture would be in the way of ask the driver
+/// whether it has.
 ///
 /// ```
 /// use aquifer_device::{Device, Driver};
@@ -149,6 +192,7 @@ impl AnnouncedCapture {
                     .with_detail("the stream does not capture: announce a capture after it began")),
             }
         })?;
+        unfinished::keep(Arc::new(Announced(scope.clone())));
         Ok(AnnouncedCapture { scope })
     }
 }
@@ -182,9 +226,27 @@ impl Drop for AnnouncedCapture {
 /// ```
 #[derive(Debug)]
 pub struct Graph {
-    raw: RawGraph,
+    /// `None` only while it is dropped.
+    work: Option<Work>,
     launches: Arc<Launches>,
     context: Arc<Context>,
+}
+
+/// The captured work.
+enum Work {
+    /// As the driver has it.
+    Driver(RawGraph),
+    /// As another library has it, which this launches. A launch that panics leaves nothing half done here.
+    Other(AssertUnwindSafe<Box<dyn Fn(RawStream) -> Result<()> + Send + Sync>>),
+}
+
+impl fmt::Debug for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Work::Driver(raw) => raw.fmt(f),
+            Work::Other(_) => f.write_str("another library's"),
+        }
+    }
 }
 
 impl Graph {
@@ -209,16 +271,26 @@ impl Graph {
             return Err(DeviceError::new(Operation::LaunchGraph, Code::CAPTURE_UNSUPPORTED)
                 .with_detail("the stream captures, and CUDA does not capture launches of graphs"));
         }
-        self.launches.launch(stream.timeline(), || self.context.driver.launch_graph(self.raw, raw))
+        self.launches.launch(stream.timeline(), || match &self.work {
+            Some(Work::Driver(graph)) => self.context.driver.launch_graph(*graph, raw),
+            Some(Work::Other(launch)) => launch(raw),
+            None => Ok(()),
+        })
     }
 }
 
 impl Drop for Graph {
     fn drop(&mut self) {
         if fork::is_child() {
+            // The other library's code must not call the driver here.
+            std::mem::forget(self.work.take());
             return;
         }
         let _kept_until_then = self.launches.note_gone();
-        self.context.releases.release(Object::Graph(self.raw));
+        match self.work.take() {
+            Some(Work::Driver(raw)) => self.context.releases.release(Object::Graph(raw)),
+            // Dropped before what was kept for it.
+            other => drop(other),
+        }
     }
 }

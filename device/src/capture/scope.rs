@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::capturing_streams::CapturingStreams;
-use crate::driver::{CaptureStatus, Driver, RawGraph};
+use crate::driver::{CaptureStatus, Driver, RawGraph, RawStream};
 use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
 use crate::fork::{self, Mutex as Leaf};
 use crate::launches::Launches;
@@ -98,6 +98,7 @@ impl Scope {
     /// # Errors
     /// When the capture goes on, with the reason.
     pub(crate) fn end_if_abandoned(self: &Arc<Self>, operation: Operation) -> Result<()> {
+        self.close_if_ended();
         if !self.members.lock().abandoned {
             return Ok(());
         }
@@ -110,19 +111,24 @@ impl Scope {
         })
     }
 
-    /// Ends the capture in the driver and for all its streams, or leaves both as they are (T5).
-    /// Returns the graph.
-    pub(crate) fn end(self: &Arc<Self>, timeline: &Timeline) -> Result<RawGraph> {
-        self.end_and(timeline, false)
+    /// Ends the capture, in the driver by `end` and for all its streams, or leaves both as they are
+    /// (T5). Returns the graph.
+    pub(crate) fn end<G>(self: &Arc<Self>, timeline: &Timeline, end: impl FnOnce(RawStream) -> Result<G>) -> Result<G> {
+        self.end_and(timeline, false, end)
     }
 
     /// As [`Scope::end`], for a graph that the caller destroys at once: it counts as gone before
     /// the capture counts as over.
     pub(crate) fn end_to_discard(self: &Arc<Self>, timeline: &Timeline) -> Result<RawGraph> {
-        self.end_and(timeline, true)
+        self.end_and(timeline, true, |raw| timeline.context().driver.end_capture(raw))
     }
 
-    fn end_and(self: &Arc<Self>, timeline: &Timeline, discards: bool) -> Result<RawGraph> {
+    fn end_and<G>(
+        self: &Arc<Self>,
+        timeline: &Timeline,
+        discards: bool,
+        end: impl FnOnce(RawStream) -> Result<G>,
+    ) -> Result<G> {
         let operation = Operation::EndCapture;
         fork::check(operation)?;
         let alone = self.ending.lock();
@@ -135,7 +141,7 @@ impl Scope {
         let raw = timeline.usable(operation).map_err(goes_on)?;
         let driver = &timeline.context().driver;
         let broken_by = self.capturing.refused();
-        let ended = driver.end_capture(raw).map_err(|error| match broken_by {
+        let ended = end(raw).map_err(|error| match broken_by {
             Some(call) if error.code == Code::CAPTURE_INVALIDATED => {
                 error.with_more(format_args!("the call that broke it: {call}"))
             }
@@ -174,6 +180,21 @@ impl Scope {
         streams
     }
 
+    /// Makes a capture over that another library has ended. Its announcement may live on: a library
+    /// may not tell of a capture that failed.
+    fn close_if_ended(self: &Arc<Self>) {
+        if !self.launches.is_foreign() {
+            return;
+        }
+        let origin = self.members.lock().streams.first().map(|(first, _)| first.clone());
+        let Some(timeline) = origin else { return };
+        let operation = Operation::CaptureStatus;
+        let status = timeline.usable(operation).and_then(|raw| timeline.context().driver.capture_status(raw));
+        if matches!(status, Ok(CaptureStatus::None)) {
+            drop(self.close());
+        }
+    }
+
     /// As [`Scope::close`], for a capture that ended elsewhere, or that no call can end any more:
     /// it gives no graph here.
     pub(crate) fn give_up(self: &Arc<Self>) {
@@ -186,6 +207,25 @@ impl Scope {
         drop(alone);
         // Dropping these runs code of callers.
         drop((kept, streams));
+    }
+}
+
+/// A capture that another library began and ends.
+#[derive(Debug)]
+pub(super) struct Announced(pub(super) Arc<Scope>);
+
+impl CleanUp for Announced {
+    fn captures_in(&self) -> Option<Arc<CapturingStreams>> {
+        Some(self.0.capturing.clone())
+    }
+
+    fn has_callers(&self) -> bool {
+        self.0.handles.load(Ordering::Acquire) > 0
+    }
+
+    fn finish(&self) -> bool {
+        self.0.close_if_ended();
+        self.0.is_over()
     }
 }
 

@@ -99,6 +99,8 @@ pub struct PoolUsage {
     pub reserved: u64,
     /// Most bytes that were held at one time.
     pub reserved_peak: u64,
+    /// Bytes that the driver holds for graphs with allocations of their own, beside the pool.
+    pub graphs: u64,
 }
 
 /// Whether a stream captures: whether its work is recorded into a graph instead of run.

@@ -317,7 +317,7 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// `None` where the driver has none. On CUDA refused while the stream captures.
     fn stream_id(&self, stream: RawStream) -> Result<Option<u64>>;
 
-    /// Bytes that the driver's stream-ordered pool holds and uses.
+    /// Bytes that the driver's stream-ordered pool holds and uses, and that graphs hold.
     fn pool_usage(&self) -> Result<PoolUsage>;
 
     /// Makes the driver's stream-ordered pool give unused memory back to the device, until it holds

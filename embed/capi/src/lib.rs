@@ -64,6 +64,10 @@ pub extern "C" fn aquifer_last_error() -> *const c_char {
 /// `stream` is a live `cudaStream_t` or `CUstream` of the device's primary context; 0 and 1 are the legacy default stream, 2 is that of the
 /// calling thread. Before its owner destroys it, call `aquifer_forget_stream`.
 ///
+/// While `stream` captures, its memory must come from a pool: call `aquifer_graph_begin` before, or
+/// `aquifer_pool_malloc`. A request that cached memory serves does not ask the driver whether the stream
+/// captures, and others would get the graph's memory.
+///
 /// This function, `aquifer_free` and `aquifer_record_stream` have the signatures that `torch.cuda.memory.CUDAPluggableAllocator` takes.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_malloc(size: usize, device: c_int, stream: *mut c_void) -> *mut c_void {
@@ -347,14 +351,25 @@ pub extern "C" fn aquifer_pool_malloc(pool: u64, size: usize, stream: *mut c_voi
 
 /// Sends the calling thread's allocations on the pool's device to the pool while a graph is captured:
 /// call it after the program began to capture `stream`, and `aquifer_graph_end` on the same thread
-/// once it has ended that. Graphs that share a pool use the same memory, so the program must launch
-/// them one after the other.
+/// once it has ended that. No request outside of captures gets memory of the graph until the pool is
+/// released. What the capture frees serves its later allocations, and other captures of the pool. So
+/// the program must launch graphs that share a pool one after the other, and allocate what lives on,
+/// such as outputs, before.
+///
+/// Another thread that allocates for the same capture calls it, too. Captures of several streams may
+/// go on at a time: the thread's allocations come from the pool of the last one that it began.
+///
+/// Fails with `AQUIFER_INVALID` if there is no such pool, or if this thread began a graph on the
+/// stream and did not end it; with `AQUIFER_DEVICE_ERROR` if the stream does not capture, as the
+/// default stream 0 never does, if an earlier call broke the capture, or if the stream is not of the
+/// pool's device. Allocations are then as before.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_graph_begin(pool: u64, stream: *mut c_void) -> c_int {
     status(|| pools::begin_graph(pool, stream))
 }
 
-/// Ends `aquifer_graph_begin` for the stream, whether or not the capture succeeded.
+/// Ends `aquifer_graph_begin` for the stream, whether or not the capture succeeded. Fails with
+/// `AQUIFER_INVALID` if this thread began no graph on the stream.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_graph_end(stream: *mut c_void) -> c_int {
     status(|| pools::end_graph(stream))

@@ -68,16 +68,24 @@ thread_local! {
 
 pub(crate) fn begin_graph(number: u64, stream: *mut c_void) -> Result<(), Failure> {
     let Pool { gpu, pool, .. } = &*find(number)?;
+    if graphs(|graphs| graphs.iter().any(|(of, _)| *of == stream.addr()))? {
+        return Err(Failure::invalid("this thread began a graph on the stream already: call aquifer_graph_end first"));
+    }
     let route = gpu.with_stream(stream, |stream| gpu.memory.capture(stream, pool))??;
-    GRAPHS.with_borrow_mut(|graphs| graphs.push((stream.addr(), Box::new(route))));
-    Ok(())
+    graphs(|graphs| graphs.push((stream.addr(), Box::new(route))))
+}
+
+/// Calls `work` with the captures for which this thread allocates.
+fn graphs<R>(work: impl FnOnce(&mut Vec<(usize, Box<dyn Any>)>) -> R) -> Result<R, Failure> {
+    let done = GRAPHS.try_with(|graphs| work(&mut graphs.borrow_mut()));
+    done.map_err(|_| Failure::invalid("the thread is ending: begin and end graphs before"))
 }
 
 pub(crate) fn end_graph(stream: *mut c_void) -> Result<(), Failure> {
-    let ended = GRAPHS.with_borrow_mut(|graphs| {
-        let at = graphs.iter().rposition(|(of, _)| *of == stream.addr())?;
+    let ended = graphs(|graphs| {
+        let at = graphs.iter().position(|(of, _)| *of == stream.addr())?;
         Some(graphs.remove(at))
-    });
+    })?;
     // Dropped outside of the borrow, as it may call the driver.
     ended.map(drop).ok_or_else(|| Failure::invalid("this thread began no graph on the stream"))
 }

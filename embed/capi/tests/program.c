@@ -396,6 +396,64 @@ static void pools(void)
     CHECK(aquifer_memory_reserved(0) == 0);
 }
 
+static void *end_elsewhere(void *stream)
+{
+    CHECK(aquifer_graph_end(stream) == AQUIFER_INVALID && strstr(aquifer_last_error(), "began no graph"));
+    return NULL;
+}
+
+/* A thread that joins a capture, and ends with it begun. */
+static void *join_capture(void *given)
+{
+    uint64_t *arguments = given;
+    void *captured = (void *)(uintptr_t)arguments[0];
+    CHECK(set_current(context) == 0 && aquifer_graph_begin(arguments[1], captured) == AQUIFER_OK);
+    void *inside = torch_alloc(1 << 20, 0, captured);
+    CHECK(inside);
+    fill(inside, 1 << 20, captured);
+    torch_free(inside, 1 << 20, 0, captured);
+    return NULL;
+}
+
+static void graphs(void)
+{
+    void *stream = new_stream(), *graph = NULL, *launchable, *inside, *lost;
+    uint64_t pool = aquifer_pool_create(0, 0);
+    pthread_t thread;
+    CHECK(aquifer_graph_begin(pool, NULL) == AQUIFER_DEVICE_ERROR && aquifer_graph_end(NULL) == AQUIFER_INVALID);
+    CHECK(aquifer_graph_begin(pool, stream) == AQUIFER_DEVICE_ERROR && strstr(aquifer_last_error(), "does not capture"));
+    CHECK(begin_capture(stream, 2) == 0);
+    CHECK(aquifer_graph_begin(pool + 99, stream) == AQUIFER_INVALID);
+    CHECK(aquifer_graph_begin(pool, stream) == AQUIFER_OK);
+    CHECK(aquifer_graph_begin(pool, stream) == AQUIFER_INVALID && strstr(aquifer_last_error(), "aquifer_graph_end first"));
+    CHECK(pthread_create(&thread, NULL, end_elsewhere, stream) == 0 && pthread_join(thread, NULL) == 0);
+    uint64_t arguments[] = {(uintptr_t)stream, pool};
+    CHECK(pthread_create(&thread, NULL, join_capture, arguments) == 0 && pthread_join(thread, NULL) == 0);
+    inside = torch_alloc(1 << 20, 0, stream);
+    CHECK(inside);
+    fill(inside, 1 << 20, stream);
+    torch_free(inside, 1 << 20, 0, stream);
+    CHECK(end_capture(stream, &graph) == 0 && aquifer_graph_end(stream) == AQUIFER_OK);
+    CHECK(aquifer_graph_end(stream) == AQUIFER_INVALID);
+    CHECK(instantiate(&launchable, graph, 0) == 0 && graph_launch(launchable, stream) == 0);
+    CHECK(stream_synchronize(stream) == 0);
+    /* A capture that breaks leaves nothing behind. */
+    uint64_t reserved = aquifer_memory_reserved(0), other = aquifer_pool_create(0, 0);
+    CHECK(begin_capture(stream, 2) == 0 && aquifer_graph_begin(other, stream) == AQUIFER_OK);
+    lost = torch_alloc(8 << 20, 0, stream);
+    CHECK(lost && stream_synchronize(stream) != 0);
+    CHECK(end_capture(stream, &graph) != 0 && aquifer_graph_end(stream) == AQUIFER_OK);
+    torch_free(lost, 8 << 20, 0, stream);
+    CHECK(aquifer_pool_release(other) == AQUIFER_OK && aquifer_empty_cache(0) == AQUIFER_OK);
+    CHECK(aquifer_memory_reserved(0) == reserved);
+    void *outside = torch_alloc(1 << 20, 0, stream);
+    CHECK(outside && outside != inside);
+    torch_free(outside, 1 << 20, 0, stream);
+    CHECK(graph_launch(launchable, stream) == 0 && stream_synchronize(stream) == 0);
+    CHECK(aquifer_pool_release(pool) == AQUIFER_OK && aquifer_empty_cache(0) == AQUIFER_OK);
+    CHECK(aquifer_memory_reserved(0) == 0);
+}
+
 static void sleeps(void)
 {
     const size_t bytes = 4 << 20;
@@ -575,7 +633,7 @@ static void bench(void)
 int main(int arguments, char **argument)
 {
     const struct { const char *name; void (*run)(void); } all[] = {
-        {"wrong", wrong}, {"threads", threads}, {"forget", forget}, {"oom", oom}, {"reports", reports}, {"pools", pools}, {"sleeps", sleeps},
+        {"wrong", wrong}, {"threads", threads}, {"forget", forget}, {"oom", oom}, {"reports", reports}, {"pools", pools}, {"graphs", graphs}, {"sleeps", sleeps},
         {"careless", careless}, {"elsewhere", elsewhere}, {"devices", devices}, {"ort", ort}, {"forked", forked}, {"at_the_end", at_the_end}, {"bench", bench},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)

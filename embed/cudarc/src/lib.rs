@@ -28,10 +28,16 @@
 //! | who orders streams | Aquifer, for the buffers that a call names | cudarc, by its two events a slice |
 //! | where it fits | launches and library calls that you write | code that takes a [`CudaSlice`] |
 //! | several streams | always | while cudarc's event tracking is on, as it is by default |
-//! | several handles, statistics by tag, graphs | yes | tags |
+//! | several handles, statistics by tag | yes | tags |
+//! | graphs | yes: a graph keeps and orders the buffers of its work | while event tracking is off |
 //!
 //! Verbs of Aquifer (`upload`, `to_vec`, `axpy`, …) take a [`Stream`]: [`stream()`] gives that of a
 //! [`CudaStream`].
+//!
+//! # Graphs
+//!
+//! [`AllocatorExt::begin_capture`] takes the place of `CudaStream::begin_capture`, and
+//! [`Capture::end`] that of `CudaStream::end_capture`.
 //!
 //! # Errors
 //!
@@ -49,6 +55,7 @@
 //! [`Buffer`]: aquifer::Buffer
 
 mod error;
+mod graph;
 mod pinned;
 mod slice;
 mod stream;
@@ -60,6 +67,7 @@ use aquifer::{Allocator, Stream};
 use cudarc::driver::{CudaContext, CudaStream};
 
 pub use error::Error;
+pub use graph::{Capture, Graph};
 pub use pinned::HostPinned;
 pub use slice::{AllocatorExt, PoolSlice};
 pub use stream::{Bound, Lent, StreamExt};

@@ -1,19 +1,65 @@
 //! Slices of cudarc's in memory of Aquifer's.
 
+use std::any::Any;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
 use aquifer::device::{DevicePtr, RequestError};
-use aquifer::{Allocator, Buffer};
-use cudarc::driver::sys::CUdeviceptr;
+use aquifer::memory::PrivatePool;
+use aquifer::{Allocator, Buffer, Stream};
+use cudarc::driver::sys::{CUdeviceptr, CUstreamCaptureMode, CUstreamCaptureStatus};
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtrMut as _, DeviceRepr, ValidAsZeroBits};
 
-use crate::Error;
+use crate::{Capture, Error};
 
 /// Allocation on streams of cudarc's.
 pub trait AllocatorExt {
+    /// Begins a capture, in place of `CudaStream::begin_capture`. What this thread allocates until
+    /// [`Capture::end`] comes from a pool of the graph's own, whose memory nobody else gets as long as
+    /// the graph lives.
+    ///
+    /// Name the buffers of each launch with [`StreamExt::with`](crate::StreamExt::with): the graph
+    /// keeps them, and its launches come after what other streams did with them. Slices need cudarc's
+    /// event tracking to be off, since its events cannot be captured.
+    ///
+    /// ```no_run
+    /// use aquifer::prelude::*;
+    /// use aquifer_cudarc::{AllocatorExt, StreamExt};
+    /// use cudarc::driver::CudaContext;
+    /// use cudarc::driver::sys::{CUgraphInstantiate_flags as Flags, CUstreamCaptureMode as Mode};
+    ///
+    /// let context = CudaContext::new(0)?;
+    /// let (memory, stream) = (aquifer_cudarc::allocator(&context)?, context.new_stream()?);
+    /// # fn launch(_: u64, _: u64) -> Result<(), aquifer_cudarc::Error> { Ok(()) }
+    /// let input = memory.alloc_zeros_on::<f32>(1000, &stream)?;
+    /// let capture = memory.begin_capture(&stream, Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
+    /// let mut output = memory.alloc_on::<f32>(1000, &stream)?; // of the graph's pool
+    /// stream.with([read(&input), write(&mut output)], |_, [x, y]| launch(x.device_ptr(), y.device_ptr()))?;
+    /// let graph = capture.end(Flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH, output)?;
+    /// graph.launch()?;
+    /// let host = graph.graph().output().to_vec(&aquifer_cudarc::stream(&stream)?)?;
+    /// # Ok::<(), aquifer_cudarc::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// When cudarc cannot begin; a stream of another context, or one that captures already.
+    fn begin_capture(&self, stream: &Arc<CudaStream>, mode: CUstreamCaptureMode) -> Result<Capture<'static>, Error>;
+
+    /// As [`AllocatorExt::begin_capture`], with memory of a pool that several graphs share: together
+    /// they need as much as the largest one. Their launches run one after the other. Allocate what
+    /// lives on, such as outputs, before the capture: other graphs of the pool may write in it.
+    ///
+    /// # Errors
+    /// As [`AllocatorExt::begin_capture`], and a pool of another allocator.
+    fn begin_capture_in<'p>(
+        &self,
+        pool: &'p PrivatePool,
+        stream: &Arc<CudaStream>,
+        mode: CUstreamCaptureMode,
+    ) -> Result<Capture<'p>, Error>;
+
     /// Makes a buffer of a slice that cudarc allocated. When the last handle is dropped, the
     /// slice's own stream waits for what uses it, and cudarc frees it.
     ///
@@ -24,13 +70,13 @@ pub trait AllocatorExt {
     /// Allocates a buffer of `len` elements, which hold anything.
     ///
     /// # Errors
-    /// As [`Allocator::alloc`]; a stream of another context.
+    /// As [`Allocator::alloc`]; a stream of another context; [`Error::UnannouncedCapture`].
     fn alloc_on<T: Copy>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<Buffer<T>, Error>;
 
     /// Allocates a buffer of `len` zeros.
     ///
     /// # Errors
-    /// As [`Allocator::alloc_zeros`]; a stream of another context.
+    /// As [`AllocatorExt::alloc_on`].
     fn alloc_zeros_on<T: Copy>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<Buffer<T>, Error>;
 
     /// Allocates a slice of `len` elements for code that takes cudarc's own.
@@ -39,7 +85,8 @@ pub trait AllocatorExt {
     /// The elements hold anything, so they must be written before they are read.
     ///
     /// # Errors
-    /// As `Allocator::alloc_raw`; a stream of another context; [`Error::Untracked`].
+    /// As `Allocator::alloc_raw`; a stream of another context; [`Error::Untracked`]; in a capture
+    /// [`Error::TrackedCapture`] or [`Error::UnannouncedCapture`].
     unsafe fn alloc_slice<T: DeviceRepr>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<PoolSlice<T>, Error>;
 
     /// Allocates a slice of `len` zeros for code that takes cudarc's own.
@@ -54,6 +101,19 @@ pub trait AllocatorExt {
 }
 
 impl AllocatorExt for Allocator {
+    fn begin_capture(&self, stream: &Arc<CudaStream>, mode: CUstreamCaptureMode) -> Result<Capture<'static>, Error> {
+        Capture::begin(self, None, stream, mode)
+    }
+
+    fn begin_capture_in<'p>(
+        &self,
+        pool: &'p PrivatePool,
+        stream: &Arc<CudaStream>,
+        mode: CUstreamCaptureMode,
+    ) -> Result<Capture<'p>, Error> {
+        Capture::begin(self, Some(pool), stream, mode)
+    }
+
     fn import_slice<T: DeviceRepr + Copy + Send + 'static>(&self, mut slice: CudaSlice<T>) -> Result<Buffer<T>, Error> {
         let (theirs, len) = (slice.stream().clone(), slice.len());
         let home = crate::stream(&theirs)?;
@@ -70,26 +130,32 @@ impl AllocatorExt for Allocator {
 
     #[track_caller]
     fn alloc_on<T: Copy>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<Buffer<T>, Error> {
-        Ok(self.alloc(len, &crate::stream(stream)?)?)
+        Ok(self.alloc(len, &requesting(stream)?)?)
     }
 
     #[track_caller]
     fn alloc_zeros_on<T: Copy>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<Buffer<T>, Error> {
-        Ok(self.alloc_zeros(len, &crate::stream(stream)?)?)
+        Ok(self.alloc_zeros(len, &requesting(stream)?)?)
     }
 
     #[track_caller]
     unsafe fn alloc_slice<T: DeviceRepr>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<PoolSlice<T>, Error> {
-        if !is_ordered(stream) {
+        let home = requesting(stream)?;
+        let graph = home.launches_of_capture().map(|launches| launches.number());
+        if graph.is_some() && stream.context().is_managing_stream_synchronization() {
+            return Err(Error::TrackedCapture);
+        }
+        // The edges of a graph order what its work does.
+        if graph.is_none() && !is_ordered(stream) {
             return Err(Error::Untracked);
         }
         let (count, size) = (len as u64, size_of::<T>() as u64);
         let bytes = count.checked_mul(size).ok_or(RequestError::LengthOverflow { len: count, size })?;
-        let ptr = self.alloc_raw(bytes, &crate::stream(stream)?)?;
+        let ptr = self.alloc_raw(bytes, &home)?;
         let has_events = stream.context().is_event_tracking();
         // SAFETY: so many bytes are allocated there, which `free_raw` alone frees.
         let slice = unsafe { stream.upgrade_device_ptr(ptr.0, len) };
-        Ok(PoolSlice { slice: ManuallyDrop::new(slice), allocator: self.clone(), has_events })
+        Ok(PoolSlice { slice: ManuallyDrop::new(slice), allocator: self.clone(), has_events, graph })
     }
 
     #[track_caller]
@@ -105,6 +171,18 @@ impl AllocatorExt for Allocator {
     }
 }
 
+/// Aquifer's stream of a request, unless that is captured and nothing would keep the memory for the
+/// graph.
+fn requesting(theirs: &Arc<CudaStream>) -> Result<Stream, Error> {
+    let stream = crate::stream(theirs)?;
+    // The legacy default stream, which is null, cannot capture.
+    let may_capture = !stream.is_capturing() && !theirs.cu_stream().is_null();
+    if may_capture && theirs.capture_status()? != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+        return Err(Error::UnannouncedCapture);
+    }
+    Ok(stream)
+}
+
 /// True if cudarc orders what streams do with a slice, or there is but one stream.
 fn is_ordered(stream: &CudaStream) -> bool {
     stream.context().is_event_tracking() || !stream.context().is_in_multi_stream_mode()
@@ -117,6 +195,9 @@ fn is_ordered(stream: &CudaStream) -> bool {
 /// goes back to the allocator. If tracking was off when it was allocated or is off then, and the
 /// context has several streams, the drop waits for the whole context instead.
 ///
+/// Dropped while its stream captures, it goes back to the graph's pool if it was allocated in the
+/// capture. The graph keeps it otherwise.
+///
 /// As for slices of its own, cudarc knows only the last stream that read. Where two streams read a
 /// slice, order one after the other, or the slice's own stream after both, before it is written or
 /// dropped; or use a [`Buffer`].
@@ -128,6 +209,26 @@ pub struct PoolSlice<T> {
     allocator: Allocator,
     /// cudarc's event tracking was on when the slice was made.
     has_events: bool,
+    /// The number of the graph in whose capture it was allocated.
+    graph: Option<u64>,
+}
+
+/// Memory of a slice that was dropped while its stream captured: the graph keeps it, because its
+/// work may use it.
+struct OfGraph(Allocator, Arc<CudaStream>, DevicePtr);
+
+impl Drop for OfGraph {
+    fn drop(&mut self) {
+        free_once_idle(&self.0, &self.1, self.2);
+    }
+}
+
+/// Frees memory once the whole context is done. Memory that may be in use is better lost than
+/// reused.
+fn free_once_idle(allocator: &Allocator, stream: &CudaStream, ptr: DevicePtr) {
+    if stream.context().synchronize().is_ok() {
+        let _ = allocator.free_raw(ptr);
+    }
 }
 
 impl<T> PoolSlice<T> {
@@ -162,11 +263,18 @@ impl<T> Drop for PoolSlice<T> {
     fn drop(&mut self) {
         let stream = self.slice.stream().clone();
         // SAFETY: it is taken here alone, and not used afterwards.
-        let ptr = unsafe { ManuallyDrop::take(&mut self.slice) }.leak();
-        // Memory that may be in use is better lost than reused.
+        let ptr = DevicePtr(unsafe { ManuallyDrop::take(&mut self.slice) }.leak());
+        let launches = crate::stream(&stream).ok().and_then(|stream| stream.launches_of_capture());
+        let is_of_capture = launches.as_ref().is_some_and(|launches| self.graph == Some(launches.number()));
+        if let Some(launches) = launches.filter(|_| !is_of_capture) {
+            let kept: Arc<dyn Any + Send + Sync> = Arc::new(OfGraph(self.allocator.clone(), stream, ptr));
+            return launches.keep(&kept);
+        }
         let is_ordered = is_ordered(&stream) && (self.has_events || !stream.context().is_in_multi_stream_mode());
-        if is_ordered || stream.context().synchronize().is_ok() {
-            let _ = self.allocator.free_raw(DevicePtr(ptr));
+        if is_ordered || is_of_capture {
+            let _ = self.allocator.free_raw(ptr);
+        } else {
+            free_once_idle(&self.allocator, &stream, ptr);
         }
     }
 }

@@ -95,8 +95,12 @@ impl<'a> Bound<'a> {
     /// prefer [`Bound::device_ptr`] where the address is enough.
     ///
     /// # Errors
-    /// [`Error::BadCast`] if the bytes are no whole number of aligned `T`.
+    /// [`Error::BadCast`] if the bytes are no whole number of aligned `T`;
+    /// [`Error::TrackedCapture`].
     pub fn as_slice<T>(&self, stream: &Arc<CudaStream>) -> Result<Lent<'a, T>, Error> {
+        if stream.context().is_managing_stream_synchronization() && crate::stream(stream)?.is_capturing() {
+            return Err(Error::TrackedCapture);
+        }
         let size = size_of::<T>() as u64;
         if size == 0 || !self.bytes.is_multiple_of(size) || !self.ptr.is_multiple_of(align_of::<T>() as u64) {
             return Err(Error::BadCast { ptr: self.ptr, bytes: self.bytes, to: std::any::type_name::<T>() });

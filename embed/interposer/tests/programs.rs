@@ -126,8 +126,8 @@ fn a_c_program_is_served_in_the_order_of_its_streams() {
     let Some(program) = folder.compile("memory", &[driver.as_os_str()]) else { return };
     for options in ["", "backing:segments", "cross_stream:wait", "no_cache:True"] {
         let (output, report) = folder.run(Command::new(&program).env("AQUIFER_ALLOC_CONF", options), "");
-        assert_eq!(count(&report, SERVED), 945, "{options}: {report}");
-        assert_eq!(count(&report, "the stream was being captured: "), 1, "{options}: {report}");
+        assert_eq!(count(&report, SERVED), 949, "{options}: {report}");
+        assert_eq!(count(&report, "the stream was being captured: "), 3, "{options}: {report}");
         assert_eq!(count(&report, "the pool was the program's own: "), 1, "{options}: {report}");
         assert_eq!(count(&report, "not the device's primary one, or was reset: "), 1, "{options}: {report}");
         let said = String::from_utf8_lossy(&output.stderr);

@@ -69,7 +69,7 @@ def enable(plain=False):
     """Makes Aquifer the allocator of CUDA tensors. Call it before the first one is made. Once is enough.
 
     The first call builds a small C++ library with this PyTorch (about a minute; kept in the cache folder). Where that fails, or with
-    `plain`, it uses PyTorch's pluggable allocator instead, which lacks `torch.cuda.memory_stats()`, pools and graphs, and says so.
+    `plain`, it uses PyTorch's pluggable allocator instead, which lacks `torch.cuda.memory_stats()` and `MemPool`, and says so.
     """
     global _library
     if _library is not None:
@@ -85,7 +85,7 @@ def enable(plain=False):
             shim = _build("aquifer_torch_shim", _HERE / "shim.cpp", _cuda_includes(), ["-lc10_cuda", "-ltorch_cuda"], compiler)
         except Error as error:
             warnings.warn(
-                "aquifer_torch: falling back to PyTorch's pluggable allocator, without torch.cuda.memory_stats(), MemPool and graphs: "
+                "aquifer_torch: falling back to PyTorch's pluggable allocator, without torch.cuda.memory_stats() and MemPool: "
                 f"{error}. It needs CUDA's headers, which `pip install nvidia-cuda-runtime nvidia-cuda-crt` brings.",
                 stacklevel=2,
             )
@@ -98,6 +98,9 @@ def enable(plain=False):
         native.set_record_stream_fn(address(library.aquifer_record_stream))
         native.set_reset_fn(address(shim.aquifer_torch_empty_cache))
         native.set_memory_fraction_fn(address(shim.aquifer_torch_set_memory_fraction))
+        native.set_begin_allocate_to_pool(address(shim.aquifer_torch_begin_allocate_to_pool))
+        native.set_end_allocate_to_pool_fn(address(shim.aquifer_torch_end_allocate_to_pool))
+        native.set_release_pool(address(shim.aquifer_torch_release_pool))
         torch.cuda.memory.change_current_allocator(allocator)
         _kept.append(allocator)
     else:

@@ -1,11 +1,21 @@
 // Aquifer through PyTorch's pluggable allocator: see `library.h`.
 
-#include "library.h"
+#include "pools.h"
 
 #include <ATen/detail/CUDAHooksInterface.h>
 
-EXPORTED void *aquifer_torch_malloc(ssize_t size, int device, void *stream) {
-    void *ptr = api.malloc(size, device, stream);
+namespace {
+
+// Never destroyed: tensors are freed as the process exits.
+Pools &pools() {
+    static auto &pools = *new Pools;
+    return pools;
+}
+
+} // namespace
+
+EXPORTED void *aquifer_torch_malloc(ssize_t size, int device, CUstream_st *stream) {
+    void *ptr = pools().take(size, device, stream);
     if (ptr == nullptr && size != 0) {
         refuse(size, device, [] {});
     }
@@ -16,6 +26,20 @@ EXPORTED void *aquifer_torch_malloc(ssize_t size, int device, void *stream) {
 EXPORTED void aquifer_torch_free(void *ptr, ssize_t size, int device, void *stream) {
     profile(ptr, -1);
     api.free(ptr, size, device, stream);
+}
+
+// For graphs. PyTorch passes these by value, as C++ has them.
+
+EXPORTED void aquifer_torch_begin_allocate_to_pool(int device, c10::MempoolId_t id, Pools::Filter filter) {
+    pools().begin(device, id, std::move(filter));
+}
+
+EXPORTED void aquifer_torch_end_allocate_to_pool(int device, c10::MempoolId_t id) {
+    pools().end(device, id);
+}
+
+EXPORTED void aquifer_torch_release_pool(int device, c10::MempoolId_t id) {
+    pools().release(device, id);
 }
 
 EXPORTED void aquifer_torch_empty_cache() {

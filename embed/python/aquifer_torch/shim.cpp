@@ -1,12 +1,11 @@
 // Aquifer in place of PyTorch's allocator: see `library.h`.
 
-#include "library.h"
+#include "pools.h"
 
-#include <atomic>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -22,7 +21,6 @@ namespace caching = c10::cuda::CUDACachingAllocator;
 using c10::DeviceIndex;
 using c10::CachingDeviceAllocator::DeviceStats;
 using c10::cuda::MempoolId_t;
-using Filter = std::function<bool(cudaStream_t)>;
 
 void free_memory(void *ptr) {
     profile(ptr, -1);
@@ -173,62 +171,35 @@ class Allocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggabl
         unsupported(kCheckpoints, kInstead);
     }
 
-    // Pools: those of `torch.cuda.MemPool` and of graphs. A pool of Aquifer's is created when memory is first asked of it, because PyTorch
-    // tells its options only after it has made one.
+    // Pools.
 
     void createOrIncrefPool(DeviceIndex device, MempoolId_t id, std::shared_ptr<CUDAAllocator> allocator = nullptr) override {
         TORCH_CHECK(allocator == nullptr || allocator.get() == this, "Aquifer: a MemPool with an allocator of its own is not supported");
-        const std::lock_guard<std::mutex> lock(mutex_);
-        pools_[{device, id}].uses += 1;
+        pools_.add_use(device, id);
     }
 
     int getPoolUseCount(DeviceIndex device, MempoolId_t id) override {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        const auto found = pools_.find({device, id});
-        return found == pools_.end() ? 0 : found->second.uses;
+        return pools_.uses(device, id);
     }
 
     void setUseOnOOM(DeviceIndex device, MempoolId_t id, bool use_on_oom) override {
-        set_option(device, id, 1, use_on_oom);
+        pools_.set_option(device, id, 1, use_on_oom);
     }
 
     void setNoSplit(DeviceIndex device, MempoolId_t id) override {
-        set_option(device, id, 2, true);
+        pools_.set_option(device, id, 2, true);
     }
 
-    void beginAllocateToPool(DeviceIndex device, MempoolId_t id, Filter filter) override {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        pools_[{device, id}].uses += 1;
-        routes_.push_back({device, id, std::move(filter)});
-        routed_.store(true);
+    void beginAllocateToPool(DeviceIndex device, MempoolId_t id, Pools::Filter filter) override {
+        pools_.begin(device, id, std::move(filter));
     }
 
     void endAllocateToPool(DeviceIndex device, MempoolId_t id) override {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        for (auto route = routes_.rbegin(); route != routes_.rend(); ++route) {
-            if (route->device == device && route->id == id) {
-                routes_.erase(std::next(route).base());
-                break;
-            }
-        }
-        routed_.store(!routes_.empty());
-        const uint64_t pool = pools_[{device, id}].pool;
-        if (pool != 0) {
-            check(api.pool_end_captures(pool));
-        }
+        pools_.end(device, id);
     }
 
     void releasePool(DeviceIndex device, MempoolId_t id) override {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        const auto found = pools_.find({device, id});
-        if (found == pools_.end() || --found->second.uses > 0) {
-            return;
-        }
-        const uint64_t pool = found->second.pool;
-        pools_.erase(found);
-        if (pool != 0) {
-            check(api.pool_release(pool));
-        }
+        pools_.release(device, id);
     }
 
     std::string name() override {
@@ -236,24 +207,11 @@ class Allocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggabl
     }
 
   private:
-    struct Pool {
-        int uses = 0;
-        int options = 0;
-        uint64_t pool = 0;
-    };
-
-    struct Route {
-        DeviceIndex device;
-        MempoolId_t id;
-        Filter filter;
-    };
-
     static constexpr const char *kCheckpoints = "checkpoints of pools, as of torch.compile(mode=\"reduce-overhead\")";
     static constexpr const char *kInstead = "; compile with mode=\"default\"";
 
     void *take(size_t size, DeviceIndex device, cudaStream_t stream) {
-        const uint64_t pool = routed_.load(std::memory_order_relaxed) ? pool_of(device, stream) : 0;
-        void *ptr = pool == 0 ? api.malloc(size, device, stream) : api.pool_malloc(pool, size, stream);
+        void *ptr = pools_.take(size, device, stream);
         if (ptr == nullptr && size != 0) {
             refuse(size, device, [&] { observe_refusal(size, device); });
         }
@@ -273,38 +231,10 @@ class Allocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggabl
         }
     }
 
-    // The pool that this thread's requests for the stream come from; 0 if there is none.
-    uint64_t pool_of(DeviceIndex device, cudaStream_t stream) {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        for (auto route = routes_.rbegin(); route != routes_.rend(); ++route) {
-            if (route->device == device && route->filter(stream)) {
-                Pool &pool = pools_[{device, route->id}];
-                if (pool.pool == 0) {
-                    pool.pool = api.pool_create(device, pool.options);
-                }
-                if (pool.pool == 0) {
-                    fail();
-                }
-                return pool.pool;
-            }
-        }
-        return 0;
-    }
-
-    void set_option(DeviceIndex device, MempoolId_t id, int option, bool on) {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        Pool &pool = pools_[{device, id}];
-        // PyTorch turns options off as it destroys a pool, when there must be no exception.
-        TORCH_CHECK(pool.pool == 0 || !on, "Aquifer: the options of a pool must be set before memory is asked of it");
-        pool.options = on ? pool.options | option : pool.options & ~option;
-    }
-
     std::mutex mutex_;
     std::vector<caching::OutOfMemoryObserver> observers_;
     std::map<DeviceIndex, double> fractions_;
-    std::map<std::pair<DeviceIndex, MempoolId_t>, Pool> pools_;
-    std::vector<Route> routes_;
-    std::atomic<bool> routed_{false};
+    Pools pools_;
 };
 
 } // namespace

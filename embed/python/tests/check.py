@@ -1,6 +1,7 @@
 """What the package promises, on a GPU or on a stand-in for the CUDA runtime. `python check.py` checks the allocator, `python check.py plain` the
-pluggable one, `python check.py build` also how the C++ library is built, and `python check.py gpu` also what needs kernels that run: contents and
-graphs. It ends with tensors alive, and must exit with 0 all the same."""
+pluggable one, `python check.py build` also how the C++ library is built, `python check.py capture` also the memory of graphs, on a runtime that
+captures, and `python check.py gpu` also what needs kernels that run: contents and results of graphs. It ends with tensors alive, and must exit
+with 0 all the same."""
 
 import os
 import pathlib
@@ -168,6 +169,120 @@ def pools():
     del y
 
 
+def tensor(mib):
+    return torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
+
+
+def held():
+    """MiB held, without what is unused."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return aquifer_torch.memory_reserved() // MIB
+
+
+def captured_memory():
+    """Memory of a graph is given to nobody else as long as the graph lives, and goes back with it."""
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    first = torch.cuda.CUDAGraph()  # for which PyTorch allocates what it keeps for all
+    with torch.cuda.graph(first):
+        tensor(1)
+    first.replay()
+    first.reset()
+    before = held()
+    with torch.cuda.graph(graph):
+        temporary, output = tensor(40), tensor(8)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            forked = tensor(24)
+            temporary.record_stream(side)
+        torch.cuda.current_stream().wait_stream(side)
+        own = {x.data_ptr() for x in (temporary, output, forked)}
+        del temporary, forked
+    for _ in range(3):
+        others = [tensor(mib) for mib in (40, 24, 8) for _ in range(3)]
+        assert own.isdisjoint(x.data_ptr() for x in others)
+        raises(torch.OutOfMemoryError, lambda: torch.empty(1 << 42, dtype=torch.uint8, device="cuda"))
+        graph.replay()
+    del others
+    assert held() >= before + 72
+    graph.reset()
+    assert held() >= before + 8, "the output lives on"
+    del output
+    assert held() == before
+
+
+def shared_memory_of_graphs():
+    """Graphs that share a pool need as much as the largest one."""
+    before = held()
+    pool, graphs = torch.cuda.graph_pool_handle(), []
+    for mib in (8, 64, 32):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], pool=pool):
+            tensor(mib)
+    assert before + 64 <= held() <= before + 68, held()
+    for graph in graphs:
+        graph.replay()
+    del graphs, graph
+    assert held() == before
+
+
+def captures_and_threads():
+    """What other threads allocate during a capture is not the graph's."""
+    before, kept = held(), []
+
+    def work():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            kept.extend(tensor(mib) for mib in range(5, 15))
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        tensor(8)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    del graph
+    assert len(kept) == 10 and held() == before + sum(range(5, 15)) + sum(range(5, 15)) % 2, held()
+    kept.clear()
+    assert held() == before
+
+
+def failed_captures():
+    """A capture that fails leaves its stream and the allocator as they were. PyTorch 2.11 keeps its pool for good, with its own allocator, too."""
+    before, stream = held(), torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+
+    def breaks():
+        with torch.cuda.graph(graph, stream=stream):
+            tensor(8)
+            torch.cuda.synchronize()
+
+    def lacks():
+        with torch.cuda.graph(graph, stream=stream):
+            tensor(1 << 22)
+
+    raises(RuntimeError, breaks)
+    with torch.cuda.stream(stream):
+        blocks = [tensor(mib) for mib in range(60, 80)]
+    del blocks, graph
+    aquifer_torch.empty_cache()
+    graph = torch.cuda.CUDAGraph()
+    raises(torch.OutOfMemoryError, lacks)
+    del graph
+    assert held() <= before + 16, (held(), before)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        tensor(8)
+    graph.replay()
+
+
+def graphed_callables():
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)).cuda()
+    x = torch.randn(32, 64, device="cuda", requires_grad=True)
+    graphed = torch.cuda.make_graphed_callables(layers, (x,))
+    for _ in range(3):
+        graphed(x).sum().backward()
+
+
 def forked():
     child = os.fork()
     if child == 0:
@@ -272,8 +387,10 @@ aquifer_torch.enable()
 checks = [statistics, generic_functions, out_of_memory, profiled, unsupported, streams_and_threads, pools]
 if "build" in sys.argv[1:]:
     checks += [built]
+if ON_GPU or "capture" in sys.argv[1:]:
+    checks += [captured_memory, shared_memory_of_graphs, captures_and_threads, failed_captures, graphed_callables]
 if ON_GPU:
-    checks += [contents, *([] if PLAIN else [graphs])]
+    checks += [contents, graphs]
 for check in (*checks, forked):
     check()
     print(f"{check.__name__}: ok")

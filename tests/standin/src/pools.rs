@@ -139,6 +139,19 @@ abi! {
         life.sim.trim_graph_memory().map_err(code)
     }
 
+    /// How much graphs with allocations of their own hold. Peaks are not known.
+    11040 cuDeviceGetGraphMemAttribute(call, device: i32, attribute: u32, value: Out<'_, u64>) {
+        let life = call.device(device)?.life();
+        life.count("cuDeviceGetGraphMemAttribute");
+        let value = needed(value)?;
+        match attribute {
+            2 => value.write(life.sim.pool_usage().map_err(code)?.graphs),
+            0 | 1 | 3 => return Err(Code::NOT_SUPPORTED),
+            _ => return Err(Code::INVALID_VALUE),
+        };
+        Ok(())
+    }
+
     /// Refused: devices have the one pool.
     11020 cuMemPoolCreate(call, pool: Out<'_, Handle>, properties: In<'_, u8>) {
         call.process()?;

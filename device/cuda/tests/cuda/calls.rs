@@ -56,6 +56,22 @@ fn device_memory_comes_and_goes() {
 }
 
 #[test]
+fn memory_of_allocations_within_graphs_is_told() {
+    // Older drivers do not tell.
+    for (bench, told) in [(Bench::new(), 3 * MIB), (Bench::without(&["cuDeviceGetGraphMemAttribute"]), 0)] {
+        let (driver, stream) = (&*bench.driver, bench.stream());
+        driver.begin_capture(stream).unwrap();
+        driver.alloc_async(3 * MIB, stream).unwrap();
+        let graph = driver.end_capture(stream).unwrap();
+        assert_eq!(driver.pool_usage().unwrap().graphs, told);
+        driver.destroy_graph(graph).unwrap();
+        driver.trim_graph_memory().unwrap();
+        assert_eq!(driver.pool_usage().unwrap().graphs, 0);
+        bench.assert_no_violation();
+    }
+}
+
+#[test]
 fn physical_memory_is_mapped_at_reserved_addresses() {
     let bench = Bench::new();
     let driver = &*bench.driver;

@@ -142,6 +142,30 @@ fn events_are_not_recorded_in_unannounced_captures() {
     device.driver().destroy_graph(graph).unwrap();
 }
 
+/// PyTorch 2.11 does not tell an allocator of a capture that failed.
+#[test]
+fn an_announced_capture_is_over_once_the_other_library_ended_it() {
+    let bench = Bench::new();
+    let device = Device::new(bench.driver.clone());
+    let (one, two) = (device.stream().unwrap(), device.stream().unwrap());
+    for begun in [&one, &two] {
+        device.driver().begin_capture(begun.raw()).unwrap();
+        let announced = begun.announce_capture().unwrap();
+        assert_eq!(kind(device.synchronize()), ErrorKind::Capture);
+        let graph = device.driver().end_capture(begun.raw()).unwrap();
+        // Another stream's calls notice it, too.
+        one.wait_for(&two.tick()).unwrap();
+        device.synchronize().unwrap();
+        assert!(!begun.is_capturing());
+        // A later capture is another one.
+        let later = begun.begin_capture().unwrap();
+        drop(announced);
+        assert!(begun.is_capturing());
+        drop(later);
+        device.driver().destroy_graph(graph).unwrap();
+    }
+}
+
 #[test]
 fn calls_that_captures_in_other_modes_forbid_break_none() {
     let bench = Bench::new();

@@ -211,6 +211,53 @@ static void pools_and_capture(void) {
     OK(cuGraphDestroy(graph));
 }
 
+/* Memory of a graph that its work does not free is the driver's, too: the program frees it, or the next launch of a graph that was
+ * instantiated so. */
+static void graph_memory(void) {
+    for (int frees = 0; frees < 2; frees++) {
+        Handle graph = NULL, executable = NULL;
+        CUdeviceptr block, served;
+        size_t free_before, free_with, total;
+        OK(cuMemGetInfo_v2(&free_before, &total));
+        OK(cuStreamBeginCapture_v2(streams[0], 2));
+        OK(cuMemAllocAsync(&block, 8 * MIB, streams[0]));
+        OK(cuMemsetD8Async(block, 1, 8 * MIB, streams[0]));
+        OK(cuStreamEndCapture(streams[0], &graph));
+        OK(cuGraphInstantiateWithFlags(&executable, graph, frees));
+        OK(cuGraphLaunch(executable, streams[0]));
+        if (frees) {
+            for (int launch = 0; launch < 1000; launch++) OK(cuGraphLaunch(executable, streams[0]));
+        } else {
+            CHECK(cuGraphLaunch(executable, streams[0]) == 1);
+            OK(cuMemFreeAsync(block, streams[0]));
+            OK(cuGraphLaunch(executable, streams[0]));
+        }
+        OK(cuMemAllocAsync(&served, 8 * MIB, streams[0]));
+        CHECK(served != block);
+        OK(cuMemFreeAsync(served, streams[0]));
+        OK(cuMemFreeAsync(block, streams[0]));
+        CHECK(cuMemFreeAsync(block, streams[0]) != 0);
+        OK(cuStreamSynchronize(streams[0]));
+        OK(cuGraphExecDestroy(executable));
+        OK(cuGraphDestroy(graph));
+        OK(cuStreamSynchronize(streams[0]));
+        OK(cuMemGetInfo_v2(&free_with, &total));
+        CHECK(free_with == free_before);
+    }
+}
+
+/* Memory that was served before the capture cannot be freed in it, as with the driver's own: the capture breaks, the memory stays. */
+static void freed_in_capture(void) {
+    Handle graph = NULL;
+    CUdeviceptr block;
+    OK(cuMemAllocAsync(&block, MIB, streams[0]));
+    OK(cuStreamBeginCapture_v2(streams[0], 2));
+    CHECK(cuMemFreeAsync(block, streams[0]) != 0);
+    CHECK(cuStreamEndCapture(streams[0], &graph) != 0 && graph == NULL);
+    OK(cuMemsetD8Async(block, 1, MIB, streams[0]));
+    OK(cuMemFreeAsync(block, streams[0]));
+}
+
 /* Memory of another context than the primary one is the driver's. */
 static void other_context(Handle primary) {
     Handle context;
@@ -256,6 +303,20 @@ static uint64_t calls(void *driver, const char *function) {
     CHECK(ask);
     OK(ask(0, function, &found));
     return found;
+}
+
+/* What the driver keeps for graphs serves a request that would be refused otherwise. */
+static void kept_for_graphs(void *driver) {
+    CUdeviceptr block;
+    size_t free_bytes, total;
+    int (*keep)(int, uint64_t, uint64_t) = (int (*)(int, uint64_t, uint64_t))dlsym(driver, "standin_set_kept_bytes");
+    CHECK(keep);
+    OK(cuCtxSynchronize());
+    OK(cuMemGetInfo_v2(&free_bytes, &total));
+    OK(keep(0, 0, free_bytes - 22 * MIB));
+    OK(cuMemAllocAsync(&block, free_bytes - 100 * MIB, streams[0]));
+    OK(cuMemFreeAsync(block, streams[0]));
+    CHECK(calls(driver, "cuDeviceGraphMemTrim") > 0);
 }
 
 /* Serving an allocation or a free asks the driver three things, each once. */
@@ -331,11 +392,14 @@ int main(int count, char **arguments) {
         describe(driver);
         names(driver);
         pools_and_capture();
+        graph_memory();
+        freed_in_capture();
         asks_little(driver);
         forked(driver);
         other_context(context);
         OK(cuCtxSynchronize());
         peers(driver, context);
+        kept_for_graphs(driver);
     }
     OK(cuCtxSynchronize());
 

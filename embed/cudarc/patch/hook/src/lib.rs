@@ -10,17 +10,23 @@
 //! # Ok::<(), aquifer_cudarc::Error>(())
 //! ```
 
+mod graph;
+
 use std::sync::Arc;
 
 use aquifer::Allocator;
 use aquifer::device::{DevicePtr, cuda};
 use aquifer::memory::AllocError;
 use aquifer_cudarc::Error;
-use cudarc::driver::{CudaContext, CudaStream, DeviceAllocator, DriverError, sys};
+use cudarc::driver::{CudaContext, CudaStream, DeviceAllocator, DriverError, GraphMemory, sys};
 
 /// Takes the memory of a context's slices from the process's allocator of its device, from now on
 /// and for as long as the context lives, which is until the process ends. Installing it again
 /// changes nothing. cudarc frees what it allocated before.
+///
+/// A graph that cudarc captures has memory of its own: what is allocated in the capture on its thread is
+/// given to nobody else as long as the `CudaGraph` lives, and what is dropped in the capture that was
+/// allocated before is kept as long. Launches of several graphs come in the order of their streams.
 ///
 /// cudarc's error for memory that ran out has room for a code alone; the allocator's observers
 /// (`Allocator::observe_oom`) get the report.
@@ -48,15 +54,35 @@ impl DeviceAllocator for Hook {
     fn alloc(&self, num_bytes: usize, stream: &Arc<CudaStream>) -> Result<sys::CUdeviceptr, DriverError> {
         let stream = self.stream(stream)?;
         let ptr = self.0.alloc_raw(num_bytes as u64, &stream).map_err(Error::from)?;
+        graph::note(&stream, ptr);
         Ok(ptr.0)
     }
 
     fn free(&self, ptr: sys::CUdeviceptr, _: usize, stream: &Arc<CudaStream>) -> Result<bool, DriverError> {
-        let stream = self.stream(stream)?;
-        match self.0.free_raw_on(DevicePtr(ptr), &stream) {
+        let (ours, ptr) = (self.stream(stream)?, DevicePtr(ptr));
+        if self.0.size_of_raw(ptr).is_ok() && graph::keep(&self.0, stream, &ours, ptr) {
+            return Ok(true);
+        }
+        match self.0.free_raw_on(ptr, &ours) {
             Ok(()) => Ok(true),
             Err(AllocError::InvalidPointer { .. }) => Ok(false),
             Err(error) => Err(Error::from(error).into()),
         }
+    }
+
+    fn begin_capture(
+        &self,
+        stream: &Arc<CudaStream>,
+        begin: &mut dyn FnMut() -> Result<(), DriverError>,
+    ) -> Result<(), DriverError> {
+        graph::begin(&self.0, &self.stream(stream)?, begin)
+    }
+
+    fn end_capture(
+        &self,
+        stream: &Arc<CudaStream>,
+        end: &mut dyn FnMut() -> Result<sys::CUgraphExec, DriverError>,
+    ) -> Result<Option<Box<dyn GraphMemory>>, DriverError> {
+        graph::end(stream.context(), &self.stream(stream)?, end)
     }
 }

@@ -32,3 +32,58 @@ fn slices_come_from_aquifer_and_go_back_in_order() {
     assert!(driver_calls() - calls <= 200, "empty slices alone go to the driver");
     assert_eq!(standin.violations(), Vec::<String>::new());
 }
+
+/// Without cudarc's event tracking, as programs capture.
+#[test]
+fn graphs_of_cudarc_have_memory_of_their_own() {
+    let standin = aquifer_standin::load().unwrap().add_device("256MiB,seed=3").unwrap();
+    let context = CudaContext::new(standin.ordinal() as usize).unwrap();
+    let memory = aquifer_cudarc_hook::install(&context).unwrap();
+    let stream = context.new_stream().unwrap();
+    // SAFETY: one stream uses what is allocated here.
+    unsafe { context.disable_event_tracking() };
+    const N: usize = 1 << 12;
+    const FLAGS: sys::CUgraphInstantiate_flags =
+        sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    let begin = || stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+    // Free memory of the default pool, which the capture must not get.
+    drop(stream.clone_htod(&[1.0_f32; N]).unwrap());
+    let before = stream.clone_htod(&[3.0_f32; N]).unwrap();
+
+    begin();
+    let mut temporary = stream.alloc_zeros::<f32>(N).unwrap();
+    stream.memcpy_dtod(&before, &mut temporary).unwrap();
+    drop(before);
+    let mut output = stream.alloc_zeros::<f32>(N).unwrap();
+    stream.memcpy_dtod(&temporary, &mut output).unwrap();
+    drop(temporary);
+    let graph = stream.end_capture(FLAGS).unwrap().unwrap();
+
+    for _ in 0..5 {
+        let others: Vec<_> = (0..40).map(|_| stream.clone_htod(&[7.0_f32; N]).unwrap()).collect();
+        assert!(stream.alloc_zeros::<u8>(1 << 30).is_err());
+        memory.empty_cache().unwrap();
+        graph.launch().unwrap();
+        assert!(others.iter().all(|other| stream.clone_dtoh(other).unwrap() == [7.0; N]));
+        assert_eq!(stream.clone_dtoh(&output).unwrap(), [3.0; N]);
+    }
+
+    // A capture that breaks leaves nothing behind.
+    let held = memory.memory_reserved();
+    begin();
+    let lost = stream.alloc_zeros::<f32>(1 << 20).unwrap();
+    assert!(stream.synchronize().is_err());
+    let broken = stream.end_capture(FLAGS).err().unwrap();
+    assert_eq!(broken, DriverError(sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED));
+    drop(lost);
+    memory.empty_cache().unwrap();
+    assert_eq!(memory.memory_reserved(), held);
+    begin();
+    stream.end_capture(FLAGS).unwrap().unwrap().launch().unwrap();
+
+    drop((graph, output));
+    context.synchronize().unwrap();
+    memory.empty_cache().unwrap();
+    assert_eq!((memory.memory_allocated(), memory.memory_reserved()), (0, 0), "{}", memory.summary());
+    assert_eq!(standin.violations(), Vec::<String>::new());
+}

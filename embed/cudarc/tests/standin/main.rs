@@ -3,6 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 #![expect(clippy::cast_possible_truncation, reason = "the numbers of these tests are small")]
 
+mod graphs;
+
 use std::sync::Arc;
 
 use aquifer::Allocator;
@@ -26,7 +28,7 @@ impl Gpu {
     fn new() -> Gpu {
         let standin = aquifer_standin::load().unwrap().add_device("256MiB,seed=3").unwrap();
         let context = CudaContext::new(standin.ordinal() as usize).unwrap();
-        let module = context.load_module(Ptx::from_src(include_str!("../examples/arithmetic.ptx"))).unwrap();
+        let module = context.load_module(Ptx::from_src(include_str!("../../examples/arithmetic.ptx"))).unwrap();
         let axpy = module.load_function("axpy_f32").unwrap();
         Gpu { memory: aquifer_cudarc::allocator(&context).unwrap(), axpy, context, standin }
     }

@@ -1,0 +1,146 @@
+//! Graphs that cudarc captures, with memory of Aquifer's.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use aquifer::memory::PrivatePool;
+use aquifer::{Allocator, GraphCapture};
+use aquifer_device::{Code, DeviceError, Operation, RawStream};
+use cudarc::driver::sys::{self, CUgraphInstantiate_flags, CUstreamCaptureMode};
+use cudarc::driver::{CudaContext, CudaGraph, CudaStream, DriverError, result};
+
+use crate::{Error, stream};
+
+/// A graph that is being captured: what `CudaStream::begin_capture` begins, with memory of
+/// Aquifer's. See [`AllocatorExt::begin_capture`](crate::AllocatorExt::begin_capture).
+///
+/// It belongs to the thread that began it, whose allocations are the graph's. Dropping it ends the
+/// capture, of which nothing is left.
+#[derive(Debug)]
+#[must_use = "the capture ends when it is dropped"]
+pub struct Capture<'p> {
+    capture: GraphCapture<'p>,
+    stream: Arc<CudaStream>,
+}
+
+impl<'p> Capture<'p> {
+    pub(crate) fn begin(
+        memory: &Allocator,
+        pool: Option<&'p PrivatePool>,
+        theirs: &Arc<CudaStream>,
+        mode: CUstreamCaptureMode,
+    ) -> Result<Capture<'p>, Error> {
+        let begin = || {
+            theirs.context().bind_to_thread()?;
+            // Not by cudarc's own method, in which an allocator of the context may begin a graph, too.
+            // SAFETY: the stream lives, and its context is current.
+            unsafe { result::stream::begin_capture(theirs.cu_stream(), mode) }
+        };
+        let begin = || begin().map_err(|error| failed(Operation::BeginCapture, error));
+        let capture = memory.begin_graph(pool, &stream(theirs)?, begin)?;
+        Ok(Capture { capture, stream: theirs.clone() })
+    }
+
+    /// Ends the capture and returns the graph, which keeps `output`: the slices that the work wrote,
+    /// and those from outside that it used. Buffers of [`StreamExt::with`](crate::StreamExt::with)
+    /// need not be among them.
+    ///
+    /// # Errors
+    /// When a call broke the capture; when the driver does not take the flags; what
+    /// [`GraphCapture::end`] adds. The capture has ended in any case.
+    pub fn end<R>(self, flags: CUgraphInstantiate_flags, output: R) -> Result<Graph<R>, Error> {
+        let Capture { capture, stream } = self;
+        let mut ended = None;
+        let graph = capture.end(output, || {
+            let graph = stream.end_capture(flags).map_err(|error| failed(Operation::EndCapture, error))?;
+            let broken = DeviceError::new(Operation::EndCapture, Code::CAPTURE_INVALIDATED);
+            let graph = Mutex::new(Exclusive(graph.ok_or(broken)?));
+            let theirs = Arc::new(Theirs { graph, context: stream.context().clone() });
+            ended = Some(theirs.clone());
+            Ok(move |on: RawStream| theirs.launch(on))
+        })?;
+        let theirs = ended.ok_or_else(|| DeviceError::new(Operation::EndCapture, Code::CAPTURE_INVALIDATED))?;
+        Ok(Graph { graph, theirs, stream })
+    }
+}
+
+/// A driver call of cudarc's that failed.
+fn failed(operation: Operation, error: DriverError) -> DeviceError {
+    DeviceError::new(operation, Code(error.0 as u32))
+}
+
+/// A [`CudaGraph`] whose memory is of Aquifer's: [`Capture::end`] makes it.
+///
+/// It has the guarantees of [`aquifer::Graph`]: memory that the capture allocated is given to nobody
+/// else as long as the graph lives, the buffers that its work named with
+/// [`StreamExt::with`](crate::StreamExt::with) are kept, and launches are ordered with what other
+/// streams do with them.
+#[derive(Debug)]
+pub struct Graph<R = ()> {
+    graph: aquifer::Graph<R>,
+    theirs: Arc<Theirs>,
+    stream: Arc<CudaStream>,
+}
+
+impl<R> Graph<R> {
+    /// Launches the graph on the stream that it was captured on, as [`CudaGraph::launch`] does.
+    ///
+    /// # Errors
+    /// As [`aquifer::Graph::launch`].
+    #[track_caller]
+    pub fn launch(&self) -> Result<(), Error> {
+        self.launch_on(&self.stream)
+    }
+
+    /// Launches the graph on any stream of its context.
+    ///
+    /// # Errors
+    /// As [`aquifer::Graph::launch`].
+    #[track_caller]
+    pub fn launch_on(&self, theirs: &Arc<CudaStream>) -> Result<(), Error> {
+        Ok(self.graph.launch(&stream(theirs)?)?)
+    }
+
+    /// The graph as Aquifer has it: with [`update`](aquifer::Graph::update) of parameters, and with
+    /// [`output`](aquifer::Graph::output).
+    pub fn graph(&self) -> &aquifer::Graph<R> {
+        &self.graph
+    }
+
+    /// Gives `look` the graph as cudarc has it, to look at its nodes or to upload it. Launches of other
+    /// threads wait meanwhile. Do not launch it there: nothing would order that.
+    pub fn with_cuda_graph<T>(&self, look: impl FnOnce(&CudaGraph) -> T) -> T {
+        look(&self.theirs.graph.lock().unwrap_or_else(PoisonError::into_inner).0)
+    }
+}
+
+/// The graph as cudarc has it, used by one thread at a time, as CUDA asks for.
+struct Theirs {
+    graph: Mutex<Exclusive>,
+    context: Arc<CudaContext>,
+}
+
+struct Exclusive(CudaGraph);
+
+// SAFETY: any thread may use CUDA's graphs, one at a time, for which `Theirs` has the lock.
+unsafe impl Send for Exclusive {}
+
+impl Theirs {
+    fn launch(&self, on: RawStream) -> Result<(), DeviceError> {
+        let graph = self.graph.lock().unwrap_or_else(PoisonError::into_inner);
+        let stream = on.0 as sys::CUstream;
+        let launch = || {
+            self.context.bind_to_thread()?;
+            // SAFETY: the executable lives in `graph`; Aquifer's handle keeps the stream, which is of
+            // the current context.
+            unsafe { result::graph::launch(graph.0.cu_graph_exec(), stream) }
+        };
+        launch().map_err(|error| failed(Operation::LaunchGraph, error))
+    }
+}
+
+impl fmt::Debug for Theirs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("CudaGraph")
+    }
+}
