@@ -138,7 +138,7 @@ impl Allocator {
         let route = self.capture(stream, pool)?;
         let output = work(stream)?;
         // Other graphs of the pool may write what is left there: it belongs to no buffer of the warm-up.
-        let more = pass.outlived().bytes().max(uses.note_pool(pool));
+        let more = pass.outlived().bytes().max(uses.note_pool(pool, stream));
         if more > 0 {
             return Err(Error::UnevenWork { bytes: more });
         }

@@ -57,6 +57,8 @@ struct LaunchRecord {
     /// The orders that launches keep with those of other graphs.
     orders: Vec<Arc<LaunchOrder>>,
     kept: Vec<KeptAlive>,
+    /// Identities of streams on which bodies of conditional nodes were captured.
+    of_bodies: Vec<u32>,
 }
 
 /// Something that a graph keeps alive: [`Launches::keep`].
@@ -130,6 +132,21 @@ impl Launches {
         if !self.is_over() && !made.kept.iter().any(|known| Arc::ptr_eq(known, what)) {
             made.kept.push(what.clone());
         }
+    }
+
+    /// Notes that a body of a conditional node was captured on streams.
+    pub(crate) fn note_body(&self, streams: impl Iterator<Item = u32>) {
+        let mut made = self.made.lock();
+        streams.for_each(|id| made.of_bodies.push(id));
+        made.of_bodies.sort_unstable();
+        made.of_bodies.dedup();
+    }
+
+    /// True if work of the stream belongs to the graph: it takes part in the capture, or a body of a
+    /// conditional node was captured on it.
+    pub fn has(&self, stream: &Timeline) -> bool {
+        stream.launches_of_capture().is_some_and(|launches| launches.number == self.number)
+            || self.made.lock().of_bodies.contains(&stream.id())
     }
 
     /// The value of a type that the graph keeps; `None` if there is none, or once the graph was

@@ -3,5 +3,6 @@
 mod edges;
 mod errors;
 mod graph_memory;
+mod graph_bodies;
 mod graphs;
 mod unwind;

@@ -128,17 +128,47 @@ impl Drop for Capture {
 #[derive(Debug)]
 #[must_use = "the capture is taken as over when this is dropped"]
 pub struct AnnouncedCapture {
+    stream: Stream,
     scope: Arc<Scope>,
+    /// The stream with the conditional node, and its capture, if this makes a body of that.
+    body_of: Option<(Stream, Arc<Scope>)>,
 }
 
 const NOT_ANNOUNCED: &str = "the capture was not announced";
 
 impl AnnouncedCapture {
     pub(crate) fn announce(stream: &Stream) -> Result<AnnouncedCapture> {
+        let scope = Scope::new(stream.timeline(), false);
+        AnnouncedCapture::begin(stream, &scope)?;
+        Ok(AnnouncedCapture { stream: stream.clone(), scope, body_of: None })
+    }
+
+    pub(crate) fn announce_body(around: &Stream, stream: &Stream) -> Result<AnnouncedCapture> {
+        let operation = Operation::CaptureStatus;
+        if around.device_id() != stream.device_id() {
+            let devices = DeviceMismatch::between(stream.device_id(), around.device_id());
+            return Err(DeviceError::refused(operation, Code::INVALID_HANDLE)
+                .of_request(NOT_ANNOUNCED)
+                .with_detail(format!("the stream that a body is captured on belongs to {devices}")));
+        }
+        let outer = around.timeline().capture();
+        let Some((outer, scope)) = outer.and_then(|outer| Some((outer.clone(), Scope::of_body(stream.timeline(), &outer)?)))
+        else {
+            return Err(DeviceError::refused(operation, Code::INVALID_VALUE).of_request(NOT_ANNOUNCED).with_detail(
+                "the stream with the conditional node is not known to capture: begin, or announce, that capture first",
+            ));
+        };
+        // What the stream did before is done when a body runs that gets memory of it.
+        outer.launches.come_after(stream.tick());
+        AnnouncedCapture::begin(stream, &scope).inspect_err(|_| drop(scope.close_body()))?;
+        stream.timeline().come_after_captured(around.timeline());
+        Ok(AnnouncedCapture { stream: stream.clone(), scope, body_of: Some((around.clone(), outer)) })
+    }
+
+    fn begin(stream: &Stream, scope: &Arc<Scope>) -> Result<()> {
         let operation = Operation::CaptureStatus;
         let raw = stream.usable(operation)?;
-        let scope = Scope::new(stream.timeline(), false);
-        stream.timeline().begin_capture(&scope, stream.keep_alive(), || {
+        stream.timeline().begin_capture(scope, stream.keep_alive(), || {
             match stream.driver().capture_status(raw)? {
                 CaptureStatus::Active => Ok(()),
                 CaptureStatus::Invalidated => Err(DeviceError::refused(operation, Code::CAPTURE_INVALIDATED)
@@ -148,8 +178,7 @@ impl AnnouncedCapture {
                     .of_request(NOT_ANNOUNCED)
                     .with_detail("the stream does not capture: announce a capture after it began")),
             }
-        })?;
-        Ok(AnnouncedCapture { scope })
+        })
     }
 }
 
@@ -158,7 +187,13 @@ impl Drop for AnnouncedCapture {
         if fork::is_child() {
             return;
         }
-        drop(self.scope.close());
+        let Some((around, outer)) = &self.body_of else {
+            return drop(self.scope.close());
+        };
+        if !outer.is_over() {
+            around.timeline().come_after_captured(self.stream.timeline());
+        }
+        drop(self.scope.close_body());
     }
 }
 

@@ -27,8 +27,12 @@ pub(crate) type StreamHandle = Arc<dyn Any + Send + Sync>;
 /// A capture.
 #[derive(Debug)]
 pub(crate) struct Scope {
-    /// Launches of the graph that results from the capture.
+    /// Launches of the graph that the work belongs to.
     pub(crate) launches: Arc<Launches>,
+    /// True if another library began the capture, and ends it.
+    pub(crate) announced: bool,
+    /// The capture around this one, if this makes a body of a conditional node.
+    around: Option<Arc<Scope>>,
     /// Held while the driver ends the capture, so that a later capture on the stream is not ended
     /// in its place. Taken before locks of timelines.
     ending: Mutex<()>,
@@ -45,6 +49,8 @@ pub(crate) struct Scope {
 #[derive(Debug, Default)]
 struct Members {
     over: bool,
+    /// Number of bodies of conditional nodes that are being captured.
+    bodies: usize,
     /// True if the capture goes on although it was dropped.
     abandoned: bool,
     /// Its streams: the one that it began on, and those that joined by waiting for one of its
@@ -56,10 +62,24 @@ impl Scope {
     /// The scope of a capture that this library begins (`ours`), or that another library began, on
     /// a stream that the calling thread can use.
     pub(super) fn new(timeline: &Timeline, ours: bool) -> Arc<Scope> {
+        Scope::with(timeline, Launches::new(ours), !ours, None)
+    }
+
+    /// The scope of a capture that another library began, of a body of a conditional node of the graph
+    /// that is captured in `around`. `None` if that is over.
+    pub(super) fn of_body(timeline: &Timeline, around: &Arc<Scope>) -> Option<Arc<Scope>> {
+        let mut members = around.members.lock();
+        (!members.over).then(|| {
+            members.bodies += 1;
+            Scope::with(timeline, around.launches.clone(), true, Some(around.clone()))
+        })
+    }
+
+    fn with(timeline: &Timeline, launches: Arc<Launches>, announced: bool, around: Option<Arc<Scope>>) -> Arc<Scope> {
         let thread = timeline.is_per_thread().then(RunningThread::current);
         let (capturing, handles) = (timeline.context().capturing.clone(), timeline.context().handles.clone());
-        let (launches, members) = (Launches::new(ours), Leaf::default());
-        Arc::new(Scope { launches, ending: Mutex::new(()), capturing, handles, thread, members })
+        let (ending, members) = (Mutex::new(()), Leaf::default());
+        Arc::new(Scope { launches, announced, around, ending, capturing, handles, thread, members })
     }
 
     /// Adds a stream. Returns false if the capture is over already.
@@ -75,6 +95,7 @@ impl Scope {
     pub(crate) fn come_after_members(&self) {
         let ticks: Vec<_> = self.members.lock().streams.iter().map(|(stream, _)| stream.tick()).collect();
         ticks.into_iter().for_each(|tick| self.launches.come_after(tick));
+        self.around.iter().for_each(|around| around.come_after_members());
     }
 
     /// True if the capture is over.
@@ -132,6 +153,12 @@ impl Scope {
             ));
         }
         let goes_on = |error: DeviceError| error.with_more("the capture goes on");
+        if self.members.lock().bodies > 0 {
+            return Err(goes_on(DeviceError::refused(operation, Code::CAPTURE_UNJOINED).with_detail(
+                "a body of a conditional node of the graph is being captured: end that, and drop what `Stream::announce_body` \
+                 returned",
+            )));
+        }
         let raw = timeline.usable(operation).map_err(goes_on)?;
         let driver = &timeline.context().driver;
         let broken_by = self.capturing.refused();
@@ -171,6 +198,16 @@ impl Scope {
         let streams = std::mem::take(&mut members.streams);
         drop(members);
         streams.iter().for_each(|(stream, _)| stream.end_capture(self));
+        streams
+    }
+
+    /// As [`Scope::close`], for the capture of a body. What its streams did stays a part of the graph.
+    #[must_use]
+    pub(super) fn close_body(self: &Arc<Self>) -> Vec<(Arc<Timeline>, StreamHandle)> {
+        self.come_after_members();
+        let streams = self.close();
+        self.launches.note_body(streams.iter().map(|(stream, _)| stream.id()));
+        self.around.iter().for_each(|around| around.members.lock().bodies -= 1);
         streams
     }
 

@@ -4,6 +4,7 @@
 
 mod adopted;
 mod capture;
+mod conditional;
 mod common;
 mod copies;
 mod faults;

@@ -1,0 +1,295 @@
+//! Bodies of conditional nodes, which exclude each other: the memory that they share, and what is
+//! kept across them.
+
+use std::cell::RefCell;
+
+use aquifer::Error;
+use aquifer::device::sim::{Conditional, SimDriver};
+use aquifer::memory::{Allocation, PoolOptions};
+use aquifer::prelude::*;
+use aquifer_device::{Code, RawStream};
+
+use super::graphs::{Bench, MIB, bench};
+
+fn sim(stream: &Stream) -> &SimDriver {
+    stream.driver().as_any().and_then(|driver| driver.downcast_ref()).expect("it is simulated")
+}
+
+/// Does the work of each body of a SWITCH, each on a stream of `sides`: in a capture, in a body of a
+/// conditional node, which is returned, else one after the other.
+fn switch(
+    stream: &Stream,
+    sides: &[Stream],
+    bodies: u32,
+    mut work: impl FnMut(u32, &Stream) -> Result<(), Error>,
+) -> Result<u64, Error> {
+    let side = |body: u32| &sides[body as usize % sides.len()];
+    if !stream.is_capturing() {
+        for body in 0..bodies {
+            side(body).wait_for(&stream.tick())?;
+            work(body, side(body))?;
+            stream.wait_for(&side(body).tick())?;
+        }
+        return Ok(0);
+    }
+    let node = sim(stream).add_conditional(stream.raw(), Conditional::Switch, bodies, 0)?;
+    sim(stream).come_after_conditional(stream.raw(), node)?;
+    for body in 0..bodies {
+        sim(stream).begin_body(node, body, side(body).raw())?;
+        let announced = stream.announce_body(side(body))?;
+        work(body, side(body))?;
+        sim(stream).end_body(side(body).raw())?;
+        drop(announced);
+    }
+    Ok(node)
+}
+
+/// Layers of a branch, by size: each has temporaries that its later ones use again.
+fn branch(memory: &Allocator, mib: usize, stream: &Stream) -> Result<(), Error> {
+    for _ in 0..3 {
+        let wide = memory.alloc_zeros::<u8>(mib << 21, stream)?;
+        let narrow = memory.alloc_zeros::<u8>(mib << 20, stream)?;
+        drop(wide);
+        let mut again = memory.alloc_zeros::<u8>(mib << 20, stream)?;
+        again.copy_from(&narrow, stream)?;
+    }
+    Ok(())
+}
+
+fn reserved(memory: &Allocator) -> u64 {
+    memory.reserved_by_private_pools().values().sum()
+}
+
+#[test]
+fn four_bodies_need_as_much_as_the_largest_one_in_any_order_on_any_streams() {
+    let sizes = [10, 40, 20, 30];
+    let alone = bench("sim:24GiB,violations=panic");
+    let largest = alone.memory.graph(&alone.stream, |stream| branch(&alone.memory, 40, stream)).unwrap();
+    let needed = reserved(&alone.memory);
+    drop(largest);
+    for first in 0..4 {
+        for streams in [1, 2, 4] {
+            let bench = bench("sim:24GiB,violations=panic");
+            let Bench { device, memory, stream, .. } = &bench;
+            let sides: Vec<Stream> = (0..streams).map(|_| device.stream().unwrap()).collect();
+            let graph = memory
+                .graph(stream, |stream| {
+                    switch(stream, &sides, 4, |body, side| branch(memory, sizes[(first + body as usize) % 4], side))
+                })
+                .unwrap();
+            let held = reserved(memory);
+            assert!(held <= needed + needed / 100, "{held} for {needed}: {streams} streams, {first} first");
+            for condition in 0..5 {
+                sim(stream).set_condition(*graph.output(), condition).unwrap();
+                graph.launch(stream).unwrap();
+            }
+        }
+    }
+}
+
+/// The long form, on a pool and on streams of the program's own.
+#[test]
+fn bodies_of_captures_in_the_long_form_share_memory_too() {
+    for by_another_library in [false, true] {
+        let bench = Bench::new();
+        let Bench { device, memory, stream, side } = &bench;
+        let pool = memory.create_pool(PoolOptions::default()).unwrap();
+        let capture = if by_another_library {
+            sim(stream).begin_capture_of_others(stream.raw());
+            None
+        } else {
+            Some(stream.begin_capture().unwrap())
+        };
+        let route = memory.capture(stream, &pool).unwrap();
+        drop(memory.alloc_bytes(100 * MIB, stream).unwrap());
+        switch(stream, &[side.clone(), device.stream().unwrap()], 4, |_, side| {
+            let own = memory.alloc_bytes(100 * MIB, side)?;
+            side.fill(own.ptr(), 1, own.bytes())?;
+            Ok(())
+        })
+        .unwrap();
+        let after = memory.alloc_bytes(100 * MIB, stream).unwrap();
+        stream.fill(after.ptr(), 2, after.bytes()).unwrap();
+        drop(after);
+        assert_eq!(reserved(memory), 100 * MIB, "before, in, and after the bodies");
+        if let Some(capture) = capture {
+            capture.end().unwrap().launch(stream).unwrap();
+        } else {
+            sim(stream).end_capture_of_others(stream.raw());
+        }
+        drop(route);
+    }
+}
+
+trait OtherLibrary {
+    fn begin_capture_of_others(&self, stream: RawStream);
+    fn end_capture_of_others(&self, stream: RawStream);
+}
+
+impl OtherLibrary for SimDriver {
+    fn begin_capture_of_others(&self, stream: RawStream) {
+        aquifer_device::Driver::begin_capture(self, stream).unwrap();
+    }
+
+    fn end_capture_of_others(&self, stream: RawStream) {
+        let graph = aquifer_device::Driver::end_capture(self, stream).unwrap();
+        aquifer_device::Driver::destroy_graph(self, graph).unwrap();
+    }
+}
+
+/// A made-up program of a step with a branch: blocks of random sizes are filled, copied from each
+/// other, and dropped, before, in and after the bodies.
+struct Random<'a> {
+    memory: &'a Allocator,
+    seed: u64,
+    live: Vec<(Buffer<u8>, u8)>,
+}
+
+impl Random<'_> {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.seed = self.seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.seed >> 33) % limit
+    }
+
+    /// Steps on a stream, the results of which go to `sums`.
+    fn steps(&mut self, sums: &mut Buffer<u8>, at: usize, stream: &Stream) -> Result<(), Error> {
+        for _ in 0..self.below(6) {
+            match self.below(3) {
+                0 if !self.live.is_empty() => {
+                    let place = self.below(self.live.len() as u64);
+                    self.live.swap_remove(usize::try_from(place).expect("a place"));
+                }
+                1 if !self.live.is_empty() => {
+                    let place = usize::try_from(self.below(self.live.len() as u64)).expect("a place");
+                    sums.slice_mut(at..=at).copy_from(&self.live[place].0.slice(..1), stream)?;
+                }
+                _ => {
+                    let bytes = usize::try_from(self.below(6 * MIB) + 1).expect("a size");
+                    let mut made = self.memory.alloc::<u8>(bytes, stream)?;
+                    let value = u8::try_from(self.below(255)).expect("a byte");
+                    made.fill(value, stream)?;
+                    self.live.push((made, value));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What each body leaves in memory that lives on depends on which runs: so the program fills that
+/// before, and looks at it after, and each launch must find the values of its own run.
+#[test]
+fn what_lives_across_bodies_is_kept_whichever_runs() {
+    for seed in 0..200 {
+        let bench = Bench::new();
+        let Bench { device, memory, stream, side } = &bench;
+        let sides = [side.clone(), device.stream().unwrap()];
+        let sums = RefCell::new(memory.alloc_zeros::<u8>(8, stream).unwrap());
+        let expected = RefCell::new(Vec::new());
+        let graph = memory
+            .graph(stream, |stream| {
+                let mut random = Random { memory, seed, live: Vec::new() };
+                let mut sums = sums.borrow_mut();
+                random.steps(&mut sums, 0, stream)?;
+                let node = switch(stream, &sides, 3, |body, side| {
+                    // What a body drops is what was made in it: what lives across is kept.
+                    let outer = std::mem::take(&mut random.live);
+                    random.steps(&mut sums, body as usize + 1, side)?;
+                    random.live = outer;
+                    Ok(())
+                })?;
+                random.steps(&mut sums, 4, stream)?;
+                let mut kept = Vec::new();
+                for (at, (buffer, value)) in random.live.iter().enumerate().take(3) {
+                    sums.slice_mut(at + 5..at + 6).copy_from(&buffer.slice(buffer.len() - 1..), stream)?;
+                    kept.push(*value);
+                }
+                expected.replace(kept);
+                Ok(node)
+            })
+            .unwrap();
+        for condition in [0, 1, 2, 3, 1] {
+            sim(stream).set_condition(*graph.output(), condition).unwrap();
+            sums.borrow_mut().fill(0, stream).unwrap();
+            graph.launch(stream).unwrap();
+            let found = sums.borrow().to_vec(stream).unwrap();
+            assert_eq!(found[5..][..expected.borrow().len()], *expected.borrow(), "seed {seed}, body {condition}");
+        }
+    }
+}
+
+#[test]
+fn memory_that_a_body_leaves_in_the_pool_is_refused() {
+    let bench = Bench::new();
+    let Bench { memory, stream, side, .. } = &bench;
+    let sides = [side.clone()];
+    let left: RefCell<Vec<Allocation>> = RefCell::default();
+    let made = memory.graph(stream, |stream| {
+        switch(stream, &sides, 2, |_, side| {
+            if stream.is_capturing() {
+                left.borrow_mut().push(memory.alloc_bytes(MIB, side)?);
+            }
+            Ok(())
+        })
+    });
+    assert!(matches!(made, Err(Error::UnevenWork { bytes }) if bytes == 2 * MIB), "{:?}", made.map(drop));
+    left.borrow_mut().clear();
+    memory.graph(stream, |stream| switch(stream, &sides, 2, |_, side| branch(memory, 1, side))).unwrap();
+}
+
+#[test]
+fn bodies_that_cannot_be_announced_are_refused_and_leave_everything_as_it_was() {
+    let bench = Bench::new();
+    let Bench { memory, stream, side, .. } = &bench;
+    let code = |result: Result<_, aquifer_device::DeviceError>| result.map(drop).unwrap_err().code;
+    assert_eq!(code(stream.announce_body(side)), Code::INVALID_VALUE, "no capture around it");
+    let other = super::graphs::bench("sim:1GiB");
+    let capture = stream.begin_capture().unwrap();
+    assert_eq!(code(stream.announce_body(&other.stream)), Code::INVALID_HANDLE, "of another device");
+    let error = stream.announce_body(side).unwrap_err();
+    assert!(error.to_string().contains("the stream does not capture"), "{error}");
+    let node = sim(stream).add_conditional(stream.raw(), Conditional::If, 1, 1).unwrap();
+    sim(stream).come_after_conditional(stream.raw(), node).unwrap();
+    sim(stream).begin_body(node, 0, side.raw()).unwrap();
+    let body = stream.announce_body(side).unwrap();
+    assert_eq!(code(stream.announce_body(side)), Code::CAPTURE_UNSUPPORTED, "it is known");
+    let error = capture.end().unwrap_err();
+    assert!(error.to_string().contains("a body of a conditional node of the graph is being captured"), "{error}");
+    assert!(stream.is_capturing() && side.is_capturing());
+    sim(stream).end_body(side.raw()).unwrap();
+    drop(body);
+    assert!(!side.is_capturing());
+    capture.end().unwrap().launch(stream).unwrap();
+    memory.alloc_zeros::<u8>(4096, side).unwrap().to_vec(side).unwrap();
+}
+
+/// The work of a body fails, or breaks its capture: the graph is not made, and everything works
+/// afterwards.
+#[test]
+fn a_body_that_fails_fails_the_graph_and_nothing_else() {
+    let bench = Bench::new();
+    let Bench { device, memory, stream, side, .. } = &bench;
+    let sides = [side.clone()];
+    for breaks in [true, false] {
+        let made = memory.graph(stream, |stream| {
+            switch(stream, &sides, 2, |body, side| {
+                let mut own = memory.alloc_zeros::<u8>(4096, side)?;
+                if stream.is_capturing() && body == 1 {
+                    if breaks {
+                        own.to_vec(side)?;
+                    }
+                    memory.alloc_bytes(2 << 30, side)?;
+                }
+                own.fill(1, side)
+            })
+        });
+        assert!(made.is_err());
+        // The program ends what it began.
+        let _ = sim(stream).end_body(side.raw());
+        assert!(!stream.is_capturing() && !side.is_capturing());
+        device.synchronize().unwrap();
+        memory.graph(stream, |stream| switch(stream, &sides, 2, |_, side| branch(memory, 1, side))).unwrap();
+    }
+    memory.empty_cache().unwrap();
+    assert_eq!(memory.memory_allocated(), 0);
+}
