@@ -12,7 +12,7 @@ use crate::backing::paged::progress_events::record_progress;
 use crate::backing::segments::release_where;
 use crate::cross_stream::waiting::poll_waiting;
 use crate::error::AllocError;
-use crate::pools::capture::refuse_capture;
+use crate::pools::capture::{acting, refuse_capture};
 use crate::pools::lookup::{came_from_a_graph, route_and_note};
 use crate::recovery::ladder::climb;
 use crate::size_class::{self, PoolKind, REQUEST_LIMIT};
@@ -203,6 +203,7 @@ fn grant_rounded(
 ) -> Result<Granted, AllocError> {
     fork::check(Operation::Alloc)?;
     stream.end_abandoned_captures()?;
+    let stream = &*acting(stream);
     let inner = &**allocator.inner();
     let state = inner.state;
     let special = state.special().load(Ordering::Relaxed);

@@ -8,6 +8,7 @@ use std::panic::Location;
 use aquifer_device::{Device, DevicePtr, Operation, Stream, fork};
 
 use crate::error::AllocError;
+use crate::pools::capture::acting;
 use crate::state::AllocatorState;
 use crate::types::{BlockId, StreamId};
 
@@ -82,6 +83,7 @@ impl Allocation {
         if self.block == BlockId::NONE {
             return Ok(());
         }
+        let stream = &*acting(stream);
         let mut shared = self.state.shared();
         let device_id = shared.device().map(Device::id);
         if device_id != Some(stream.device_id()) {
@@ -110,6 +112,7 @@ impl Allocation {
         if block == BlockId::NONE {
             return Ok(());
         }
+        let stream = &*acting(stream);
         let mut shared = state.shared();
         let device_id = shared.device().map(Device::id);
         if device_id != Some(stream.device_id()) {

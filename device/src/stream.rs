@@ -431,40 +431,26 @@ impl Stream {
 
     /// Makes known that `body` captures a body of a conditional node, which the program has just put
     /// behind the work that this stream captured (`cuGraphAddNode`,
-    /// `cuStreamUpdateCaptureDependencies`, `cuStreamBeginCaptureToGraph`). The work counts as a part
-    /// of this stream's graph, and so does the memory that it gets. Drop the result once that capture
-    /// has ended, before work is captured behind the node, and before the next body is captured.
+    /// `cuStreamUpdateCaptureDependencies`, `cuStreamBeginCaptureToGraph`). The body's work and memory
+    /// count as this stream's, in its graph. Drop the result once that capture has ended, before work
+    /// is captured behind the node, and before the next body is captured.
     ///
-    /// The bodies of an IF or SWITCH node exclude each other: memory that one gave up serves the next,
-    /// on whichever streams, and then this stream's later work. What this stream gave up before
-    /// serves them. A body that runs again (WHILE) must not be announced: it may read memory that it
-    /// gave up the first time.
-    ///
-    /// ```
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{Conditional, SimConfig, SimDriver};
-    /// let driver = SimDriver::new(SimConfig::default());
-    /// let device = Device::new(driver.clone());
-    /// let (stream, side) = (device.stream()?, device.stream()?);
-    /// let capture = stream.begin_capture()?;
-    /// let node = driver.add_conditional(stream.raw(), Conditional::Switch, 2, 0)?;
-    /// driver.come_after_conditional(stream.raw(), node)?;
-    /// for number in 0..2 {
-    ///     driver.begin_body(node, number, side.raw())?;
-    ///     let body = stream.announce_body(&side)?;
-    ///     // … the work of this body, on `side` …
-    ///     driver.end_body(side.raw())?;
-    ///     drop(body);
-    /// }
-    /// capture.end()?.launch(&stream)?;
-    /// # Ok::<(), aquifer_device::DeviceError>(())
-    /// ```
+    /// The bodies of an IF or SWITCH node exclude each other: memory that one gave up serves the next.
+    /// A body that runs again (WHILE) must not be announced: it may read memory that it gave up the
+    /// first time.
     ///
     /// # Errors
     /// When this stream is not known to capture, or `body` belongs to another device; and as
     /// [`Stream::announce_capture`].
     pub fn announce_body(&self, body: &Stream) -> Result<AnnouncedCapture> {
         AnnouncedCapture::announce_body(self, body)
+    }
+
+    /// The stream with the conditional node, outside of all bodies, if this stream captures a body that
+    /// was announced. No driver call.
+    pub fn body_of(&self) -> Option<Stream> {
+        let (with_node, _) = self.0.timeline.capture_if_any()?.around.clone()?;
+        Some(with_node.body_of().unwrap_or(with_node))
     }
 
     /// The launches of the graph that the stream's work is captured into; `None` unless the stream

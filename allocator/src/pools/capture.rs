@@ -4,6 +4,8 @@
 //! allocated while a stream captures comes from a private pool, which keeps its free memory for its
 //! graphs (`pools/graphs.rs`) and gives it to no other request.
 
+use std::borrow::Cow;
+
 use aquifer_device::{Code, DeviceError, Operation, Stream};
 
 use crate::allocator::Allocator;
@@ -38,6 +40,13 @@ fn refuse_capturing(stream: &Stream, detail: &str) -> Result<(), AllocError> {
     }
     let error = DeviceError::refused(Operation::CaptureStatus, Code::CAPTURE_UNSUPPORTED);
     Err(error.of_request("nothing was allocated").with_detail(detail).into())
+}
+
+/// The stream that memory is asked for, used, or given back on. A body of a conditional node is a part
+/// of the work of the stream with the node: so its memory is that stream's, whose other bodies it
+/// excludes. Locks a timeline.
+pub(crate) fn acting(stream: &Stream) -> Cow<'_, Stream> {
+    stream.body_of().map_or(Cow::Borrowed(stream), Cow::Owned)
 }
 
 /// Asks, without waiting, whether the launches are done that memory of closed pools waits for.

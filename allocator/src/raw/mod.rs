@@ -19,6 +19,7 @@ use aquifer_device::{DevicePtr, Operation, Stream, fork};
 use crate::alloc::{grant_cached, grant_uncached};
 use crate::allocator::Allocator;
 use crate::error::AllocError;
+use crate::pools::capture::acting;
 use crate::state::AllocatorState;
 use crate::types::{BlockId, Granted, StreamId, UNKNOWN};
 
@@ -137,7 +138,8 @@ fn check_stream(allocator: &Allocator, stream: &Stream) -> Result<(), AllocError
 
 /// Notes that a stream uses a live block, which no other thread can free meanwhile.
 fn note_use(allocator: &Allocator, block: BlockId, stream: &Stream) {
+    let stream = acting(stream);
     let mut shared = allocator.state().shared();
-    let stream = shared.stream(stream);
+    let stream = shared.stream(&stream);
     shared.note_use(block, stream);
 }

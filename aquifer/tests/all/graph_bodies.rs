@@ -7,7 +7,7 @@ use aquifer::Error;
 use aquifer::device::sim::{Conditional, SimDriver};
 use aquifer::memory::{Allocation, PoolOptions};
 use aquifer::prelude::*;
-use aquifer_device::{Code, RawStream};
+use aquifer_device::{Code, Event, RawStream};
 
 use super::graphs::{Bench, MIB, bench};
 
@@ -137,38 +137,47 @@ impl OtherLibrary for SimDriver {
     }
 }
 
-/// A made-up program of a step with a branch: blocks of random sizes are filled, copied from each
-/// other, and dropped, before, in and after the bodies.
+/// A made-up step with a branch: blocks of random sizes are filled, read and dropped, before, in and
+/// after the bodies, on the stream of each or on one that forks from it.
 struct Random<'a> {
     memory: &'a Allocator,
+    /// Outside of bodies, and in them: a stream takes part in one capture at a time.
+    forks: &'a [Stream; 2],
+    event: Event,
     seed: u64,
-    live: Vec<(Buffer<u8>, u8)>,
+    /// With its value, and the body that made it.
+    live: Vec<(Buffer<u8>, u8, Option<u32>)>,
 }
 
 impl Random<'_> {
-    fn below(&mut self, limit: u64) -> u64 {
+    fn below(&mut self, limit: usize) -> usize {
         self.seed = self.seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.seed >> 33) % limit
+        usize::try_from(self.seed >> 33).expect("31 bits") % limit.max(1)
     }
 
-    /// Steps on a stream, the results of which go to `sums`.
-    fn steps(&mut self, sums: &mut Buffer<u8>, at: usize, stream: &Stream) -> Result<(), Error> {
-        for _ in 0..self.below(6) {
-            match self.below(3) {
-                0 if !self.live.is_empty() => {
-                    let place = self.below(self.live.len() as u64);
-                    self.live.swap_remove(usize::try_from(place).expect("a place"));
-                }
-                1 if !self.live.is_empty() => {
-                    let place = usize::try_from(self.below(self.live.len() as u64)).expect("a place");
-                    sums.slice_mut(at..=at).copy_from(&self.live[place].0.slice(..1), stream)?;
+    /// Steps on a stream, in a body or not.
+    fn steps(&mut self, sums: &mut Buffer<u8>, body: Option<u32>, stream: &Stream) -> Result<(), Error> {
+        for _ in 0..self.below(8) {
+            let at = self.below(self.live.len());
+            // What another body made is there only if that one runs.
+            let is_there = |live: &&(Buffer<u8>, u8, Option<u32>)| live.2.is_none() || live.2 == body;
+            match (self.below(4), self.live.get(at).filter(is_there)) {
+                (0, Some(_)) => drop(self.live.swap_remove(at)),
+                (1, Some((buffer, ..))) => sums.slice_mut(..1).copy_from(&buffer.slice(..1), stream)?,
+                (2, Some(_)) => {
+                    let (side, event) = (&self.forks[usize::from(body.is_some())], &self.event);
+                    event.record(stream)?;
+                    side.wait_event(event)?;
+                    self.memory.alloc_zeros::<u8>(1 << 20, side)?;
+                    event.record(side)?;
+                    stream.wait_event(event)?;
                 }
                 _ => {
-                    let bytes = usize::try_from(self.below(6 * MIB) + 1).expect("a size");
+                    let bytes = self.below(6 << 20) + 1;
                     let mut made = self.memory.alloc::<u8>(bytes, stream)?;
                     let value = u8::try_from(self.below(255)).expect("a byte");
                     made.fill(value, stream)?;
-                    self.live.push((made, value));
+                    self.live.push((made, value, body));
                 }
             }
         }
@@ -176,46 +185,42 @@ impl Random<'_> {
     }
 }
 
-/// What each body leaves in memory that lives on depends on which runs: so the program fills that
-/// before, and looks at it after, and each launch must find the values of its own run.
+/// Which body runs is not known when the graph is captured, so what was made before the bodies must
+/// hold after each of them what it held before.
 #[test]
 fn what_lives_across_bodies_is_kept_whichever_runs() {
-    for seed in 0..200 {
+    let mut looked_at = 0;
+    for seed in 0..150 {
         let bench = Bench::new();
         let Bench { device, memory, stream, side } = &bench;
-        let sides = [side.clone(), device.stream().unwrap()];
-        let sums = RefCell::new(memory.alloc_zeros::<u8>(8, stream).unwrap());
-        let expected = RefCell::new(Vec::new());
-        let graph = memory
-            .graph(stream, |stream| {
-                let mut random = Random { memory, seed, live: Vec::new() };
-                let mut sums = sums.borrow_mut();
-                random.steps(&mut sums, 0, stream)?;
-                let node = switch(stream, &sides, 3, |body, side| {
-                    // What a body drops is what was made in it: what lives across is kept.
-                    let outer = std::mem::take(&mut random.live);
-                    random.steps(&mut sums, body as usize + 1, side)?;
-                    random.live = outer;
-                    Ok(())
-                })?;
-                random.steps(&mut sums, 4, stream)?;
-                let mut kept = Vec::new();
-                for (at, (buffer, value)) in random.live.iter().enumerate().take(3) {
-                    sums.slice_mut(at + 5..at + 6).copy_from(&buffer.slice(buffer.len() - 1..), stream)?;
-                    kept.push(*value);
-                }
-                expected.replace(kept);
-                Ok(node)
-            })
-            .unwrap();
+        let [one, forks @ ..] = [(); 3].map(|()| device.stream().unwrap());
+        let (sides, mut sums) = ([side.clone(), one], memory.alloc_zeros::<u8>(20, stream).unwrap());
+        let mut expected = Vec::new();
+        let graph = memory.graph(stream, |stream| {
+            let event = device.create_event(false)?;
+            let mut random = Random { memory, forks: &forks, event, seed, live: Vec::new() };
+            random.steps(&mut sums, None, stream)?;
+            let node = switch(stream, &sides, 3, |body, side| random.steps(&mut sums, Some(body), side))?;
+            random.steps(&mut sums, None, stream)?;
+            expected.clear();
+            let live = random.live.iter().filter(|(.., body)| body.is_none()).zip(1..20);
+            for ((buffer, value, _), at) in live {
+                sums.slice_mut(at..=at).copy_from(&buffer.slice(buffer.len() - 1..), stream)?;
+                expected.push(*value);
+            }
+            Ok(node)
+        });
+        let graph = graph.unwrap();
         for condition in [0, 1, 2, 3, 1] {
             sim(stream).set_condition(*graph.output(), condition).unwrap();
-            sums.borrow_mut().fill(0, stream).unwrap();
+            sums.fill(0, stream).unwrap();
             graph.launch(stream).unwrap();
-            let found = sums.borrow().to_vec(stream).unwrap();
-            assert_eq!(found[5..][..expected.borrow().len()], *expected.borrow(), "seed {seed}, body {condition}");
+            let found = sums.to_vec(stream).unwrap();
+            assert_eq!(found[1..=expected.len()], expected, "seed {seed}, body {condition}");
+            looked_at += expected.len();
         }
     }
+    assert!(looked_at > 1000, "{looked_at}");
 }
 
 #[test]
@@ -278,7 +283,7 @@ fn a_body_that_fails_fails_the_graph_and_nothing_else() {
                     if breaks {
                         own.to_vec(side)?;
                     }
-                    memory.alloc_bytes(2 << 30, side)?;
+                    drop(memory.alloc_bytes(2 << 30, side)?);
                 }
                 own.fill(1, side)
             })

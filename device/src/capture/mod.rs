@@ -128,47 +128,38 @@ impl Drop for Capture {
 #[derive(Debug)]
 #[must_use = "the capture is taken as over when this is dropped"]
 pub struct AnnouncedCapture {
-    stream: Stream,
     scope: Arc<Scope>,
-    /// The stream with the conditional node, and its capture, if this makes a body of that.
-    body_of: Option<(Stream, Arc<Scope>)>,
 }
 
 const NOT_ANNOUNCED: &str = "the capture was not announced";
 
 impl AnnouncedCapture {
     pub(crate) fn announce(stream: &Stream) -> Result<AnnouncedCapture> {
-        let scope = Scope::new(stream.timeline(), false);
-        AnnouncedCapture::begin(stream, &scope)?;
-        Ok(AnnouncedCapture { stream: stream.clone(), scope, body_of: None })
+        AnnouncedCapture::begin(stream, Scope::new(stream.timeline(), false))
     }
 
-    pub(crate) fn announce_body(around: &Stream, stream: &Stream) -> Result<AnnouncedCapture> {
-        let operation = Operation::CaptureStatus;
-        if around.device_id() != stream.device_id() {
-            let devices = DeviceMismatch::between(stream.device_id(), around.device_id());
-            return Err(DeviceError::refused(operation, Code::INVALID_HANDLE)
-                .of_request(NOT_ANNOUNCED)
-                .with_detail(format!("the stream that a body is captured on belongs to {devices}")));
+    pub(crate) fn announce_body(with_node: &Stream, stream: &Stream) -> Result<AnnouncedCapture> {
+        let refused = |code| DeviceError::refused(Operation::CaptureStatus, code).of_request(NOT_ANNOUNCED);
+        if with_node.device_id() != stream.device_id() {
+            let devices = DeviceMismatch::between(stream.device_id(), with_node.device_id());
+            let detail = format!("the stream that a body is captured on belongs to {devices}");
+            return Err(refused(Code::INVALID_HANDLE).with_detail(detail));
         }
-        let outer = around.timeline().capture();
-        let Some((outer, scope)) = outer.and_then(|outer| Some((outer.clone(), Scope::of_body(stream.timeline(), &outer)?)))
-        else {
-            return Err(DeviceError::refused(operation, Code::INVALID_VALUE).of_request(NOT_ANNOUNCED).with_detail(
+        let Some(scope) = Scope::of_body(stream.timeline(), with_node) else {
+            return Err(refused(Code::INVALID_VALUE).with_detail(
                 "the stream with the conditional node is not known to capture: begin, or announce, that capture first",
             ));
         };
-        // What the stream did before is done when a body runs that gets memory of it.
-        outer.launches.come_after(stream.tick());
-        AnnouncedCapture::begin(stream, &scope).inspect_err(|_| drop(scope.close_body()))?;
-        stream.timeline().come_after_captured(around.timeline());
-        Ok(AnnouncedCapture { stream: stream.clone(), scope, body_of: Some((around.clone(), outer)) })
+        let announced = AnnouncedCapture::begin(stream, scope)?;
+        stream.timeline().come_after_captured(with_node.timeline());
+        Ok(announced)
     }
 
-    fn begin(stream: &Stream, scope: &Arc<Scope>) -> Result<()> {
+    fn begin(stream: &Stream, scope: Arc<Scope>) -> Result<AnnouncedCapture> {
         let operation = Operation::CaptureStatus;
+        let announced = AnnouncedCapture { scope };
         let raw = stream.usable(operation)?;
-        stream.timeline().begin_capture(scope, stream.keep_alive(), || {
+        stream.timeline().begin_capture(&announced.scope, stream.keep_alive(), || {
             match stream.driver().capture_status(raw)? {
                 CaptureStatus::Active => Ok(()),
                 CaptureStatus::Invalidated => Err(DeviceError::refused(operation, Code::CAPTURE_INVALIDATED)
@@ -178,7 +169,8 @@ impl AnnouncedCapture {
                     .of_request(NOT_ANNOUNCED)
                     .with_detail("the stream does not capture: announce a capture after it began")),
             }
-        })
+        })?;
+        Ok(announced)
     }
 }
 
@@ -187,13 +179,7 @@ impl Drop for AnnouncedCapture {
         if fork::is_child() {
             return;
         }
-        let Some((around, outer)) = &self.body_of else {
-            return drop(self.scope.close());
-        };
-        if !outer.is_over() {
-            around.timeline().come_after_captured(self.stream.timeline());
-        }
-        drop(self.scope.close_body());
+        drop(self.scope.close_announced());
     }
 }
 

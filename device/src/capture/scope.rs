@@ -16,6 +16,7 @@ use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
 use crate::fork::{self, Mutex as Leaf};
 use crate::launches::Launches;
 use crate::release::Object;
+use crate::stream::Stream;
 use crate::sync::Mutex;
 use crate::thread_end::RunningThread;
 use crate::timeline::Timeline;
@@ -31,8 +32,8 @@ pub(crate) struct Scope {
     pub(crate) launches: Arc<Launches>,
     /// True if another library began the capture, and ends it.
     pub(crate) announced: bool,
-    /// The capture around this one, if this makes a body of a conditional node.
-    around: Option<Arc<Scope>>,
+    /// If this makes a body of a conditional node, the stream with the node, and its capture.
+    pub(crate) around: Option<(Stream, Arc<Scope>)>,
     /// Held while the driver ends the capture, so that a later capture on the stream is not ended
     /// in its place. Taken before locks of timelines.
     ending: Mutex<()>,
@@ -65,17 +66,25 @@ impl Scope {
         Scope::with(timeline, Launches::new(ours), !ours, None)
     }
 
-    /// The scope of a capture that another library began, of a body of a conditional node of the graph
-    /// that is captured in `around`. `None` if that is over.
-    pub(super) fn of_body(timeline: &Timeline, around: &Arc<Scope>) -> Option<Arc<Scope>> {
+    /// The scope of a capture that another library began, of a body of a conditional node on a stream.
+    /// `None` if that stream does not capture.
+    pub(super) fn of_body(timeline: &Timeline, with_node: &Stream) -> Option<Arc<Scope>> {
+        let around = with_node.timeline().capture()?;
         let mut members = around.members.lock();
-        (!members.over).then(|| {
-            members.bodies += 1;
-            Scope::with(timeline, around.launches.clone(), true, Some(around.clone()))
-        })
+        if members.over {
+            return None;
+        }
+        members.bodies += 1;
+        drop(members);
+        Some(Scope::with(timeline, around.launches.clone(), true, Some((with_node.clone(), around))))
     }
 
-    fn with(timeline: &Timeline, launches: Arc<Launches>, announced: bool, around: Option<Arc<Scope>>) -> Arc<Scope> {
+    fn with(
+        timeline: &Timeline,
+        launches: Arc<Launches>,
+        announced: bool,
+        around: Option<(Stream, Arc<Scope>)>,
+    ) -> Arc<Scope> {
         let thread = timeline.is_per_thread().then(RunningThread::current);
         let (capturing, handles) = (timeline.context().capturing.clone(), timeline.context().handles.clone());
         let (ending, members) = (Mutex::new(()), Leaf::default());
@@ -95,7 +104,7 @@ impl Scope {
     pub(crate) fn come_after_members(&self) {
         let ticks: Vec<_> = self.members.lock().streams.iter().map(|(stream, _)| stream.tick()).collect();
         ticks.into_iter().for_each(|tick| self.launches.come_after(tick));
-        self.around.iter().for_each(|around| around.come_after_members());
+        self.around.iter().for_each(|(_, around)| around.come_after_members());
     }
 
     /// True if the capture is over.
@@ -201,13 +210,19 @@ impl Scope {
         streams
     }
 
-    /// As [`Scope::close`], for the capture of a body. What its streams did stays a part of the graph.
+    /// As [`Scope::close`], for an announced capture. What the streams of a body did stays a part of
+    /// the graph, and the node's stream goes on after it.
     #[must_use]
-    pub(super) fn close_body(self: &Arc<Self>) -> Vec<(Arc<Timeline>, StreamHandle)> {
+    pub(super) fn close_announced(self: &Arc<Self>) -> Vec<(Arc<Timeline>, StreamHandle)> {
+        let Some((with_node, around)) = &self.around else { return self.close() };
         self.come_after_members();
+        let first = self.members.lock().streams.first().map(|(first, _)| first.clone());
+        if let Some(first) = first.filter(|_| !around.is_over()) {
+            with_node.timeline().come_after_captured(&first);
+        }
         let streams = self.close();
         self.launches.note_body(streams.iter().map(|(stream, _)| stream.id()));
-        self.around.iter().for_each(|around| around.members.lock().bodies -= 1);
+        around.members.lock().bodies -= 1;
         streams
     }
 

@@ -90,12 +90,14 @@ impl Timeline {
         self.state.lock().capture.clone()
     }
 
+    /// As [`Timeline::capture`], without the lock where there is none.
+    pub(crate) fn capture_if_any(&self) -> Option<Arc<Scope>> {
+        if self.device_id_unless_capturing() == self.device_id() { None } else { self.capture() }
+    }
+
     /// As [`crate::Stream::launches_of_capture`].
     pub fn launches_of_capture(&self) -> Option<Arc<Launches>> {
-        if self.device_id_unless_capturing() == self.device_id() {
-            return None;
-        }
-        self.capture().map(|scope| scope.launches.clone())
+        self.capture_if_any().map(|scope| scope.launches.clone())
     }
 
     /// Fails if the stream captures unannounced. It is for slow paths, which would break a capture

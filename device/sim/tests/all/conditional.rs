@@ -3,7 +3,7 @@
 use aquifer_device::{Code, DevicePtr, Driver, ErrorKind, RawGraph, RawStream};
 use aquifer_sim::{Conditional, SimDriver, ViolationKind};
 
-use crate::common::{Bench, MIB, Short, code, device};
+use crate::common::{MIB, Short, code, device};
 
 /// Captures a node on `stream`, whose bodies `work` captures on `side`.
 fn node(
@@ -72,11 +72,7 @@ fn a_copy_of_a_graph_keeps_its_nodes() {
 #[test]
 fn bodies_within_bodies_run_if_all_around_them_do() {
     let driver = device(0);
-    let [stream, side, inner, memory] = [0, 0, 0, 1].map(|memory| match memory {
-        0 => driver.stream().0,
-        _ => driver.alloc(MIB).unwrap().0,
-    });
-    let ([stream, side, inner], memory) = ([stream, side, inner].map(RawStream), DevicePtr(memory));
+    let ([stream, side, inner], memory) = ([(); 3].map(|()| driver.stream()), driver.alloc(MIB).unwrap());
     driver.memset(memory, 9, MIB, stream).unwrap();
     driver.begin_capture(stream).unwrap();
     let nested = std::cell::Cell::new(0);
