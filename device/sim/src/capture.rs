@@ -204,7 +204,9 @@ impl Machine {
             return Err(Refused::new(Code(903), "the capture began on another stream and must end there"));
         }
         if capture.is_some_and(|capture| capture.body.is_some()) {
-            return Err(Refused::value("the stream captures a body of a conditional node, which is no graph to launch"));
+            return Err(Refused::value(
+                "the stream captures a body of a conditional node, which is no graph to launch",
+            ));
         }
         Ok(RawGraph(self.close_capture(number, &clock).map(|graph| self.graphs.insert(graph))?))
     }
@@ -288,7 +290,8 @@ impl Machine {
         let Some(member) = &mut self.streams.get(id)?.capture else { return Ok(Some(body)) };
         member.seq += 1;
         member.clock.raise(key, member.seq);
-        let (epoch, clock, capture) = (Epoch { stream: key, seq: member.seq, op }, member.clock.clone(), member.capture);
+        let (epoch, clock, capture) =
+            (Epoch { stream: key, seq: member.seq, op }, member.clock.clone(), member.capture);
         let (root, within) = self.graph_of(capture);
         let node = GraphNode { body, epoch, clock, within };
         let Some(capture) = self.captures.get_mut(&root) else { return Ok(Some(node.body)) };

@@ -17,8 +17,8 @@ use aquifer_device::{Code, ErrorKind, Operation, PoolUsage};
 
 use crate::address::AddressSpace;
 use crate::checks::{Checks, Misuse, Needed, Unwritten};
-use crate::config::SimConfig;
 use crate::conditional::ConditionalNode;
+use crate::config::SimConfig;
 use crate::engine::Engine;
 use crate::fault::FaultPlan;
 use crate::handle::HandleTable;

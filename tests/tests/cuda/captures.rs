@@ -1,15 +1,10 @@
 //! Captures that cudarc begins: announced they are as good as our own, unannounced they are noticed
 //! where it matters.
 
-use std::ptr::{null, null_mut};
-
 use aquifer::device::cuda;
 use aquifer_tests::prelude::*;
 use cudarc::driver::CudaStream;
-use cudarc::driver::sys::{
-    self, CUDA_CONDITIONAL_NODE_PARAMS, CUgraph, CUgraphConditionalNodeType, CUgraphInstantiate_flags, CUgraphNodeParams,
-    CUgraphNodeType, CUresult, CUstreamCaptureMode, CUstreamCaptureStatus,
-};
+use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 
 use crate::support::{Gpu, MIB, kind};
 
@@ -162,82 +157,4 @@ fn captures_that_cannot_be_announced_are_refused() {
     assert!(stream.is_capturing(), "another announcement lasts");
     drop(announced);
     theirs.end_capture(FLAGS).unwrap();
-}
-
-fn made(answer: CUresult) {
-    assert_eq!(answer, CUresult::CUDA_SUCCESS);
-}
-
-/// The graph that a stream is captured into, and what its next work comes after.
-fn inside(stream: &CudaStream) -> (CUgraph, *const sys::CUgraphNode, usize) {
-    let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-    let (mut graph, mut nodes, mut count) = (null_mut(), null(), 0);
-    let (raw, number, edges) = (stream.cu_stream(), null_mut(), null_mut());
-    // SAFETY: the stream lives, and the results outlive the call.
-    made(unsafe {
-        sys::cuStreamGetCaptureInfo_v3(raw, &mut status, number, &mut graph, &mut nodes, edges, &mut count)
-    });
-    (graph, nodes, count)
-}
-
-/// Puts a SWITCH behind what the stream captured, whose condition is `value` at each launch.
-fn switch(stream: &CudaStream, bodies: u32, value: u32) -> Vec<CUgraph> {
-    let context = stream.context().cu_ctx();
-    let (graph, nodes, count) = inside(stream);
-    let (mut handle, mut node) = (0, null_mut());
-    // SAFETY: the graph is being captured, and the result outlives the call.
-    made(unsafe { sys::cuGraphConditionalHandleCreate(&mut handle, graph, context, value, 1) });
-    // SAFETY: all of it is numbers and pointers, which may be 0.
-    let mut params: CUgraphNodeParams = unsafe { std::mem::zeroed() };
-    params.type_ = CUgraphNodeType::CU_GRAPH_NODE_TYPE_CONDITIONAL;
-    let type_ = CUgraphConditionalNodeType::CU_GRAPH_COND_TYPE_SWITCH;
-    params.__bindgen_anon_1.conditional =
-        CUDA_CONDITIONAL_NODE_PARAMS { handle, type_, size: bodies, phGraph_out: null_mut(), ctx: context };
-    // SAFETY: the nodes are the graph's, and parameters and result outlive the call.
-    made(unsafe { sys::cuGraphAddNode_v2(&mut node, graph, nodes, null(), count, &mut params) });
-    // SAFETY: the node is the graph's; 1 replaces what the stream's next work comes after.
-    made(unsafe { sys::cuStreamUpdateCaptureDependencies_v2(stream.cu_stream(), &mut node, null(), 1, 1) });
-    // SAFETY: the driver has set the field of the node's kind.
-    let first = unsafe { params.__bindgen_anon_1.conditional.phGraph_out };
-    // SAFETY: there are as many bodies as were asked for.
-    unsafe { std::slice::from_raw_parts(first, bodies as usize) }.to_vec()
-}
-
-/// The program makes the node, and captures each body on a stream of its own.
-#[test]
-fn bodies_that_are_announced_share_memory_and_one_of_them_runs() {
-    for value in 0..4_u8 {
-        let gpu = Gpu::new();
-        let ((theirs, stream), (their_side, side)) = (adopted(&gpu), adopted(&gpu));
-        let allocator = allocator(&gpu);
-        let pool = allocator.create_pool(PoolOptions::default()).unwrap();
-        let result = allocator.alloc_bytes_zeroed(MIB, &stream).unwrap();
-        let capture = stream.begin_capture().unwrap();
-        let route = allocator.capture(&stream, &pool).unwrap();
-        stream.fill(result.ptr(), 9, MIB).unwrap();
-        drop(allocator.alloc_bytes(64 * MIB, &stream).unwrap());
-        for (number, body) in (1..).zip(switch(&theirs, 3, value.into())) {
-            let (raw, mode) = (their_side.cu_stream(), CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED);
-            // SAFETY: the body is the node's, and the stream lives.
-            made(unsafe { sys::cuStreamBeginCaptureToGraph(raw, body, null(), null(), 0, mode) });
-            let announced = stream.announce_body(&side).unwrap();
-            let scratch = allocator.alloc_bytes(64 * MIB, &side).unwrap();
-            side.fill(scratch.ptr(), number, MIB).unwrap();
-            side.copy_on_device(result.ptr(), scratch.ptr(), MIB).unwrap();
-            drop(scratch);
-            let mut same = null_mut();
-            // SAFETY: the stream lives, and the result outlives the call.
-            made(unsafe { sys::cuStreamEndCapture(raw, &mut same) });
-            assert_eq!(same, body);
-            drop(announced);
-        }
-        let graph = capture.end().unwrap();
-        drop(route);
-        assert_eq!(allocator.reserved_by_private_pools().values().sum::<u64>(), 64 * MIB);
-        graph.launch(&stream).unwrap();
-        let mut bytes = [0; 4];
-        stream.download_blocking(&mut bytes, result.ptr()).unwrap();
-        assert_eq!(bytes, [if value < 3 { value + 1 } else { 9 }; 4]);
-        gpu.assert_no_violation();
-    }
 }

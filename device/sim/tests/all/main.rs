@@ -4,8 +4,8 @@
 
 mod adopted;
 mod capture;
-mod conditional;
 mod common;
+mod conditional;
 mod copies;
 mod faults;
 mod found;

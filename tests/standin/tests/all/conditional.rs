@@ -18,8 +18,7 @@ fn inside(stream: CUstream) -> (CUgraph, *const CUgraphNode, usize) {
     let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
     let (mut graph, mut nodes, mut count) = (null_mut(), null(), 0);
     let (number, edges) = (null_mut(), null_mut());
-    let told =
-        call!(cuStreamGetCaptureInfo_v3(stream, &mut status, number, &mut graph, &mut nodes, edges, &mut count));
+    let told = call!(cuStreamGetCaptureInfo_v3(stream, &mut status, number, &mut graph, &mut nodes, edges, &mut count));
     assert_eq!(told, 0);
     (graph, nodes, count)
 }
