@@ -214,8 +214,9 @@ impl Launches {
         !self.ours || self.gone.load(Ordering::Acquire)
     }
 
-    /// The last launch on each stream, without those known to be done. No driver call. `None` if
-    /// launches of this graph are not seen here.
+    /// What must be done before memory of the graph may go, besides launches to come: the last launch on
+    /// each stream, and, as there may be none, the ticks that launches come after. Those known to be done
+    /// are left out. No driver call. `None` if launches of this graph are not seen here.
     pub fn pending(&self) -> Option<Vec<Tick>> {
         self.ours.then(|| self.pending_here())
     }
@@ -224,7 +225,8 @@ impl Launches {
     pub fn pending_here(&self) -> Vec<Tick> {
         let mut made = self.made.lock();
         made.last.retain(|tick| !is_known_done(tick));
-        made.last.clone()
+        made.after.retain(|tick| !is_known_done(tick));
+        made.last.iter().chain(&made.after).cloned().collect()
     }
 }
 
