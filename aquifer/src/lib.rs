@@ -226,7 +226,7 @@ pub mod device {
     /// The simulated GPU.
     #[cfg(feature = "sim")]
     pub mod sim {
-        pub use aquifer_sim::{Conditional, Fault, SimConfig, SimDriver};
+        pub use aquifer_sim::{Fault, SimConfig, SimDriver};
     }
 }
 

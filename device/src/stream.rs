@@ -419,9 +419,8 @@ impl Stream {
         Capture::begin(self.clone())
     }
 
-    /// Makes a capture known that another library began on this stream, for example with cudarc's
-    /// `CudaStream::begin_capture`. The stream is treated as one that captures until the result is
-    /// dropped. Drop it once the capture has ended.
+    /// Makes a capture known that another library, such as cudarc, began on this stream, which is treated
+    /// as one that captures until the result is dropped. Drop it once the capture has ended.
     ///
     /// # Errors
     /// When the stream does not capture, or its capture is known already; errors of the driver.
@@ -429,28 +428,21 @@ impl Stream {
         AnnouncedCapture::announce(self)
     }
 
-    /// Makes known that `body` captures a body of a conditional node, which the program has just put
-    /// behind the work that this stream captured (`cuGraphAddNode`,
-    /// `cuStreamUpdateCaptureDependencies`, `cuStreamBeginCaptureToGraph`). The body's work and memory
-    /// count as this stream's, in its graph. Drop the result once that capture has ended, before work
-    /// is captured behind the node, and before the next body is captured.
-    ///
-    /// The bodies of an IF or SWITCH node exclude each other: memory that one gave up serves the next.
-    /// A body that runs again (WHILE) must not be announced: it may read memory that it gave up the
-    /// first time.
+    /// Makes known that `body` captures a body of a conditional node, IF or SWITCH, which the program
+    /// has just put behind what this stream captured. Its work and memory count as this stream's;
+    /// memory that one body gave up serves the next. Drop the result once the body's capture has
+    /// ended, before the next body, and before work is captured behind the node.
     ///
     /// # Errors
-    /// When this stream is not known to capture, or `body` belongs to another device; and as
-    /// [`Stream::announce_capture`].
+    /// As [`Stream::announce_capture`]; if this stream does not capture, or `body` is another device's.
     pub fn announce_body(&self, body: &Stream) -> Result<AnnouncedCapture> {
         AnnouncedCapture::announce_body(self, body)
     }
 
-    /// The stream with the conditional node, outside of all bodies, if this stream captures a body that
-    /// was announced. No driver call.
+    /// If this stream captures an announced body, the stream with the outermost node. No driver call.
     pub fn body_of(&self) -> Option<Stream> {
-        let (with_node, _) = self.0.timeline.capture_if_any()?.around.clone()?;
-        Some(with_node.body_of().unwrap_or(with_node))
+        let around = self.0.timeline.capture_if_any()?.around.clone()?.0;
+        around.body_of().or(Some(around))
     }
 
     /// The launches of the graph that the stream's work is captured into; `None` unless the stream
@@ -459,7 +451,7 @@ impl Stream {
         self.0.timeline.launches_of_capture()
     }
 
-    /// True if the stream is known to capture, or to have joined a capture. No driver call.
+    /// True if the stream is known to capture, or to have joined a capture.
     pub fn is_capturing(&self) -> bool {
         self.0.timeline.is_capturing()
     }

@@ -4,10 +4,11 @@
 use std::cell::RefCell;
 
 use aquifer::Error;
-use aquifer::device::sim::{Conditional, SimDriver};
+use aquifer::device::sim::SimDriver;
 use aquifer::memory::{Allocation, PoolOptions};
 use aquifer::prelude::*;
 use aquifer_device::{Code, Event, RawStream};
+use aquifer_sim::Conditional;
 
 use super::graphs::{Bench, MIB, bench};
 

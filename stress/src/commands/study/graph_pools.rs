@@ -125,7 +125,7 @@ mod tests {
         for pools in [&[][..], &[([0, 1], 3, 50)], &[([1, 0], 0, 60), ([2, 0], 2, 1)]] {
             assert_eq!(titles(&snapshot(pools)), [""; 0], "{pools:?}");
         }
-        let trace = input::read("p.trace".as_ref(), b"a 1 30000000 0\nf 1 0\n").unwrap().remove(0);
+        let trace = input::read("p.trace".as_ref(), &b"a 1 30000000 0\nf 1 0\n"[..]).unwrap().remove(0);
         assert_eq!((trace.pools.len(), titles(&trace).len()), (0, 0), "a trace tells of no pools");
     }
 }
