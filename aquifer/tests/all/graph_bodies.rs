@@ -7,7 +7,7 @@ use aquifer::Error;
 use aquifer::device::sim::SimDriver;
 use aquifer::memory::{Allocation, PoolOptions};
 use aquifer::prelude::*;
-use aquifer_device::{Code, Event, RawStream};
+use aquifer_device::{Code, Event};
 use aquifer_sim::Conditional;
 
 use super::graphs::{Bench, MIB, bench};
@@ -96,7 +96,7 @@ fn bodies_of_captures_in_the_long_form_share_memory_too() {
         let Bench { device, memory, stream, side } = &bench;
         let pool = memory.create_pool(PoolOptions::default()).unwrap();
         let capture = if by_another_library {
-            sim(stream).begin_capture_of_others(stream.raw());
+            stream.driver().begin_capture(stream.raw()).unwrap();
             None
         } else {
             Some(stream.begin_capture().unwrap())
@@ -116,25 +116,10 @@ fn bodies_of_captures_in_the_long_form_share_memory_too() {
         if let Some(capture) = capture {
             capture.end().unwrap().launch(stream).unwrap();
         } else {
-            sim(stream).end_capture_of_others(stream.raw());
+            let graph = stream.driver().end_capture(stream.raw()).unwrap();
+            stream.driver().destroy_graph(graph).unwrap();
         }
         drop(route);
-    }
-}
-
-trait OtherLibrary {
-    fn begin_capture_of_others(&self, stream: RawStream);
-    fn end_capture_of_others(&self, stream: RawStream);
-}
-
-impl OtherLibrary for SimDriver {
-    fn begin_capture_of_others(&self, stream: RawStream) {
-        aquifer_device::Driver::begin_capture(self, stream).unwrap();
-    }
-
-    fn end_capture_of_others(&self, stream: RawStream) {
-        let graph = aquifer_device::Driver::end_capture(self, stream).unwrap();
-        aquifer_device::Driver::destroy_graph(self, graph).unwrap();
     }
 }
 

@@ -7,12 +7,12 @@ use aquifer::prelude::*;
 use cudarc::driver::sys::{self, CUgraph, CUstreamCaptureMode as Mode};
 use cudarc::driver::{CudaContext, CudaStream, DriverError};
 
-const BODIES: u32 = 4;
+const BODIES: u8 = 4;
 const MIB: u64 = 1 << 20;
 
 /// Puts a SWITCH behind what a stream captured, and returns its bodies. The condition is `value` at
-/// the beginning of each launch; a kernel that was captured before may call
-/// `cudaGraphSetConditional` with the handle.
+/// the beginning of each launch. A kernel that decides gets the handle, is captured next, and calls
+/// `cudaGraphSetConditional`; the nodes that the SWITCH comes after are asked for after that.
 fn switch(stream: &CudaStream, value: u32) -> Result<Vec<CUgraph>, DriverError> {
     let (raw, context) = (stream.cu_stream(), stream.context().cu_ctx());
     let (mut status, mut graph) = (sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE, null_mut());
@@ -30,7 +30,7 @@ fn switch(stream: &CudaStream, value: u32) -> Result<Vec<CUgraph>, DriverError> 
     params.__bindgen_anon_1.conditional = sys::CUDA_CONDITIONAL_NODE_PARAMS {
         handle,
         type_: sys::CUgraphConditionalNodeType::CU_GRAPH_COND_TYPE_SWITCH,
-        size: BODIES,
+        size: BODIES.into(),
         phGraph_out: null_mut(),
         ctx: context,
     };
@@ -38,8 +38,10 @@ fn switch(stream: &CudaStream, value: u32) -> Result<Vec<CUgraph>, DriverError> 
     unsafe { sys::cuGraphAddNode_v2(&mut node, graph, nodes, edges, count, &mut params) }.result()?;
     // SAFETY: the node is of that graph; 1 replaces what the stream's next work comes after.
     unsafe { sys::cuStreamUpdateCaptureDependencies_v2(raw, &mut node, null(), 1, 1) }.result()?;
+    // SAFETY: the field of a conditional node's parameters, which the driver has filled in.
+    let bodies = unsafe { params.__bindgen_anon_1.conditional.phGraph_out };
     // SAFETY: the driver wrote as many bodies as were asked for.
-    Ok(unsafe { std::slice::from_raw_parts(params.__bindgen_anon_1.conditional.phGraph_out, BODIES as usize) }.to_vec())
+    Ok(unsafe { std::slice::from_raw_parts(bodies, BODIES.into()) }.to_vec())
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -59,7 +61,7 @@ pub(crate) fn run(context: &Arc<CudaContext>) -> Result<(), Box<dyn std::error::
         let capture = ours.begin_capture()?;
         let route = memory.capture(&ours, &pool)?;
         ours.fill(result.ptr(), 9, 1)?;
-        for (number, body) in switch(&stream, chosen)?.into_iter().enumerate() {
+        for (number, body) in (0..).zip(switch(&stream, chosen.into())?) {
             // SAFETY: the body is the node's, and the stream lives.
             unsafe {
                 sys::cuStreamBeginCaptureToGraph(
@@ -74,7 +76,7 @@ pub(crate) fn run(context: &Arc<CudaContext>) -> Result<(), Box<dyn std::error::
             .result()?;
             let announced = ours.announce_body(&ours_side)?;
             let scratch = memory.alloc_bytes(64 * MIB, &ours_side)?;
-            ours_side.fill(scratch.ptr(), number as u8, 64 * MIB)?;
+            ours_side.fill(scratch.ptr(), number, 64 * MIB)?;
             ours_side.copy(result.ptr(), scratch.ptr(), 1)?;
             drop(scratch);
             let mut same = null_mut();
@@ -86,7 +88,7 @@ pub(crate) fn run(context: &Arc<CudaContext>) -> Result<(), Box<dyn std::error::
         drop(route);
         assert_eq!(memory.reserved_by_private_pools()[&pool.id()], 64 * MIB, "the bodies share memory");
         with(&ours, [write(&mut result)], |stream, _| graph.launch(stream))?;
-        let expected = if chosen < BODIES { chosen as u8 } else { 9 };
+        let expected = if chosen < BODIES { chosen } else { 9 };
         assert_eq!(result.item(&ours)?, expected);
     }
     Ok(())
