@@ -64,7 +64,7 @@ impl SimDriver {
     /// use aquifer_device::{Driver, StreamFlags};
     /// use aquifer_sim::{Conditional, SimConfig, SimDriver};
     /// let driver = SimDriver::new(SimConfig::default());
-    /// let [stream, side] = [(); 2].map(|()| driver.create_stream(StreamFlags::NonBlocking).unwrap());
+    /// let [stream, side] = [(); 2].map(|()| driver.create_stream(StreamFlags::default()).unwrap());
     /// let memory = driver.alloc(4096)?;
     /// driver.begin_capture(stream)?;
     /// let node = driver.add_conditional(stream, Conditional::Switch, 2, 0)?;
