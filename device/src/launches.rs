@@ -214,9 +214,9 @@ impl Launches {
         !self.ours || self.gone.load(Ordering::Acquire)
     }
 
-    /// What must be done before memory of the graph may go, besides launches to come: the last launch on
-    /// each stream, and, as there may be none, the ticks that launches come after. Those known to be done
-    /// are left out. No driver call. `None` if launches of this graph are not seen here.
+    /// What must be done before memory of the graph may go, besides launches to come: the last launch
+    /// on each stream, and, as there may be none, the ticks that launches come after. Those known to
+    /// be done are left out. No driver call. `None` if launches of this graph are not seen here.
     pub fn pending(&self) -> Option<Vec<Tick>> {
         self.ours.then(|| self.pending_here())
     }

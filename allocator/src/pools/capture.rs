@@ -42,9 +42,9 @@ fn refuse_capturing(stream: &Stream, detail: &str) -> Result<(), AllocError> {
     Err(error.of_request("nothing was allocated").with_detail(detail).into())
 }
 
-/// The stream that memory is asked for, used, or given back on. A body of a conditional node is a part
-/// of the work of the stream with the node: so its memory is that stream's, whose other bodies it
-/// excludes. Locks a timeline.
+/// The stream that memory is asked for, used, or given back on. A body of a conditional node is a
+/// part of the work of the stream with the node: so its memory is that stream's, whose other bodies
+/// it excludes. Locks a timeline.
 pub(crate) fn acting(stream: &Stream) -> Cow<'_, Stream> {
     stream.body_of().map_or(Cow::Borrowed(stream), Cow::Owned)
 }

@@ -112,7 +112,7 @@ impl SimDriver {
         self.call(Operation::EndCapture, |machine| machine.end_body(stream))
     }
 
-    /// Sets the value of a condition for launches from now on, as a kernel of the graph does on a GPU.
+    /// Sets the value of a condition for launches from now on, as a kernel of the graph does on GPUs.
     ///
     /// # Errors
     /// When the node is gone.
@@ -244,8 +244,8 @@ impl Machine {
         self.captures.get(&root).and_then(|root| root.last.get(&stream).copied()).unwrap_or(0)
     }
 
-    /// The capture that makes the graph which work of this capture belongs to, and the bodies that the
-    /// work is within.
+    /// The capture that makes the graph which work of this capture belongs to, and the bodies that
+    /// the work is within.
     pub(crate) fn graph_of(&self, mut capture: u64) -> (u64, Vec<BodyRef>) {
         let mut within = Vec::new();
         while let Some(body) = self.captures.get(&capture).and_then(|capture| capture.body)

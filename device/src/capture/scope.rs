@@ -66,8 +66,8 @@ impl Scope {
         Scope::with(timeline, Launches::new(ours), !ours, None)
     }
 
-    /// The scope of a capture that another library began, of a body of a conditional node on a stream.
-    /// `None` if that stream does not capture.
+    /// The scope of a capture that another library began, of a body of a conditional node. `None` if
+    /// the stream with the node does not capture.
     pub(super) fn of_body(timeline: &Timeline, with_node: &Stream) -> Option<Arc<Scope>> {
         let around = with_node.timeline().capture()?;
         let mut members = around.members.lock();

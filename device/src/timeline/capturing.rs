@@ -132,7 +132,8 @@ impl Timeline {
     /// Calls `begin` to begin a capture, once no call is under way that would break it. This
     /// happens under the timeline's lock, so that no event is recorded into the capture by mistake.
     ///
-    /// If another library has begun the capture (it is announced), `begin` only looks for it, and this does not wait for calls under way.
+    /// If another library has begun the capture (it is announced), `begin` only looks for it, and
+    /// this does not wait for calls under way.
     pub(crate) fn begin_capture(
         self: &Arc<Self>,
         scope: &Arc<Scope>,
@@ -198,8 +199,8 @@ impl Timeline {
         joined.map(drop)
     }
 
-    /// Notes that what the stream captures from now on comes after all that `other` has captured, by a
-    /// conditional node, of which the one makes a body.
+    /// Notes that what the stream captures from now on comes after all that `other` has captured, by
+    /// a conditional node, of which the one makes a body.
     pub(crate) fn come_after_captured(&self, other: &Timeline) {
         let recorded = other.state.lock();
         let (clock, covers) = (recorded.capture_clock.clone(), other.count.fetch_add(1, Ordering::AcqRel) + 1);

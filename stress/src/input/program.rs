@@ -75,8 +75,8 @@ impl Program {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "named by the type")]
 pub struct PoolUse {
-    /// As PyTorch has it: `(n, 0)` of a graph that was captured without a pool, `(0, n)` of a pool that
-    /// the program made.
+    /// As PyTorch has it: `(n, 0)` of a graph that was captured without a pool, `(0, n)` of a pool
+    /// that the program made.
     pub id: (u64, u64),
     pub held_bytes: u64,
     /// Free there: it serves the pool's graphs alone.

@@ -198,7 +198,7 @@ abi! {
         call.life()?.capture_info(stream, status, number)
     }
 
-    /// As `cuStreamGetCaptureInfo`, with the graph and the nodes that the stream's next work comes after.
+    /// As `cuStreamGetCaptureInfo`, with the graph and the nodes that the next work comes after.
     11030 cuStreamGetCaptureInfo_v2(
         call, stream: Handle, status: Out<'_, u32>, number: Out<'_, u64>,
         graph: Out<'_, Handle>, dependencies: Out<'_, Handle>, count: Out<'_, usize>,

@@ -120,7 +120,7 @@ impl Life {
         let mut table = self.conditionals.0.lock();
         let made_by = table.captured.iter().find(|(_, body)| **body == graph).map(|(&capture, _)| capture);
         let capture = made_by.or_else(|| graph.checked_sub(GRAPHS)).ok_or(Code::INVALID_VALUE)?;
-        // A condition without a default keeps its value from launch to launch, which nothing sets here.
+        // A condition without a default keeps its value between launches, which nothing sets here.
         if flags != ASSIGN_DEFAULT {
             return Err(if flags == 0 { Code::NOT_SUPPORTED } else { Code::INVALID_VALUE });
         }
@@ -234,7 +234,8 @@ abi! {
 
     /// Starts to capture the stream into a body of a conditional node; other graphs are refused.
     12030 cuStreamBeginCaptureToGraph(
-        call, stream: Handle, graph: Handle, _dependencies: In<'_, Handle>, _edges: In<'_, u64>, count: usize, mode: u32,
+        call, stream: Handle, graph: Handle, _dependencies: In<'_, Handle>, _edges: In<'_, u64>, count: usize,
+        mode: u32,
     ) {
         let life = call.life()?;
         life.begin_capture_to(stream, graph, count, Mode::parse(mode)?)
