@@ -12,7 +12,7 @@ use crate::backing::segments::release_where;
 use crate::core::pools::Which;
 use crate::cross_stream::{poll_waiting, record_progress};
 use crate::error::AllocError;
-use crate::pools::{came_from_a_graph, refuse_capture, route_and_note};
+use crate::pools::{acting, came_from_a_graph, refuse_capture, route_and_note};
 use crate::recovery::ladder::climb;
 use crate::size_class::{self, PoolKind, REQUEST_LIMIT};
 use crate::sleep::wake_lock::WakeLock;
@@ -200,6 +200,7 @@ fn grant_rounded(
 ) -> Result<Granted, AllocError> {
     fork::check(Operation::Alloc)?;
     stream.end_abandoned_captures()?;
+    let stream = &*acting(stream);
     let inner = &**allocator.inner();
     let state = inner.state;
     let special = state.special().load(Ordering::Relaxed);

@@ -8,6 +8,7 @@ use std::panic::Location;
 use aquifer_device::{Device, DevicePtr, Operation, Stream, fork};
 
 use crate::error::AllocError;
+use crate::pools::acting;
 use crate::state::{AllocatorState, StateGuard};
 use crate::types::{BlockId, StreamId};
 
@@ -82,6 +83,7 @@ impl Allocation {
         if self.block == BlockId::NONE {
             return Ok(());
         }
+        let stream = &*acting(stream);
         let mut shared = self.state.shared();
         let stream = known(&mut shared, stream)?;
         shared.note_use(self.block, stream);
@@ -106,6 +108,7 @@ impl Allocation {
         if block == BlockId::NONE {
             return Ok(());
         }
+        let stream = &*acting(stream);
         let on = known(&mut state.shared(), stream);
         state.free(block, own, on.as_ref().ok().copied(), bytes);
         on.map(drop)

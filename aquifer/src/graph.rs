@@ -321,7 +321,7 @@ impl<'p> GraphCapture<'p> {
     /// Notes the addresses of the pool, and returns how many bytes of it the capture leaves in live
     /// blocks.
     fn left_in_pool(&self) -> u64 {
-        self.uses.note_pool(self.pool.get())
+        self.uses.note_pool(self.pool.get(), self.capture.stream())
     }
 
     fn finish<R>(

@@ -57,6 +57,8 @@ struct LaunchRecord {
     /// The orders that launches keep with those of other graphs.
     orders: Vec<Arc<LaunchOrder>>,
     kept: Vec<KeptAlive>,
+    /// Identities of streams on which bodies of conditional nodes were captured.
+    of_bodies: Vec<u32>,
 }
 
 /// Something that a graph keeps alive: [`Launches::keep`].
@@ -132,6 +134,21 @@ impl Launches {
         }
     }
 
+    /// Notes that a body of a conditional node was captured on streams.
+    pub(crate) fn note_body(&self, streams: impl Iterator<Item = u32>) {
+        let mut made = self.made.lock();
+        streams.for_each(|id| made.of_bodies.push(id));
+        made.of_bodies.sort_unstable();
+        made.of_bodies.dedup();
+    }
+
+    /// True if work of the stream belongs to the graph: it takes part in the capture, or a body of a
+    /// conditional node was captured on it.
+    pub fn has(&self, stream: &Timeline) -> bool {
+        stream.launches_of_capture().is_some_and(|launches| launches.number == self.number)
+            || self.made.lock().of_bodies.contains(&stream.id())
+    }
+
     /// The value of a type that the graph keeps; `None` if there is none, or once the graph was
     /// dropped.
     pub fn kept<T: Any + Send + Sync>(&self) -> Option<Arc<T>> {
@@ -197,8 +214,9 @@ impl Launches {
         !self.ours || self.gone.load(Ordering::Acquire)
     }
 
-    /// The last launch on each stream, without those known to be done. No driver call. `None` if
-    /// launches of this graph are not seen here.
+    /// What must be done before memory of the graph may go, besides launches to come: the last launch
+    /// on each stream, and, as there may be none, the ticks that launches come after. Those known to
+    /// be done are left out. No driver call. `None` if launches of this graph are not seen here.
     pub fn pending(&self) -> Option<Vec<Tick>> {
         self.ours.then(|| self.pending_here())
     }
@@ -207,7 +225,8 @@ impl Launches {
     pub fn pending_here(&self) -> Vec<Tick> {
         let mut made = self.made.lock();
         made.last.retain(|tick| !is_known_done(tick));
-        made.last.clone()
+        made.after.retain(|tick| !is_known_done(tick));
+        made.last.iter().chain(&made.after).cloned().collect()
     }
 }
 

@@ -429,9 +429,8 @@ impl Stream {
         Capture::begin_with(self.clone(), begin)
     }
 
-    /// Makes a capture known that another library began on this stream, for example with cudarc's
-    /// `CudaStream::begin_capture`. The stream is treated as one that captures until the result is
-    /// dropped. Drop it once the capture has ended.
+    /// Makes a capture known that another library, such as cudarc, began on this stream: it counts as
+    /// capturing until the result is dropped. Drop it once the capture has ended.
     ///
     /// # Errors
     /// When the stream does not capture, or its capture is known already; errors of the driver.
@@ -439,13 +438,28 @@ impl Stream {
         AnnouncedCapture::announce(self)
     }
 
-    /// The launches of the graph that the stream's work is captured into; `None` unless the stream
-    /// is known to capture, or to have joined a capture. No driver call.
+    /// Makes known that `body` captures a body of a conditional node, IF or SWITCH, which was just put
+    /// behind what this stream captured. It counts as work of this stream, and bodies share memory.
+    /// Drop the result when its capture has ended, before the next body and work behind the node.
+    ///
+    /// # Errors
+    /// As [`Stream::announce_capture`]; when this stream does not capture, or devices differ.
+    pub fn announce_body(&self, body: &Stream) -> Result<AnnouncedCapture> {
+        AnnouncedCapture::announce_body(self, body)
+    }
+
+    /// If this stream captures an announced body, the stream with the outermost node. No driver call.
+    pub fn body_of(&self) -> Option<Stream> {
+        let (with_node, _) = self.0.timeline.capture_if_any()?.around.clone()?;
+        with_node.body_of().or(Some(with_node))
+    }
+
+    /// The launches of the graph that the stream is known to be captured into. No driver call.
     pub fn launches_of_capture(&self) -> Option<Arc<Launches>> {
         self.0.timeline.launches_of_capture()
     }
 
-    /// True if the stream is known to capture, or to have joined a capture. No driver call.
+    /// True if the stream is known to capture, or to have joined a capture.
     pub fn is_capturing(&self) -> bool {
         self.0.timeline.is_capturing()
     }

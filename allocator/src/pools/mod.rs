@@ -9,6 +9,7 @@
 //! done (invariant A7).
 
 use std::any::Any;
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use aquifer_device::{Code, DeviceError, Operation, Stream};
@@ -70,6 +71,13 @@ pub(crate) fn wait_for_launched(allocator: &Allocator, launched: &Launched) -> R
         }
     }
     Ok(())
+}
+
+/// The stream that memory is asked for, used, or given back on. A body of a conditional node is a
+/// part of the work of the stream with the node: so its memory is that stream's, whose other bodies
+/// it excludes. Locks a timeline.
+pub(crate) fn acting(stream: &Stream) -> Cow<'_, Stream> {
+    stream.body_of().map_or(Cow::Borrowed(stream), Cow::Owned)
 }
 
 /// Refuses to serve a capturing stream from the default pools: memory freed there goes to others,

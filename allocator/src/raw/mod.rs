@@ -11,6 +11,7 @@ use aquifer_device::{DevicePtr, Operation, Stream, fork};
 use crate::alloc::{grant_cached, grant_uncached};
 use crate::allocator::{Allocator, all_open};
 use crate::error::AllocError;
+use crate::pools::acting;
 use crate::state::AllocatorState;
 use crate::types::{After, BlockId, Granted, StreamId, UNKNOWN, Use};
 
@@ -128,8 +129,9 @@ impl Allocator {
 
 /// Notes that a stream uses a live block, which no other thread can free meanwhile.
 fn note_use(allocator: &Allocator, block: BlockId, stream: &Stream) {
+    let stream = acting(stream);
     let mut shared = allocator.state().shared();
-    let stream = shared.stream(stream);
+    let stream = shared.stream(&stream);
     shared.note_use(block, stream);
 }
 

@@ -192,9 +192,9 @@ impl GraphUses {
         outside.chain(own).collect()
     }
 
-    /// Notes which addresses the pool has, before the capture ends. Returns how many bytes of the
-    /// pool the capture leaves in live blocks, of all its streams.
-    pub fn note_pool(&self, pool: &PrivatePool) -> u64 {
+    /// Notes which addresses the pool has, before the capture ends that `stream` is part of. Returns
+    /// how many bytes of the pool the capture leaves in live blocks, of all its streams.
+    pub fn note_pool(&self, pool: &PrivatePool, stream: &Stream) -> u64 {
         let (ranges, live) = pool.contents();
         let mut noted = self.noted.lock();
         ranges.into_iter().for_each(|range| note_range(&mut noted.ranges, range));
@@ -203,8 +203,9 @@ impl GraphUses {
         let of_streams = live.into_iter().map(|(id, bytes)| (core.streams.timeline(id).cloned(), id, bytes));
         let of_streams: Vec<_> = of_streams.collect();
         drop(core);
-        let is_own = |timeline: &Timeline| timeline.launches_of_capture().is_some_and(|own| own.number() == self.graph);
-        let own = of_streams.into_iter().filter(|(timeline, ..)| timeline.as_deref().is_some_and(is_own));
+        let launches = stream.launches_of_capture();
+        let is_own = |timeline: &Arc<Timeline>| launches.as_ref().is_some_and(|launches| launches.has(timeline));
+        let own = of_streams.into_iter().filter(|(timeline, ..)| timeline.as_ref().is_some_and(is_own));
         own.map(|(_, id, bytes)| bytes.saturating_sub(self.live_before.get(&id).copied().unwrap_or(0))).sum()
     }
 

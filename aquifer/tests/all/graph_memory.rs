@@ -333,3 +333,38 @@ fn an_empty_parameter_is_updated() {
     let graph = memory.graph(stream, |_| Ok(())).unwrap();
     graph.update(&mut empty, vec![], stream).unwrap();
 }
+
+/// A graph's edges order nothing that was enqueued before the capture. Its launches come after that;
+/// where there is none, what gives the memory back must.
+#[test]
+fn memory_of_a_graph_that_is_never_launched_goes_back_after_earlier_work_on_it() {
+    for waits_for_pool in [true, false] {
+        let bench = Bench::new();
+        let Bench { memory, stream, side, device } = &bench;
+        let pool = memory.create_pool(PoolOptions::default()).unwrap();
+        let (fork, join) = (device.create_event(false).unwrap(), device.create_event(false).unwrap());
+        let before = pool.alloc_bytes(100 * MIB, side).unwrap();
+        bench.stall(side);
+        side.fill(before.ptr(), 1, before.bytes()).unwrap();
+        drop(before);
+        let capture = stream.begin_capture().unwrap();
+        let route = memory.capture(stream, &pool).unwrap();
+        fork.record(stream).unwrap();
+        side.wait_event(&fork).unwrap();
+        join.record(side).unwrap();
+        stream.wait_event(&join).unwrap();
+        let inside = memory.alloc_bytes(100 * MIB, stream).unwrap();
+        stream.fill(inside.ptr(), 2, inside.bytes()).unwrap();
+        drop(inside);
+        assert_eq!(reserved(memory), 100 * MIB, "the stream's memory serves the graph");
+        let graph = capture.end().unwrap();
+        drop((route, graph));
+        if waits_for_pool {
+            pool.empty_cache().unwrap();
+        } else {
+            drop(pool);
+            memory.empty_cache().unwrap();
+        }
+        assert_eq!(memory.memory_reserved(), 0);
+    }
+}

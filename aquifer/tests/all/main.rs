@@ -2,6 +2,7 @@
 
 mod edges;
 mod errors;
+mod graph_bodies;
 mod graph_memory;
 mod graphs;
 mod unwind;

@@ -15,7 +15,7 @@ use aquifer_device::{CaptureStatus, Code, Operation, RawGraph, RawStream};
 use crate::checks::Misuse;
 use crate::clock::{OpClock, StreamKey};
 use crate::machine::Machine;
-use crate::objects::{CaptureState, GraphAccesses, GraphNode, Membership};
+use crate::objects::{CaptureState, CapturedGraph, GraphAccesses, GraphNode, Membership};
 use crate::queue::LEGACY;
 use crate::race::Epoch;
 use crate::refused::{Answer, Refused};
@@ -100,13 +100,13 @@ impl Machine {
         let gone = self.captures.iter().filter(|(_, capture)| ended.contains(&capture.origin));
         for number in gone.map(|(&number, _)| number).collect::<Vec<_>>() {
             if let Some(capture) = self.dissolve(number) {
-                self.release_graph_memory(capture.graph.memory);
+                self.discard(capture.graph);
             }
         }
         !self.captures.is_empty()
     }
 
-    fn invalidate(&mut self, capture: u64) {
+    pub(crate) fn invalidate(&mut self, capture: u64) {
         if let Some(capture) = self.captures.get_mut(&capture) {
             capture.invalid = true;
         }
@@ -134,11 +134,14 @@ impl Machine {
         if capture.origin == id
             && let Some(capture) = self.dissolve(member.capture)
         {
-            self.release_graph_memory(capture.graph.memory);
+            self.discard(capture.graph);
         }
     }
 
     fn dissolve(&mut self, number: u64) -> Option<CaptureState> {
+        for body in self.bodies_of(number) {
+            self.dissolve(body);
+        }
         let capture = self.captures.remove(&number)?;
         for &member in &capture.members {
             if let Ok(stream) = self.streams.get(member) {
@@ -166,7 +169,8 @@ impl Machine {
         })
     }
 
-    pub(crate) fn begin_capture(&mut self, stream: RawStream) -> Answer<()> {
+    /// A stream that can begin to capture.
+    pub(crate) fn stream_to_capture(&mut self, stream: RawStream) -> Answer<u32> {
         let id = self.streams.find(stream)?;
         if id == LEGACY {
             return Err(unsupported("the legacy default stream cannot capture"));
@@ -174,6 +178,11 @@ impl Machine {
         if self.streams.get(id)?.capture.is_some() {
             return Err(unsupported("the stream captures already"));
         }
+        Ok(id)
+    }
+
+    pub(crate) fn begin_capture(&mut self, stream: RawStream) -> Answer<()> {
+        let id = self.stream_to_capture(stream)?;
         self.capture_count += 1;
         let capture = CaptureState { origin: id, members: BTreeSet::from([id]), ..CaptureState::default() };
         self.captures.insert(self.capture_count, capture);
@@ -189,10 +198,21 @@ impl Machine {
             Some(member) => (member.capture, member.clock.clone()),
             None => return Err(Refused::value("the stream does not capture")),
         };
-        if self.captures.get(&number).is_some_and(|capture| capture.origin != id) {
+        let capture = self.captures.get(&number);
+        if capture.is_some_and(|capture| capture.origin != id) {
             self.invalidate(number);
             return Err(Refused::new(Code(903), "the capture began on another stream and must end there"));
         }
+        if capture.is_some_and(|capture| capture.body.is_some()) {
+            return Err(Refused::value(
+                "the stream captures a body of a conditional node, which is no graph to launch",
+            ));
+        }
+        Ok(RawGraph(self.close_capture(number, &clock).map(|graph| self.graphs.insert(graph))?))
+    }
+
+    /// Ends a capture whose first stream has this clock, and returns what it recorded.
+    pub(crate) fn close_capture(&mut self, number: u64, clock: &OpClock) -> Answer<CapturedGraph> {
         let mut unjoined = Vec::new();
         let device = self.detector.known.device;
         for (id, stream) in self.streams.iter_mut() {
@@ -202,18 +222,22 @@ impl Machine {
                 unjoined.push(stream.name.to_string());
             }
         }
+        let goes_on = !self.bodies_of(number).is_empty();
         let Some(capture) = self.dissolve(number) else { return Err(Refused::value("the stream does not capture")) };
-        if capture.invalid {
-            self.release_graph_memory(capture.graph.memory);
-            return Err(Refused::new(Code::CAPTURE_INVALIDATED, "an earlier call broke the capture; it is gone"));
-        }
-        if !unjoined.is_empty() {
-            self.release_graph_memory(capture.graph.memory);
+        let refused = if capture.invalid {
+            Refused::new(Code::CAPTURE_INVALIDATED, "an earlier call broke the capture; it is gone")
+        } else if goes_on {
+            let detail = "the capture of a body of its conditional nodes goes on; both are gone";
+            Refused::new(Code::CAPTURE_UNJOINED, detail)
+        } else if !unjoined.is_empty() {
             let detail =
                 format!("{} joined the capture and did not join back; the capture is gone", unjoined.join(", "));
-            return Err(Refused::new(Code::CAPTURE_UNJOINED, detail));
-        }
-        Ok(RawGraph(self.graphs.insert(capture.graph)))
+            Refused::new(Code::CAPTURE_UNJOINED, detail)
+        } else {
+            return Ok(capture.graph);
+        };
+        self.discard(capture.graph);
+        Err(refused)
     }
 
     /// A wait for an event that was recorded inside a capture: the stream joins it.
@@ -225,6 +249,7 @@ impl Machine {
             self.invalidate(capture);
             return Err(Refused::new(Code::CAPTURE_IMPLICIT, "the legacy default stream cannot join a capture"));
         }
+        let seq = self.last_in(capture, id);
         let stream = self.streams.get(id)?;
         match &mut stream.capture {
             Some(member) if member.capture == capture => member.clock.join(clock),
@@ -235,7 +260,7 @@ impl Machine {
                 return Err(Refused::new(Code(902), "two captures would merge"));
             }
             None => {
-                stream.capture = Some(Membership { capture, clock: clock.clone(), seq: 0 });
+                stream.capture = Some(Membership { capture, clock: clock.clone(), seq });
                 if let Some(capture) = self.captures.get_mut(&capture) {
                     capture.members.insert(id);
                 }
@@ -265,8 +290,11 @@ impl Machine {
         let Some(member) = &mut self.streams.get(id)?.capture else { return Ok(Some(body)) };
         member.seq += 1;
         member.clock.raise(key, member.seq);
-        let node = GraphNode { body, epoch: Epoch { stream: key, seq: member.seq, op }, clock: member.clock.clone() };
-        let Some(capture) = self.captures.get_mut(&member.capture) else { return Ok(Some(node.body)) };
+        let (epoch, clock, capture) =
+            (Epoch { stream: key, seq: member.seq, op }, member.clock.clone(), member.capture);
+        let (root, within) = self.graph_of(capture);
+        let node = GraphNode { body, epoch, clock, within };
+        let Some(capture) = self.captures.get_mut(&root) else { return Ok(Some(node.body)) };
         for (space, conflict) in capture.accesses.add(&node, &self.physicals, &self.address.mappings) {
             self.detector.conflict(space, &conflict, op);
             capture.graph.races = true;
@@ -280,7 +308,8 @@ impl Machine {
         let unknown = || Refused::handle("graph", graph.0);
         let found = self.graphs.get(graph.0).ok_or_else(unknown)?.clone();
         let (needed, launched) = (found.needed.clone(), found.launched.clone());
-        let bodies: Vec<Body> = found.nodes.iter().map(|node| node.body.clone()).collect();
+        let nodes = found.nodes.iter().filter(|node| self.runs(&node.within));
+        let bodies: Vec<Body> = nodes.map(|node| node.body.clone()).collect();
         let id = self.streams.find(stream)?;
         self.forbid_capture(id, || unsupported("launches of graphs cannot be captured"))?;
         if let Some(misuse) = self.checks().and_then(|checks| checks.check_needed(needed)) {
@@ -316,7 +345,13 @@ impl Machine {
 
     pub(crate) fn destroy_graph(&mut self, graph: RawGraph) -> Answer<()> {
         let graph = self.graphs.remove(graph.0).ok_or_else(|| Refused::handle("graph", graph.0))?;
-        self.release_graph_memory(graph.memory);
+        self.discard(graph);
         Ok(())
+    }
+
+    /// Gives up what a graph has that is destroyed, or was never made.
+    fn discard(&mut self, graph: CapturedGraph) {
+        self.forget_conditionals(&graph);
+        self.release_graph_memory(graph.memory);
     }
 }

@@ -12,7 +12,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use aquifer_device::{DevicePtr, Operation};
+use aquifer_device::{Code, DevicePtr, Operation};
 
 use crate::machine::Machine;
 use crate::objects::{CaptureState, CapturedGraph};
@@ -30,6 +30,11 @@ impl Machine {
     pub(crate) fn alloc_in_graph(&mut self, id: u32, bytes: u64) -> Answer<Option<DevicePtr>> {
         self.capture_allows(id)?;
         let Some(number) = self.capture_number(id)? else { return Ok(None) };
+        if self.captures.get(&number).is_some_and(|capture| capture.body.is_some()) {
+            self.invalidate(number);
+            let detail = "bodies of conditional nodes cannot allocate memory";
+            return Err(Refused::new(Code::CAPTURE_UNSUPPORTED, detail));
+        }
         let ptr = self.allocate(bytes, true)?;
         let captured = self.op_ref(Some(id), Operation::AllocAsync, None);
         if let Some(allocation) = self.address.allocation_mut(ptr) {

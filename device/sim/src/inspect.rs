@@ -109,8 +109,11 @@ impl SimDriver {
         Some(RawGraph(machine.graphs.insert(copy)))
     }
 
-    /// How many pieces of work a live graph holds.
+    /// How many nodes a live graph has, those of bodies of conditional nodes aside.
     pub fn graph_len(&self, graph: RawGraph) -> Option<usize> {
-        self.machine.lock().graphs.get(graph.0).map(|graph| graph.nodes.len())
+        let machine = self.machine.lock();
+        let graph = machine.graphs.get(graph.0)?;
+        let work = graph.nodes.iter().filter(|node| node.within.is_empty()).count();
+        Some(work + graph.conditionals.iter().filter(|(_, outermost)| *outermost).count())
     }
 }

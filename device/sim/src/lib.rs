@@ -27,7 +27,8 @@
 //! * **Configuration**: `config`, read from text by `parse`, with costs from `preset` and faults
 //!   from `fault`.
 //! * **Calls**: `driver` hands them on to `calls` (streams, events, copies, kernels), `vmm`
-//!   (memory), `capture`, `peer` (two devices), `module`; `refused` is the reason for a refusal.
+//!   (memory), `capture`, `conditional` (nodes that run one of several graphs), `peer` (two devices),
+//!   `module`; `refused` is the reason for a refusal.
 //!   `inspect` looks inside without a call.
 //! * **State**: `machine` holds all of it. `address` and `mappings` are the address space, `memory`
 //!   and `host` the bytes; `queue`, `objects` and `handle` streams, other objects and their
@@ -66,6 +67,7 @@ mod calls;
 mod capture;
 mod checks;
 mod clock;
+mod conditional;
 mod config;
 mod driver;
 mod engine;
@@ -98,6 +100,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+pub use conditional::Conditional;
 pub use config::{CAPACITY_BYTES_MAX, SimConfig};
 pub use engine::EngineTimes;
 pub use fault::{Fault, FaultPlan, Verdict};

@@ -17,6 +17,7 @@ use aquifer_device::{Code, ErrorKind, Operation, PoolUsage};
 
 use crate::address::AddressSpace;
 use crate::checks::{Checks, Misuse, Needed, Unwritten};
+use crate::conditional::ConditionalNode;
 use crate::config::SimConfig;
 use crate::engine::Engine;
 use crate::fault::FaultPlan;
@@ -90,6 +91,7 @@ pub(crate) struct Machine {
     pub(crate) events: HandleTable<EventState>,
     pub(crate) captures: BTreeMap<u64, CaptureState>,
     pub(crate) graphs: HandleTable<CapturedGraph>,
+    pub(crate) conditionals: HandleTable<ConditionalNode>,
     pub(crate) modules: HandleTable<Module>,
     /// Usage of the driver's pool. It gives memory back at once, so all that it holds is in use.
     pub(crate) pool: PoolUsage,
@@ -124,6 +126,7 @@ impl Machine {
             events: HandleTable::new(handles(2)),
             captures: BTreeMap::new(),
             graphs: HandleTable::new(handles(4)),
+            conditionals: HandleTable::new(handles(6)),
             modules: HandleTable::new(handles(5)),
             pool: PoolUsage::default(),
             detector,

@@ -1,7 +1,7 @@
 //! The objects of a simulated device that calls name by handles: events, captures and their graphs,
 //! physical memory.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -9,6 +9,7 @@ use aquifer_device::{PhysicalOptions, RawPhysical};
 
 use crate::checks::Needed;
 use crate::clock::OpClock;
+use crate::conditional::BodyRef;
 use crate::handle::HandleTable;
 use crate::mappings::Mappings;
 use crate::memory::StoreId;
@@ -55,6 +56,10 @@ pub(crate) struct CaptureState {
     pub(crate) graph: CapturedGraph,
     pub(crate) invalid: bool,
     pub(crate) accesses: GraphAccesses,
+    /// The body of a conditional node that it makes, whose work belongs to the graph with the node.
+    pub(crate) body: Option<BodyRef>,
+    /// The last places in its graph of streams that took part in bodies.
+    pub(crate) last: BTreeMap<u32, u64>,
 }
 
 /// The accesses of a graph's nodes.
@@ -95,6 +100,8 @@ pub(crate) struct GraphNode {
     pub(crate) epoch: Epoch,
     /// What it is ordered after, within the capture.
     pub(crate) clock: OpClock,
+    /// The bodies of conditional nodes that it is within: it runs if all of them do.
+    pub(crate) within: Vec<BodyRef>,
 }
 
 /// A captured graph.
@@ -111,6 +118,8 @@ pub(crate) struct CapturedGraph {
     pub(crate) memory: Arc<BTreeSet<u64>>,
     /// Whether a launch frees what the one before left allocated.
     pub(crate) frees_on_launch: bool,
+    /// Its conditional nodes, each with whether it is within no body of another one.
+    pub(crate) conditionals: Vec<(u64, bool)>,
 }
 
 /// A piece of physical memory.

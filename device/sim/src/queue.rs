@@ -202,6 +202,12 @@ impl StreamSet {
         StreamKey { device: self.device, stream: id }
     }
 
+    /// What names a conditional node in clocks: a stream that never is.
+    pub(crate) fn key_of_node(&mut self) -> StreamKey {
+        self.next += 1;
+        self.key(self.next - 1)
+    }
+
     /// All live streams.
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut StreamState)> {
         self.live.iter_mut().map(|(&id, stream)| (id, stream))

@@ -59,6 +59,11 @@ pub struct Capture {
 }
 
 impl Capture {
+    /// The stream that it began on.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
     pub(crate) fn begin(stream: Stream) -> Result<Capture> {
         let raw = stream.usable(Operation::BeginCapture)?;
         Capture::begin_with(stream.clone(), || stream.driver().begin_capture(raw))
@@ -178,10 +183,31 @@ const NOT_ANNOUNCED: &str = "the capture was not announced";
 
 impl AnnouncedCapture {
     pub(crate) fn announce(stream: &Stream) -> Result<AnnouncedCapture> {
+        AnnouncedCapture::begin(stream, Scope::new(stream.timeline(), false))
+    }
+
+    pub(crate) fn announce_body(with_node: &Stream, stream: &Stream) -> Result<AnnouncedCapture> {
+        let refused = |code| DeviceError::refused(Operation::CaptureStatus, code).of_request(NOT_ANNOUNCED);
+        if with_node.device_id() != stream.device_id() {
+            let devices = DeviceMismatch::between(stream.device_id(), with_node.device_id());
+            let detail = format!("the stream that a body is captured on belongs to {devices}");
+            return Err(refused(Code::INVALID_HANDLE).with_detail(detail));
+        }
+        let Some(scope) = Scope::of_body(stream.timeline(), with_node) else {
+            return Err(refused(Code::INVALID_VALUE).with_detail(
+                "the stream with the conditional node is not known to capture: begin, or announce, that capture first",
+            ));
+        };
+        let announced = AnnouncedCapture::begin(stream, scope)?;
+        stream.timeline().come_after_captured(with_node.timeline());
+        Ok(announced)
+    }
+
+    fn begin(stream: &Stream, scope: Arc<Scope>) -> Result<AnnouncedCapture> {
         let operation = Operation::CaptureStatus;
+        let announced = AnnouncedCapture { scope };
         let raw = stream.usable(operation)?;
-        let scope = Scope::new(stream.timeline(), false);
-        stream.timeline().begin_capture(&scope, stream.keep_alive(), || {
+        stream.timeline().begin_capture(&announced.scope, stream.keep_alive(), || {
             match stream.driver().capture_status(raw)? {
                 CaptureStatus::Active => Ok(()),
                 CaptureStatus::Invalidated => Err(DeviceError::refused(operation, Code::CAPTURE_INVALIDATED)
@@ -192,8 +218,8 @@ impl AnnouncedCapture {
                     .with_detail("the stream does not capture: announce a capture after it began")),
             }
         })?;
-        unfinished::keep(Arc::new(Announced(scope.clone())));
-        Ok(AnnouncedCapture { scope })
+        unfinished::keep(Arc::new(Announced(announced.scope.clone())));
+        Ok(announced)
     }
 }
 
@@ -202,7 +228,7 @@ impl Drop for AnnouncedCapture {
         if fork::is_child() {
             return;
         }
-        drop(self.scope.close());
+        drop(self.scope.close_announced());
     }
 }
 

@@ -16,6 +16,7 @@ use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
 use crate::fork::{self, Mutex as Leaf};
 use crate::launches::Launches;
 use crate::release::Object;
+use crate::stream::Stream;
 use crate::sync::Mutex;
 use crate::thread_end::RunningThread;
 use crate::timeline::Timeline;
@@ -27,8 +28,12 @@ pub(crate) type StreamHandle = Arc<dyn Any + Send + Sync>;
 /// A capture.
 #[derive(Debug)]
 pub(crate) struct Scope {
-    /// Launches of the graph that results from the capture.
+    /// Launches of the graph that the work belongs to.
     pub(crate) launches: Arc<Launches>,
+    /// True if another library began the capture, and ends it.
+    pub(crate) announced: bool,
+    /// If this makes a body of a conditional node, the stream with the node, and its capture.
+    pub(crate) around: Option<(Stream, Arc<Scope>)>,
     /// Held while the driver ends the capture, so that a later capture on the stream is not ended
     /// in its place. Taken before locks of timelines.
     ending: Mutex<()>,
@@ -45,6 +50,8 @@ pub(crate) struct Scope {
 #[derive(Debug, Default)]
 struct Members {
     over: bool,
+    /// Number of bodies of conditional nodes that are being captured.
+    bodies: usize,
     /// True if the capture goes on although it was dropped.
     abandoned: bool,
     /// Its streams: the one that it began on, and those that joined by waiting for one of its
@@ -56,10 +63,32 @@ impl Scope {
     /// The scope of a capture that this library begins (`ours`), or that another library began, on
     /// a stream that the calling thread can use.
     pub(super) fn new(timeline: &Timeline, ours: bool) -> Arc<Scope> {
+        Scope::with(timeline, Launches::new(ours), !ours, None)
+    }
+
+    /// The scope of a capture that another library began, of a body of a conditional node. `None` if
+    /// the stream with the node does not capture.
+    pub(super) fn of_body(timeline: &Timeline, with_node: &Stream) -> Option<Arc<Scope>> {
+        let around = with_node.timeline().capture()?;
+        let mut members = around.members.lock();
+        if members.over {
+            return None;
+        }
+        members.bodies += 1;
+        drop(members);
+        Some(Scope::with(timeline, around.launches.clone(), true, Some((with_node.clone(), around))))
+    }
+
+    fn with(
+        timeline: &Timeline,
+        launches: Arc<Launches>,
+        announced: bool,
+        around: Option<(Stream, Arc<Scope>)>,
+    ) -> Arc<Scope> {
         let thread = timeline.is_per_thread().then(RunningThread::current);
         let (capturing, handles) = (timeline.context().capturing.clone(), timeline.context().handles.clone());
-        let (launches, members) = (Launches::new(ours), Leaf::default());
-        Arc::new(Scope { launches, ending: Mutex::new(()), capturing, handles, thread, members })
+        let (ending, members) = (Mutex::new(()), Leaf::default());
+        Arc::new(Scope { launches, announced, around, ending, capturing, handles, thread, members })
     }
 
     /// Adds a stream. Returns false if the capture is over already.
@@ -75,6 +104,7 @@ impl Scope {
     pub(crate) fn come_after_members(&self) {
         let ticks: Vec<_> = self.members.lock().streams.iter().map(|(stream, _)| stream.tick()).collect();
         ticks.into_iter().for_each(|tick| self.launches.come_after(tick));
+        self.around.iter().for_each(|(_, around)| around.come_after_members());
     }
 
     /// True if the capture is over.
@@ -138,6 +168,12 @@ impl Scope {
             ));
         }
         let goes_on = |error: DeviceError| error.with_more("the capture goes on");
+        if self.members.lock().bodies > 0 {
+            return Err(goes_on(DeviceError::refused(operation, Code::CAPTURE_UNJOINED).with_detail(
+                "a body of a conditional node of the graph is being captured: end that, and drop what `Stream::announce_body` \
+                 returned",
+            )));
+        }
         let raw = timeline.usable(operation).map_err(goes_on)?;
         let driver = &timeline.context().driver;
         let broken_by = self.capturing.refused();
@@ -172,12 +208,19 @@ impl Scope {
     /// dropped where no lock is held.
     #[must_use]
     pub(super) fn close(self: &Arc<Self>) -> Vec<(Arc<Timeline>, StreamHandle)> {
+        self.close_once().unwrap_or_default()
+    }
+
+    /// As [`Scope::close`]; `None` if the capture is over already.
+    fn close_once(self: &Arc<Self>) -> Option<Vec<(Arc<Timeline>, StreamHandle)>> {
         let mut members = self.members.lock();
-        members.over = true;
+        if std::mem::replace(&mut members.over, true) {
+            return None;
+        }
         let streams = std::mem::take(&mut members.streams);
         drop(members);
         streams.iter().for_each(|(stream, _)| stream.end_capture(self));
-        streams
+        Some(streams)
     }
 
     /// Makes a capture over that another library has ended. Its announcement may live on: a library
@@ -191,8 +234,24 @@ impl Scope {
         let operation = Operation::CaptureStatus;
         let status = timeline.usable(operation).and_then(|raw| timeline.context().driver.capture_status(raw));
         if matches!(status, Ok(CaptureStatus::None)) {
-            drop(self.close());
+            drop(self.close_announced());
         }
+    }
+
+    /// As [`Scope::close`], for an announced capture. What the streams of a body did stays a part of
+    /// the graph, and the node's stream goes on after it.
+    #[must_use]
+    pub(super) fn close_announced(self: &Arc<Self>) -> Vec<(Arc<Timeline>, StreamHandle)> {
+        let Some((with_node, around)) = &self.around else { return self.close() };
+        self.come_after_members();
+        let first = self.members.lock().streams.first().map(|(first, _)| first.clone());
+        if let Some(first) = first.filter(|_| !around.is_over()) {
+            with_node.timeline().come_after_captured(&first);
+        }
+        let Some(streams) = self.close_once() else { return Vec::new() };
+        self.launches.note_body(streams.iter().map(|(stream, _)| stream.id()));
+        around.members.lock().bodies -= 1;
+        streams
     }
 
     /// As [`Scope::close`], for a capture that ended elsewhere, or that no call can end any more:

@@ -90,12 +90,14 @@ impl Timeline {
         self.state.lock().capture.clone()
     }
 
+    /// As [`Timeline::capture`], without the lock where there is none.
+    pub(crate) fn capture_if_any(&self) -> Option<Arc<Scope>> {
+        if self.device_id_unless_capturing() == self.device_id() { None } else { self.capture() }
+    }
+
     /// As [`crate::Stream::launches_of_capture`].
     pub fn launches_of_capture(&self) -> Option<Arc<Launches>> {
-        if self.device_id_unless_capturing() == self.device_id() {
-            return None;
-        }
-        self.capture().map(|scope| scope.launches.clone())
+        self.capture_if_any().map(|scope| scope.launches.clone())
     }
 
     /// Fails if the stream captures unannounced. It is for slow paths, which would break a capture
@@ -130,8 +132,8 @@ impl Timeline {
     /// Calls `begin` to begin a capture, once no call is under way that would break it. This
     /// happens under the timeline's lock, so that no event is recorded into the capture by mistake.
     ///
-    /// If another library has begun the capture (the scope's launches are foreign), `begin` only
-    /// looks for it, and this does not wait for calls under way.
+    /// If another library has begun the capture (it is announced), `begin` only looks for it, and
+    /// this does not wait for calls under way.
     pub(crate) fn begin_capture(
         self: &Arc<Self>,
         scope: &Arc<Scope>,
@@ -139,7 +141,7 @@ impl Timeline {
         begin: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let (blocking, capturing) = (self.kind == StreamKind::Blocking, &self.context.capturing);
-        if scope.launches.is_foreign() {
+        if scope.announced {
             capturing.enter_begun(blocking)
         } else {
             capturing.enter(blocking)
@@ -195,6 +197,17 @@ impl Timeline {
             self.context.capturing.leave(blocking);
         }
         joined.map(drop)
+    }
+
+    /// Notes that what the stream captures from now on comes after all that `other` has captured, by
+    /// a conditional node, of which the one makes a body.
+    pub(crate) fn come_after_captured(&self, other: &Timeline) {
+        let recorded = other.state.lock();
+        let (clock, covers) = (recorded.capture_clock.clone(), other.count.fetch_add(1, Ordering::AcqRel) + 1);
+        drop(recorded);
+        let mut state = self.state.lock();
+        state.capture_clock.merge(&clock);
+        state.capture_clock.raise(other.id, covers);
     }
 
     /// Joins the capture. Returns true if the stream was not part of it before, and is now.

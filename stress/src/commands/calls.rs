@@ -261,7 +261,8 @@ impl Meter {
             .and_then(|()| self.time(Operation::Wait, 0, 0, |driver| driver.wait(two, event)))
             .and_then(|()| self.time(Operation::QueryEvent, 0, 0, |driver| driver.query_event(event)).map(|_| ()))
             .and_then(|()| self.time(Operation::SynchronizeEvent, 0, 0, |driver| driver.synchronize_event(event)))
-            .and_then(|()| self.time(Operation::MemoryInfo, 0, 0, |driver| driver.memory_info()).map(|_| ()));
+            .and_then(|()| self.time(Operation::MemoryInfo, 0, 0, |driver| driver.memory_info()).map(|_| ()))
+            .and_then(|()| self.time(Operation::TrimGraphMemory, 0, 0, |driver| driver.trim_graph_memory()));
         let destroyed = self.time(Operation::DestroyEvent, 0, 0, |driver| driver.destroy_event(event));
         outcome.and(destroyed).and(self.time(Operation::DestroyStream, 0, 0, |driver| driver.destroy_stream(one)))
     }

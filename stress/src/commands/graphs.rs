@@ -25,10 +25,16 @@ pub struct Row {
     pub output_bytes: u64,
     pub pool_bytes: u64,
     pub pool_over_pass: Option<f64>,
+    pub pool_over_largest: Option<f64>,
+    pub held_bytes: u64,
+    pub allocated_bytes: u64,
+    pub held_over_allocated: Option<f64>,
+    pub driver_bytes: u64,
     pub capture_us: f64,
     pub capture_driver_calls: f64,
     pub launch_us: f64,
     pub launch_driver_calls: f64,
+    pub wrong_results: u64,
     pub violations: u64,
 }
 
@@ -37,6 +43,7 @@ struct Captured {
     graphs: Vec<Graph<Buffer<u8>>>,
     took: Duration,
     calls: u64,
+    wrong: u64,
 }
 
 /// The batch that is captured at a place, of so many.
@@ -49,12 +56,14 @@ const ORDERS: [(&str, Order); 3] = [
     // 23 has no factor in common with the numbers of graphs.
     ("shuffled", |place, count| place * 23 % count + 1),
 ];
+/// Launches in flight at a time, each with parameters of its own.
+const UPDATES: u8 = 100;
 /// Launches of each graph that are measured.
 const LAUNCHES: usize = 5;
 /// Bytes of the largest activation of a batch of one.
 const ACTIVATION_BYTES: u64 = 12_000_000;
 /// Bytes of a block of a program of several streams.
-const BLOCK_BYTES: usize = 168 << 10;
+const BLOCK_BYTES: usize = 32 << 20;
 
 /// Runs the command.
 ///
@@ -74,10 +83,14 @@ pub fn run(session: &Session, args: &GraphsArgs) -> Result<Outcome, Failure> {
             rows.push(measure(session, &name, |memory, stream| forking(memory, stream, streams, operations))?);
         }
     }
+    // The first graph is that of the largest batch, alone.
+    let largest = rows.first().map_or(0, |row| row.pool_bytes);
+    rows.iter_mut().take(1 + ORDERS.len()).for_each(|row| row.pool_over_largest = ratio(row.pool_bytes, largest));
+    rows.push(measure(session, "updates between launches", updated)?);
     let mut outcome = Outcome::Done;
     for row in &rows {
         session.row(row)?;
-        if row.violations > 0 {
+        if row.violations > 0 || row.wrong_results > 0 {
             outcome = Outcome::Violations;
         }
     }
@@ -85,13 +98,15 @@ pub fn run(session: &Session, args: &GraphsArgs) -> Result<Outcome, Failure> {
     Ok(outcome)
 }
 
-const COLUMNS: [Column<Row>; 9] = [
+const COLUMNS: [Column<Row>; 11] = [
     ("program", |row| row.program.clone()),
     ("graphs", |row| row.graphs.to_string()),
     ("largest pass", |row| Bytes(row.pass_bytes).to_string()),
     ("outputs", |row| Bytes(row.output_bytes).to_string()),
     ("pool", |row| Bytes(row.pool_bytes).to_string()),
     ("pool / pass", |row| number(row.pool_over_pass, 3)),
+    ("pool / largest", |row| number(row.pool_over_largest, 3)),
+    ("held / allocated", |row| number(row.held_over_allocated, 3)),
     ("capture us", |row| number(Some(row.capture_us), 0)),
     ("launch us", |row| number(Some(row.launch_us), 1)),
     ("calls a launch", |row| number(Some(row.launch_driver_calls), 1)),
@@ -106,8 +121,10 @@ fn measure(
     let device: Device = session.open()?;
     let memory = session.allocator(&device, session.config()?)?;
     let stream = device.stream()?;
-    let Captured { graphs, took, calls } = capture(&memory, &stream)?;
+    let Captured { graphs, took, calls, wrong } = capture(&memory, &stream)?;
     let pool_bytes = memory.reserved_by_private_pools().values().sum();
+    let (held_bytes, allocated_bytes) = (memory.memory_reserved(), memory.max_memory_allocated());
+    let driver_bytes = memory.attribution()?.graphs;
     device.synchronize()?;
     let (mut launched, mut launch_calls) = (Duration::ZERO, 0);
     for graph in (0..LAUNCHES).flat_map(|_| &graphs) {
@@ -129,10 +146,16 @@ fn measure(
         output_bytes: graphs.iter().map(|graph| graph.output().bytes()).sum(),
         pool_bytes,
         pool_over_pass: ratio(pool_bytes, scratch.max().unwrap_or(0)),
+        pool_over_largest: None,
+        held_bytes,
+        allocated_bytes,
+        held_over_allocated: ratio(held_bytes, allocated_bytes),
+        driver_bytes,
         capture_us: each(took.as_secs_f64() * 1e6, graphs.len()),
         capture_driver_calls: each(calls as f64, graphs.len()),
         launch_us: each(launched.as_secs_f64() * 1e6, launches),
         launch_driver_calls: each(launch_calls as f64, launches),
+        wrong_results: wrong,
         violations: violations(session, program, &device),
     })
 }
@@ -146,7 +169,8 @@ fn captured(memory: &Allocator, _stream: &Stream, batches: &[u64]) -> Result<Cap
         memory.graph_in(&pool, &stream, |stream| decode(memory, batch, stream))
     };
     let graphs = batches.iter().map(capture).collect::<Result<_, _>>()?;
-    Ok(Captured { graphs, took: start.elapsed(), calls: memory.device().driver_calls().since(&before).total() })
+    let calls = memory.device().driver_calls().since(&before).total();
+    Ok(Captured { graphs, took: start.elapsed(), calls, wrong: 0 })
 }
 
 /// The memory of a pass of a model: of each layer, activations of different sizes. The logits live on.
@@ -187,5 +211,29 @@ fn forking(memory: &Allocator, stream: &Stream, streams: usize, operations: usiz
         }
         memory.alloc_zeros::<u8>(1, stream)
     })?;
-    Ok(Captured { graphs: vec![graph], took: start.elapsed(), calls: device.driver_calls().since(&before).total() })
+    let calls = device.driver_calls().since(&before).total();
+    Ok(Captured { graphs: vec![graph], took: start.elapsed(), calls, wrong: 0 })
+}
+
+/// One graph, whose parameters change between launches that nothing waits for.
+fn updated(memory: &Allocator, stream: &Stream) -> Result<Captured, Error> {
+    let mut input = memory.alloc_zeros::<u8>(1 << 20, stream)?;
+    let (before, start) = (memory.device().driver_calls(), Instant::now());
+    let graph = memory.graph(stream, |stream| {
+        let mut output = input.like(stream)?;
+        output.copy_from(&input, stream)?;
+        Ok(output)
+    })?;
+    let (took, calls) = (start.elapsed(), memory.device().driver_calls().since(&before).total());
+    let mut results = Vec::new();
+    for step in 0..UPDATES {
+        graph.update(&mut input, vec![step; 1 << 20], stream)?;
+        graph.launch(stream)?;
+        results.push(graph.output().download(vec![0; 1 << 20], stream)?);
+    }
+    let mut wrong = 0;
+    for (step, result) in (0..UPDATES).zip(results) {
+        wrong += u64::from(result.wait()?.iter().any(|&byte| byte != step));
+    }
+    Ok(Captured { graphs: vec![graph], took, calls, wrong })
 }

@@ -32,7 +32,7 @@ words! {
     ActivePendingFree = "active_pending_free", ActiveAwaitingFree = "active_awaiting_free",
     History = "history", RealSize = "real_size",
     Action = "action", Addr = "addr", Size = "size", Stream = "stream", TimeUs = "time_us",
-    PoolId = "pool_id", Frames = "frames",
+    PoolId = "pool_id", SegmentPoolId = "segment_pool_id", Frames = "frames",
     Alloc = "alloc", FreeRequested = "free_requested", FreeCompleted = "free_completed",
     SegmentAlloc = "segment_alloc", SegmentFree = "segment_free",
     SegmentMap = "segment_map", SegmentUnmap = "segment_unmap",

@@ -44,7 +44,7 @@ use std::path::Path;
 
 pub use error::{InputError, Location, Reason};
 pub use labels::{Call, Labels};
-pub use program::{Event, Program, Site};
+pub use program::{Event, PoolUse, Program, Site};
 
 use allowance::Allowance;
 use error::Fault;

@@ -33,6 +33,8 @@ pub struct Program {
     pub options: Option<String>,
     /// What lay where in the end, if the file tells.
     pub memory: Vec<Piece>,
+    /// Private pools in the end, if the file tells: those of CUDA graphs among them.
+    pub pools: Vec<PoolUse>,
     /// The largest request that was refused at the end and is replayed as if it had been served.
     pub refused: Option<u64>,
     /// Whether the file tells in which order memory was allocated and freed.
@@ -67,6 +69,19 @@ impl Program {
     pub fn allocs(&self) -> u64 {
         self.events.iter().filter(|event| matches!(event, Event::Alloc { .. })).count() as u64
     }
+}
+
+/// What a private pool held.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[expect(missing_docs, reason = "named by the type")]
+pub struct PoolUse {
+    /// As PyTorch has it: `(n, 0)` of a graph that was captured without a pool, `(0, n)` of a pool
+    /// that the program made.
+    pub id: (u64, u64),
+    pub held_bytes: u64,
+    /// Free there: it serves the pool's graphs alone.
+    pub free_bytes: u64,
+    pub live_blocks: u64,
 }
 
 /// An event of a program. Streams are indices into [`Program::streams`].

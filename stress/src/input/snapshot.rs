@@ -4,13 +4,13 @@
 //! (`record_stream`). They show in how a free ends: the free of a block that other streams used is
 //! completed only when a later allocation finds that those streams are done. See [`waited`].
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::arena::Word;
 use super::error::{Fault, Location, Reason};
 use super::labels::Labels;
-use super::program::{Builder, Program, Site};
+use super::program::{Builder, PoolUse, Program, Site};
 use super::recording::Recording;
 use crate::map::{Piece, Use};
 
@@ -30,6 +30,8 @@ pub(super) struct Snapshot {
 pub(super) struct Segment {
     pub(super) device: u64,
     pub(super) stream: u64,
+    /// The pool's id; (0, 0) is the default pool.
+    pub(super) pool: (u64, u64),
     /// Address, requested bytes and site.
     pub(super) allocated: Vec<(u64, u64, Site)>,
     /// Sizes and uses of all blocks, by address.
@@ -183,7 +185,17 @@ fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> R
     }
     counts.note(&mut recording.builder);
     let mut program = recording.builder.finish().map_err(Fault::file)?;
+    let mut pools: BTreeMap<(u64, u64), PoolUse> = BTreeMap::new();
     for segment in segments() {
+        if segment.pool != (0, 0) {
+            let pool = pools.entry(segment.pool).or_insert(PoolUse { id: segment.pool, ..PoolUse::default() });
+            for &(bytes, is) in &segment.blocks {
+                let is_free = is == Use::Free;
+                (pool.held_bytes, pool.free_bytes) =
+                    (pool.held_bytes + bytes, pool.free_bytes + if is_free { bytes } else { 0 });
+                pool.live_blocks += u64::from(!is_free);
+            }
+        }
         let stream = program.streams.iter().position(|&stream| stream == segment.stream).unwrap_or(0);
         let stream = u16::try_from(stream).unwrap_or(u16::MAX);
         program.memory.extend(segment.blocks.iter().enumerate().map(|(index, &(bytes, is))| Piece {
@@ -193,6 +205,7 @@ fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> R
             starts: index == 0,
         }));
     }
+    program.pools = pools.into_values().collect();
     program.refused = counts.largest_ended;
     program.has_history = !trace.is_empty();
     Ok(program)
@@ -385,7 +398,7 @@ mod tests {
         ];
         let segment = |device, allocated: Vec<(u64, u64)>| {
             let allocated = allocated.into_iter().map(|(addr, size)| (addr, size, Site::default())).collect();
-            Segment { device, stream: 3, allocated, blocks: Vec::new() }
+            Segment { device, stream: 3, pool: (0, 0), allocated, blocks: Vec::new() }
         };
         let program =
             events(trace, vec![segment(1, vec![(2 << 20, 22), (6 << 20, 60)]), segment(0, vec![(1 << 20, 11)])]);

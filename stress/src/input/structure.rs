@@ -188,7 +188,11 @@ fn segment(arena: &mut Arena, number: usize, value: Value) -> Result<Segment, Fa
         blocks.push((block.end.wrapping_sub(block.address), block.is));
         address = block.end;
     }
-    Ok(Segment { device, stream, allocated, blocks })
+    let pool = match list(arena, dict, Word::SegmentPoolId).map_err(fault)?[..] {
+        [Value::Int(first), Value::Int(second)] => (first, second),
+        _ => (0, 0),
+    };
+    Ok(Segment { device, stream, pool, allocated, blocks })
 }
 
 /// A block of a segment.

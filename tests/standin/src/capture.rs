@@ -43,7 +43,7 @@ pub(crate) enum Mode {
 }
 
 impl Mode {
-    fn parse(mode: u32) -> Answer<Mode> {
+    pub(crate) fn parse(mode: u32) -> Answer<Mode> {
         match mode {
             0 => Ok(Mode::Global),
             1 => Ok(Mode::ThreadLocal),
@@ -124,8 +124,13 @@ impl Life {
 
     fn begin(&self, stream: Handle, mode: Mode) -> Answer {
         self.sim.begin_capture(RawStream(stream)).map_err(code)?;
-        self.captures.0.lock().push(Ongoing { stream, thread: thread::current().id(), mode });
+        self.note_capture(stream, mode);
         Ok(())
+    }
+
+    /// A capture began on a stream.
+    pub(crate) fn note_capture(&self, stream: Handle, mode: Mode) {
+        self.captures.0.lock().push(Ongoing { stream, thread: thread::current().id(), mode });
     }
 
     fn end(&self, stream: Handle, graph: Out<'_, Handle>) -> Answer {
@@ -138,11 +143,14 @@ impl Life {
         }
         // A capture that cannot end well gives no graph.
         out.write(0);
-        let ended = self.sim.end_capture(RawStream(stream)).map_err(code);
+        // The end of a body gives the body itself.
+        let ended = self.end_body(stream).unwrap_or_else(|| {
+            self.sim.end_capture(RawStream(stream)).map(|graph| self.graphs.add(graph)).map_err(code)
+        });
         if self.sim.capture_of(RawStream(stream)).is_none() {
             self.captures.remove(stream);
         }
-        out.write(self.graphs.add(ended?));
+        out.write(ended?);
         Ok(())
     }
 
@@ -164,14 +172,6 @@ impl Life {
         }
         Ok(())
     }
-}
-
-/// Parts of a graph under construction cannot be had here: the call reports that there are
-/// none.
-fn nothing_inside(graph: Out<'_, Handle>, dependencies: Out<'_, Handle>, count: Out<'_, usize>) {
-    offer(graph, 0);
-    offer(dependencies, 0);
-    offer(count, 0);
 }
 
 abi! {
@@ -198,23 +198,25 @@ abi! {
         call.life()?.capture_info(stream, status, number)
     }
 
-    /// As `cuStreamGetCaptureInfo`; the graph and its nodes are not told.
+    /// As `cuStreamGetCaptureInfo`, with the graph and the nodes that the next work comes after.
     11030 cuStreamGetCaptureInfo_v2(
         call, stream: Handle, status: Out<'_, u32>, number: Out<'_, u64>,
         graph: Out<'_, Handle>, dependencies: Out<'_, Handle>, count: Out<'_, usize>,
     ) {
-        call.life()?.capture_info(stream, status, number)?;
-        nothing_inside(graph, dependencies, count);
+        let life = call.life()?;
+        life.capture_info(stream, status, number)?;
+        life.inside(stream, graph, dependencies, count);
         Ok(())
     }
 
-    /// As `cuStreamGetCaptureInfo_v2`, with data of edges that are not told either.
+    /// As `cuStreamGetCaptureInfo_v2`. No edge has data.
     12030 cuStreamGetCaptureInfo_v3(
         call, stream: Handle, status: Out<'_, u32>, number: Out<'_, u64>,
         graph: Out<'_, Handle>, dependencies: Out<'_, Handle>, edges: Out<'_, Handle>, count: Out<'_, usize>,
     ) {
-        call.life()?.capture_info(stream, status, number)?;
-        nothing_inside(graph, dependencies, count);
+        let life = call.life()?;
+        life.capture_info(stream, status, number)?;
+        life.inside(stream, graph, dependencies, count);
         offer(edges, 0);
         Ok(())
     }

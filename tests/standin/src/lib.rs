@@ -26,6 +26,7 @@
 mod abi;
 mod capture;
 mod child;
+mod conditional;
 mod contexts;
 mod control;
 mod copies;

@@ -23,6 +23,7 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::abi::{Answer, CONTEXT_IS_DESTROYED, Handle, INVALID_CONTEXT, UNKNOWN};
 use crate::capture::Captures;
+use crate::conditional::Conditionals;
 use crate::environment::Environment;
 use crate::fail::Orders;
 use crate::graphs::Graphs;
@@ -330,6 +331,7 @@ pub(crate) struct Life {
     pub(crate) streams: StreamTable,
     pub(crate) captures: Captures,
     pub(crate) graphs: Graphs,
+    pub(crate) conditionals: Conditionals,
     pub(crate) modules: Modules,
     pub(crate) pinned: Pinned,
     pub(crate) pool: PoolSettings,
@@ -349,6 +351,7 @@ impl Life {
             streams: StreamTable::default(),
             captures: Captures::default(),
             graphs: Graphs::default(),
+            conditionals: Conditionals::default(),
             modules: Modules::default(),
             pinned: Pinned::default(),
             pool: PoolSettings::default(),

@@ -5,6 +5,7 @@
 mod adopted;
 mod capture;
 mod common;
+mod conditional;
 mod copies;
 mod faults;
 mod found;

@@ -3,6 +3,9 @@
 #![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
 #![expect(clippy::cast_possible_truncation, reason = "the numbers of these tests are small")]
 
+#[allow(dead_code, reason = "a program of its own")]
+#[path = "../../examples/branch.rs"]
+mod branch;
 mod graphs;
 
 use std::sync::Arc;
@@ -283,4 +286,11 @@ fn errors_become_those_of_either_side() {
     assert!(matches!(cast, Err(Error::BadCast { bytes: 1001, .. })), "{cast:?}");
     let failed = stream.with([write(&mut bytes)], |_, [_]| Err::<(), _>(Error::library("CUBLAS_STATUS_NOT_SUPPORTED")));
     assert!(failed.unwrap_err().to_string().contains("CUBLAS_STATUS_NOT_SUPPORTED"));
+}
+
+#[test]
+fn bodies_of_a_conditional_node_share_memory_and_the_chosen_one_runs() {
+    let gpu = Gpu::new();
+    branch::run(&gpu.context).unwrap();
+    gpu.assert_no_violation();
 }

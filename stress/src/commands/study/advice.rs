@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use serde::Serialize;
 
-use super::{Case, Manager, SPLITTING, Study, try_all};
+use super::{Case, Manager, SPLITTING, Study, graph_pools::graph_pools, try_all};
 use crate::cli::ConfigArg;
 use crate::headline::headline;
 use crate::input::{Event, Program, Site};
@@ -132,7 +132,7 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
         advice.extend(outliving(program));
     }
     advice.extend(separate_streams(program, &study.profile));
-    advice.extend(many_sizes(program, usual, &pytorch));
+    advice.extend(many_sizes(program, usual, &pytorch).into_iter().chain(graph_pools(program)));
     advice
 }
 

@@ -1,6 +1,7 @@
 //! A recorded program under several allocators, for `explain`, `report` and `advise`.
 
 pub mod advice;
+mod graph_pools;
 pub mod sampled;
 
 use aquifer_sim::CAPACITY_BYTES_MAX;

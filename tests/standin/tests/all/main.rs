@@ -8,6 +8,7 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail where a test fails")]
 
 mod capture;
+mod conditional;
 mod contexts;
 mod copies;
 mod failures;
