@@ -123,6 +123,9 @@ pub struct Global {
     pub seed: u64,
 
     /// Print one JSON object per line instead of tables.
+    ///
+    /// Its keys have PyTorch's names: what tables call holds is `peak_reserved_bytes`, and its ratio
+    /// to what is requested is `reserved_over_requested`.
     #[arg(long, global = true)]
     pub json: bool,
 }
@@ -338,7 +341,7 @@ JSON keys, per program and config:
   trace, config             the program, and the options
   smallest_device_bytes     the size of the smallest device: the program finishes there, and fails
                             with 2 MiB less
-  ratio                     that size over the most memory that the program had requested and not
+  smallest_over_requested   that size over the most memory that the program had requested and not
                             yet freed
   retries_at_fit            times that all cached memory was released to try again, on that device
 The device is simulated, even where there is a GPU, and its size is replaced. --device may name

@@ -20,7 +20,7 @@ pub struct FragmentationArgs {
     #[arg(long)]
     pub list: bool,
 
-    /// Draw a map of the memory for every policy, not only for the defaults.
+    /// Draw a map of the memory for all options, not only for the defaults.
     #[arg(long)]
     pub maps: bool,
 
@@ -32,10 +32,10 @@ pub struct FragmentationArgs {
 const FRAGMENTATION_KEYS: &str = "\
 Each scenario is a synthetic program, sized by the device, followed by one more request: the probe.
 The probe is no larger than the free memory, so if it is refused, the cause is fragmentation, or a
-limit or headroom among the options. Each --config adds a policy.
+limit or headroom among the options. Each --config adds a row.
 
-JSON keys, per scenario and policy:
-  scenario, policy, device  the scenario, the options, and the device
+JSON keys, per scenario and config:
+  scenario, config, device  the scenario, the options, and the device
   peak_requested_bytes      the most memory that the program had requested and not yet freed
   peak_allocated_bytes      the most memory that was allocated, after rounding
   peak_reserved_bytes       the most memory that was held from the device
@@ -174,9 +174,9 @@ JSON keys, by step; sizes are bytes:
             half-way), violations
   compare   each program under each set of options:
             trace, config, peak_requested_bytes, peak_reserved_bytes, reserved_over_requested,
-            driver_calls, smallest_device_bytes, ratio, retries_at_fit (as `fit` gives them; null
-            if the program fits on no device), ooms
-            (requests refused on a device with plenty; the other figures are then those of served
-            requests), violations (0 for PyTorch's allocator, whose model accesses no memory)
-The exit code is 3 if a request was refused other than in the step oom, or if a program fits on no
-device under some of the options.";
+            driver_calls, smallest_device_bytes, smallest_over_requested, retries_at_fit (as `fit`
+            gives them; null if no device is large enough), ooms (requests refused on a device with
+            plenty; the other figures are then those of served requests), violations (0 for
+            PyTorch's allocator, whose model accesses no memory)
+The exit code is 3 if a request was refused other than in the step oom, or if no device is large
+enough under some of the options.";

@@ -241,7 +241,7 @@ impl fmt::Display for Row {
             "  seeds          {} to {last_seed}, {} threads, {} streams",
             self.seed, self.threads, self.streams
         )?;
-        writeln!(f, "  memory         {} at most, of {}", Bytes(counts.peak_reserved_bytes), Bytes(self.limit_bytes))?;
+        writeln!(f, "  holds          {} at most, of {}", Bytes(counts.peak_reserved_bytes), Bytes(self.limit_bytes))?;
         writeln!(
             f,
             "  blocks         {} allocated, {} compared, {} copies, {} to other threads",

@@ -29,6 +29,32 @@ fn wrong_use_is_explained() {
     }
 }
 
+/// One word for one figure, in the tables of all commands.
+#[test]
+fn tables_call_a_figure_by_one_name() {
+    let file = Scratch::new("program.trace", b"a 0 5242880 0\na 1 18874368 0\nf 0 0\nf 1 0\n");
+    let of_program = ["holds", "holds, ratio", "driver calls"];
+    let of_device = ["smallest device", "smallest device, ratio"];
+    let cases: [(&[&str], &[&str]); 5] = [
+        (&["explain", file.path()], &["holds", "holds, ratio", "smallest device", "driver calls"]),
+        (&["replay", file.path()], &of_program),
+        (&["fit", file.path()], &of_device),
+        (&["compare", file.path()], &[of_program, ["smallest device", "smallest device, ratio", "options"]].concat()),
+        (&["fragmentation", "--device", "sim:1GiB", "--scenario", "streams"], &["holds", "driver calls", "options"]),
+    ];
+    for (args, wanted) in cases {
+        let text = String::from_utf8(stress(args).stdout).unwrap();
+        let headings = text.lines().filter(|line| line.contains('┆') && line.contains("options"));
+        let headings: Vec<&str> = headings.flat_map(|line| line.split(['│', '┆'])).map(str::trim).collect();
+        for wanted in wanted {
+            assert!(headings.contains(wanted), "{args:?}: {wanted}: {headings:?}");
+        }
+        for other in ["ratio", "its ratio", "config", "policy", "trace", "index", "warm calls", "takes", "reserved"] {
+            assert!(!headings.contains(&other), "{args:?}: {other}: {headings:?}");
+        }
+    }
+}
+
 #[test]
 fn the_choice_of_a_device_is_reported() {
     let file = data("fsdp_start.trace");

@@ -346,13 +346,13 @@ fn tabulate(rows: &[Row]) -> Table {
         ("allocator", |row| row.allocator.to_owned()),
         ("requested", |row| optional(memory(row, |memory| Bytes(memory.peak_requested_bytes)))),
         ("holds", |row| optional(memory(row, |memory| Bytes(memory.peak_reserved_bytes)))),
-        ("ratio", |row| number(memory(row, |memory| memory.reserved_over_requested).flatten(), 3)),
+        ("holds, ratio", |row| number(memory(row, |memory| memory.reserved_over_requested).flatten(), 3)),
         ("driver calls", |row| optional(memory(row, |memory| memory.driver_calls))),
-        ("warm calls", |row| optional(memory(row, |memory| memory.warm_driver_calls))),
+        ("later driver calls", |row| optional(memory(row, |memory| memory.warm_driver_calls))),
         ("driver ms, modelled", |row| {
             number(memory(row, |memory| memory.driver_time_modelled_us).flatten().map(|us| us / 1e3), 1)
         }),
-        ("warm ms, modelled", |row| {
+        ("later driver ms, modelled", |row| {
             number(memory(row, |memory| memory.warm_driver_time_modelled_us).flatten().map(|us| us / 1e3), 1)
         }),
         ("ns/op", |row| number(memory(row, |memory| memory.ns_per_op).flatten(), 1)),
