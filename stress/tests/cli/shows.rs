@@ -306,7 +306,12 @@ fn options_that_fit_on_no_device_are_reported_and_the_others_compared() {
     assert!(fitting.iter().all(|row| row["ooms"] == 0), "{fitting:?}");
     for row in limited {
         assert!(bytes(row, "ooms") > 0, "its peak covers served requests only: {row}");
-        assert!(row["config"] == "limit_mb:1000" && row["smallest_over_requested"].is_null() && row["retries_at_fit"].is_null(), "{row}");
+        assert!(
+            row["config"] == "limit_mb:1000"
+                && row["smallest_over_requested"].is_null()
+                && row["retries_at_fit"].is_null(),
+            "{row}"
+        );
         let named = format!("out of memory: {} with limit_mb:1000: it does not finish", row["trace"].as_str().unwrap());
         assert!(said.contains(&named), "{said}");
     }
