@@ -176,7 +176,7 @@ pub enum Command {
     Demo(DemoArgs),
 }
 
-const RECORDING: &str = "\
+pub(crate) const RECORDING: &str = "\
 How to record a program:
   PyTorch: before the program allocates, and at its end or where it catches the OutOfMemoryError:
     torch.cuda.memory._record_memory_history(max_entries=1_000_000)
@@ -486,6 +486,13 @@ fn svg_path() -> impl TypedValueParser<Value = PathBuf> {
     PathBufValueParser::new().try_map(|path| {
         let is_svg = path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("svg"));
         if is_svg { Ok(path) } else { Err("plots are written as .svg files") }
+    })
+}
+
+fn page_path() -> impl TypedValueParser<Value = PathBuf> {
+    PathBufValueParser::new().try_map(|path| {
+        let is_page = path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("html"));
+        if is_page { Ok(path) } else { Err("pages are written as .html files") }
     })
 }
 

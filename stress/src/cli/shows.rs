@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::snapshot_path;
+use super::{page_path, snapshot_path};
 use crate::scenarios::Scenario;
 use crate::ways::Way;
 
@@ -145,7 +145,13 @@ pub struct DemoArgs {
     pub ascii: bool,
 
     /// At the end, write a page about the recorded programs, as `report` does.
-    #[arg(long, value_name = "OUT", num_args = 0..=1, default_missing_value = "aquifer-report.html")]
+    #[arg(
+        long,
+        value_name = "OUT",
+        num_args = 0..=1,
+        default_missing_value = "aquifer-report.html",
+        value_parser = page_path()
+    )]
     pub report: Option<PathBuf>,
 }
 
