@@ -375,6 +375,11 @@ pub struct BenchArgs {
     #[arg(long, conflicts_with_all = ["scale", "plot"])]
     pub peers: bool,
 
+    /// Instead of running them, write those of --peers that replay a program into FOLDER, as traces
+    /// that other programs can replay.
+    #[arg(long, value_name = "FOLDER", requires = "peers")]
+    pub traces: Option<PathBuf>,
+
     /// Also draw the times as OUT, an .svg file.
     #[arg(long, value_name = "OUT", value_parser = svg_path())]
     pub plot: Option<PathBuf>,

@@ -3,6 +3,7 @@
 //! Each allocator gets a device of its own. What it holds, its driver calls and their time are
 //! observed in two passes of the pattern; its speed is timed in other passes, on another device.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -18,6 +19,7 @@ use crate::driver_pool::DriverPool;
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player, Times};
 use crate::input::Program;
+use crate::output;
 use crate::patterns;
 use crate::pytorch::PyTorch;
 use crate::session::Session;
@@ -127,6 +129,9 @@ pub(super) fn run(session: &Session, config: &ConfigArg, args: &BenchArgs) -> Re
         let names: Vec<String> = all().map(|one| one.name().to_owned()).collect();
         return Err(Failure::Usage(format!("--filter: no benchmark has this name; there are {}", names.join(", "))));
     }
+    if let Some(folder) = &args.traces {
+        return write_traces(session, &chosen, folder);
+    }
     let (mut outcome, mut rows) = (Outcome::Done, Vec::new());
     let bar = session.progress((chosen.len() * PEERS.len()) as u64, "bench");
     for (index, one) in (1..).zip(&chosen) {
@@ -156,6 +161,19 @@ pub(super) fn run(session: &Session, config: &ConfigArg, args: &BenchArgs) -> Re
     let tables: Vec<String> = tables.map(|(rows, tabulate)| tabulate(rows).to_string()).collect();
     session.show(tables.join("\n\n"))?;
     Ok(outcome)
+}
+
+/// Writes a trace of each pattern.
+fn write_traces(session: &Session, chosen: &[Benchmark], folder: &Path) -> Result<Outcome, Failure> {
+    std::fs::create_dir_all(folder).map_err(|cause| Failure::File { path: folder.to_owned(), cause })?;
+    for one in chosen {
+        if let Benchmark::Pattern(pattern) = one {
+            let path = folder.join(pattern.name.replace('/', "-") + ".trace");
+            output::write(&path, &pattern.program().to_trace())?;
+            session.show(path.display())?;
+        }
+    }
+    Ok(Outcome::Done)
 }
 
 fn measure(session: &Session, config: &ConfigArg, one: &Benchmark, peer: Peer) -> Result<Row, Failure> {
