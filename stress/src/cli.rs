@@ -461,21 +461,28 @@ those with 1000 allocations):
   async_priming/primed, async_priming/unprimed
                             RMM: two rounds of ten blocks of 9 % of the device; primed: after half
                             of the device was allocated and freed
-JSON keys, per benchmark and allocator; a simulated device has at least 512 GiB but for the last two
-benchmarks:
+  captures/STREAMS/OPERATIONS/ALLOCATIONS
+                            PyTorch 158352: four graphs captured in one pool. Each operation uses a
+                            random block of 4 MiB on a random stream; before it one is allocated in
+                            so many of 100 cases, one freed and a stream joined in 10. PyTorch by
+                            default frees what several streams used when the capture ends
+JSON keys, per benchmark and allocator; a simulated device has at least 512 GiB but for the last
+three benchmarks:
   benchmark, source, allocator, device
                             what was measured, who published it, with what, where
   peak_requested_bytes      the most memory that was requested and not yet freed
   peak_reserved_bytes, reserved_over_requested
                             the most memory that the device lacked after any request of two passes,
-                            and its ratio to requested; null with ooms
+                            and its ratio to requested; null with ooms; of captures, what the pool
+                            holds in the end
   driver_calls, driver_time_modelled_us, warm_driver_calls, warm_driver_time_modelled_us
                             driver calls of the first and of the second pass, and their modelled
                             time; null on a real device
   ns_per_op                 time of an allocation or a free of a later pass; null for the driver's
                             pool and cuMemAlloc on a simulated device, where it is the simulator's
   ooms                      requests refused in both passes
-  clock                     of the last two benchmarks: virtual on a simulated device, or host
+  clock                     of multi_stream_allocations and async_priming: virtual on a simulated
+                            device, or host
   us_per_iteration          multi_stream_allocations: four kernels of 0.5 ms, and the wait for them
   latency_to_first_us, first_round_throughput_gb_s, second_round_throughput_gb_s
                             async_priming: time of the first block; bytes of a round over its time,

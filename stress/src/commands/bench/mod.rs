@@ -7,6 +7,7 @@
 //!
 //! `--scale` and `--peers` measure other things: see `scale.rs` and `peers.rs`.
 
+mod captures;
 mod handover;
 mod peers;
 mod scale;
