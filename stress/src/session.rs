@@ -90,7 +90,7 @@ impl Session {
         if global.device.is_some() {
             return Session::new(global);
         }
-        let reason = format!("{command} needs devices of several sizes, so it uses simulated ones");
+        let reason = format!("{command} simulates devices of several sizes");
         Session::of(global, SIMULATED.parse()?).announced(&reason)
     }
 

@@ -174,7 +174,7 @@ fn on_simulator(session: &Session, command: &str) -> Result<Option<Session>, Fai
     if session.sim().is_some() {
         return Ok(None);
     }
-    session.message(format_args!("{command} needs devices of several sizes, so it uses simulated ones"));
+    session.message(format_args!("{command} simulates devices of several sizes"));
     Ok(Some(session.simulated()?.for_measuring()))
 }
 

@@ -50,7 +50,7 @@ fn explain_says_what_it_knows_and_how_long_it_takes_before_it_tries_allocators()
     assert!(explain.stdout(file()).stderr(file()).status().unwrap().success());
     let text = std::fs::read_to_string(both.path()).unwrap();
     let at = |part: &str| text.find(part).unwrap_or_else(|| panic!("{part}: {text}"));
-    let tried = at("fsdp_start: 1680 events, tried with 4 allocators, which takes some seconds");
+    let tried = at("fsdp_start: 1680 events; trying 4 allocators takes some seconds");
     assert!(at("uses at most 6.89 GiB") < tried && at("Live then:") < tried && tried < at("What allocators hold"));
 }
 

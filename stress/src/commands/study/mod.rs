@@ -220,7 +220,7 @@ impl Study {
         let mut notes = Vec::new();
         let managers = managers(session, program, &mut notes);
         session.message(format_args!(
-            "{name}: {} events, tried with {}, which takes {}",
+            "{name}: {} events; trying {} takes {}",
             profile.buckets.events,
             plural(managers.len() as u64, "allocator"),
             time_of_trials(profile.buckets.events, managers.len() as u64)
