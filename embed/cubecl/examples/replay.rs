@@ -63,7 +63,7 @@ fn read(text: &str) -> Result<Option<Program>, Box<dyn Error>> {
 fn measure(program: &Program, allocator: &str, config: MemoryConfiguration) -> Result<(), Box<dyn Error>> {
     let device = aquifer::open(&format!("sim:{DEVICE_BYTES},checks=off"))?;
     // Each page is an allocation of the driver's.
-    let memory = Allocator::new(&device, "backing:segments,no_cache:True".parse()?)?;
+    let memory = Allocator::new(&device, "backing:segments,no_cache:True")?;
     let mut managed = MemoryManagement::from_configuration(
         AquiferStorage::new(&memory, &device.stream()?),
         &MemoryDeviceProperties::new(DEVICE_BYTES / 4, 512),
