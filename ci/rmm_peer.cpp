@@ -1,6 +1,6 @@
-// Replays traces to RMM's pool and arena, on a CUDA driver alone: what RMM's headers call of the CUDA runtime is here, on top of the
-// driver's functions. Prints a row of `aquifer-stress bench --peers` for each trace of one stream and each of the two.
-// ci/benchmarks compiles and runs it where RMM's headers are installed.
+// Replays traces to RMM's pool and arena, on a CUDA driver alone: what RMM's headers call of the CUDA runtime is
+// here, on top of the driver's functions. Prints a row of `aquifer-stress bench --peers` for each trace of one
+// stream and each of the two. ci/benchmarks compiles and runs it where RMM's headers are installed.
 
 #include <linux/limits.h>
 
@@ -137,9 +137,10 @@ static void measure(char const* name, Program const& program, Make make) {
   for (auto& time : times) time = pass(*allocator, program).second;
   std::sort(times, times + 3);
   std::string const ratio = refused ? "null" : std::to_string(double(upstream.most) / double(program.peak));
-  std::printf("{\"benchmark\":\"%s\",\"source\":\"%s\",\"allocator\":\"%s\",\"peak_requested_bytes\":%zu,\"peak_reserved_bytes\":%zu,"
-              "\"reserved_over_requested\":%s,\"driver_calls\":%lu,\"driver_time_modelled_us\":null,\"warm_driver_calls\":%lu,"
-              "\"warm_driver_time_modelled_us\":null,\"ns_per_op\":%.2f,\"ooms\":%lu}\n",
+  std::printf("{\"benchmark\":\"%s\",\"source\":\"%s\",\"allocator\":\"%s\",\"peak_requested_bytes\":%zu,"
+              "\"peak_reserved_bytes\":%zu,\"reserved_over_requested\":%s,\"driver_calls\":%lu,"
+              "\"driver_time_modelled_us\":null,\"warm_driver_calls\":%lu,\"warm_driver_time_modelled_us\":null,"
+              "\"ns_per_op\":%.2f,\"ooms\":%lu}\n",
               program.name.c_str(), program.source.c_str(), name, program.peak, upstream.most, ratio.c_str(), count[1] - count[0],
               count[2] - count[1], times[1], refused);
   std::fflush(stdout);
