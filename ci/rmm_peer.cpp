@@ -141,8 +141,8 @@ static void measure(char const* name, Program const& program, Make make) {
               "\"peak_reserved_bytes\":%zu,\"reserved_over_requested\":%s,\"driver_calls\":%lu,"
               "\"driver_time_modelled_us\":null,\"warm_driver_calls\":%lu,\"warm_driver_time_modelled_us\":null,"
               "\"ns_per_op\":%.2f,\"ooms\":%lu}\n",
-              program.name.c_str(), program.source.c_str(), name, program.peak, upstream.most, ratio.c_str(), count[1] - count[0],
-              count[2] - count[1], times[1], refused);
+              program.name.c_str(), program.source.c_str(), name, program.peak, upstream.most, ratio.c_str(),
+              count[1] - count[0], count[2] - count[1], times[1], refused);
   std::fflush(stdout);
 }
 
