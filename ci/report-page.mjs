@@ -270,6 +270,8 @@ async function shoot(page, name) {
       await page.settle(250);
       const [inside, outside] = await page.value("scrollTo(0, 0), [document.documentElement.scrollWidth, innerWidth]");
       page.check(inside <= outside, `scrolls sideways at ${width} pixels: ${inside}`);
+      const narrowest = await page.value(`Math.min(...[...document.querySelectorAll("#compare-table tbody th")].map(th => th.clientWidth))`);
+      page.check(narrowest >= 150, `the names of allocators have no room at ${width} pixels: ${narrowest}`);
       const { data } = await page.send("Page.captureScreenshot", { format: "png", captureBeyondViewport: true });
       writeFileSync(join(folder, `${name}-${width}-${scheme}.png`), Buffer.from(data, "base64"));
     }

@@ -123,6 +123,9 @@ pub struct Global {
     pub seed: u64,
 
     /// Print one JSON object per line instead of tables.
+    ///
+    /// Its keys have PyTorch's names: what tables call holds is `peak_reserved_bytes`, and its ratio
+    /// to what is requested is `reserved_over_requested`.
     #[arg(long, global = true)]
     pub json: bool,
 }
@@ -173,7 +176,7 @@ pub enum Command {
     Demo(DemoArgs),
 }
 
-const RECORDING: &str = "\
+pub(crate) const RECORDING: &str = "\
 How to record a program:
   PyTorch: before the program allocates, and at its end or where it catches the OutOfMemoryError:
     torch.cuda.memory._record_memory_history(max_entries=1_000_000)
@@ -338,7 +341,7 @@ JSON keys, per program and config:
   trace, config             the program, and the options
   smallest_device_bytes     the size of the smallest device: the program finishes there, and fails
                             with 2 MiB less
-  ratio                     that size over the most memory that the program had requested and not
+  smallest_over_requested   that size over the most memory that the program had requested and not
                             yet freed
   retries_at_fit            times that all cached memory was released to try again, on that device
 The device is simulated, even where there is a GPU, and its size is replaced. --device may name
@@ -371,6 +374,11 @@ pub struct BenchArgs {
     /// driver's pool and the bare driver side by side.
     #[arg(long, conflicts_with_all = ["scale", "plot"])]
     pub peers: bool,
+
+    /// Instead of running them, write those of --peers that replay a program into FOLDER, as traces
+    /// that other programs can replay.
+    #[arg(long, value_name = "FOLDER", requires = "peers")]
+    pub traces: Option<PathBuf>,
 
     /// Also draw the times as OUT, an .svg file.
     #[arg(long, value_name = "OUT", value_parser = svg_path())]
@@ -453,21 +461,28 @@ those with 1000 allocations):
   async_priming/primed, async_priming/unprimed
                             RMM: two rounds of ten blocks of 9 % of the device; primed: after half
                             of the device was allocated and freed
-JSON keys, per benchmark and allocator; a simulated device has at least 512 GiB but for the last two
-benchmarks:
+  captures/STREAMS/OPERATIONS/ALLOCATIONS
+                            PyTorch 158352: four graphs captured in one pool. Each operation uses a
+                            random block of 4 MiB on a random stream; before it one is allocated in
+                            so many of 100 cases, one freed and a stream joined in 10. PyTorch by
+                            default frees what several streams used when the capture ends
+JSON keys, per benchmark and allocator; a simulated device has at least 512 GiB but for the last
+three benchmarks:
   benchmark, source, allocator, device
                             what was measured, who published it, with what, where
   peak_requested_bytes      the most memory that was requested and not yet freed
   peak_reserved_bytes, reserved_over_requested
                             the most memory that the device lacked after any request of two passes,
-                            and its ratio to requested; null with ooms
+                            and its ratio to requested; null with ooms; of captures, what the pool
+                            holds in the end
   driver_calls, driver_time_modelled_us, warm_driver_calls, warm_driver_time_modelled_us
                             driver calls of the first and of the second pass, and their modelled
                             time; null on a real device
   ns_per_op                 time of an allocation or a free of a later pass; null for the driver's
                             pool and cuMemAlloc on a simulated device, where it is the simulator's
   ooms                      requests refused in both passes
-  clock                     of the last two benchmarks: virtual on a simulated device, or host
+  clock                     of multi_stream_allocations and async_priming: virtual on a simulated
+                            device, or host
   us_per_iteration          multi_stream_allocations: four kernels of 0.5 ms, and the wait for them
   latency_to_first_us, first_round_throughput_gb_s, second_round_throughput_gb_s
                             async_priming: time of the first block; bytes of a round over its time,
@@ -483,6 +498,13 @@ fn svg_path() -> impl TypedValueParser<Value = PathBuf> {
     PathBufValueParser::new().try_map(|path| {
         let is_svg = path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("svg"));
         if is_svg { Ok(path) } else { Err("plots are written as .svg files") }
+    })
+}
+
+fn page_path() -> impl TypedValueParser<Value = PathBuf> {
+    PathBufValueParser::new().try_map(|path| {
+        let is_page = path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("html"));
+        if is_page { Ok(path) } else { Err("pages are written as .html files") }
     })
 }
 
@@ -573,10 +595,28 @@ impl FromStr for ConfigArg {
     }
 }
 
+/// A size in MiB, as bytes.
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "within the bounds")]
+fn mebibytes(text: &str) -> Result<u64, String> {
+    const MOST: f64 = (1_u64 << 26) as f64;
+    match text.parse::<f64>() {
+        Ok(mib) if mib > 0.0 && mib <= MOST && (mib * 1_048_576.0).fract() == 0.0 => Ok((mib * 1_048_576.0) as u64),
+        _ => Err("expected MiB above 0 and up to 64 TiB that are whole bytes, such as 512 or 0.5".to_owned()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use clap::CommandFactory;
+
+    #[test]
+    fn sizes_in_mib_may_have_fractions() {
+        assert_eq!([mebibytes("1.5"), mebibytes("512")], [Ok(3 << 19), Ok(512 << 20)]);
+        for wrong in ["0", "-1", "x", "", "0.00000001", "1e30", "nan", "512MiB"] {
+            assert!(mebibytes(wrong).is_err(), "{wrong}");
+        }
+    }
 
     #[test]
     fn the_command_line_is_consistent() {

@@ -49,7 +49,8 @@ pub mod yardstick;
 
 use std::io::Write;
 
-use cli::{Cli, Command, DemoArgs};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use cli::{Cli, Command, DemoArgs, RECORDING};
 use exit::{Failure, Outcome};
 use session::Session;
 
@@ -67,6 +68,12 @@ pub fn answer(answer: &clap::Error) -> Outcome {
     if answer.use_stderr() {
         // The outcome does not depend on the output.
         let _ = answer.print();
+        let lacks_recording = answer.kind() == ErrorKind::MissingRequiredArgument
+            && matches!(answer.get(ContextKind::InvalidArg), Some(ContextValue::Strings(lacking))
+                if lacking.iter().any(|name| name.starts_with("<FILE>")));
+        if lacks_recording {
+            let _ = writeln!(std::io::stderr(), "\n{RECORDING}");
+        }
         return Outcome::Usage;
     }
     let written = answer.print().and_then(|()| std::io::stdout().flush());

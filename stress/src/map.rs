@@ -11,7 +11,7 @@ use aquifer_allocator::snapshot::BlockState;
 
 use crate::exit::Failure;
 use crate::table::terminal_columns;
-use crate::text::Bytes;
+use crate::text::{Bytes, wrap};
 
 /// The use of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,6 +81,8 @@ const STREAMS: usize = 5;
 const ROWS: usize = 8;
 /// Columns for the address at the start of a row, and for the frame.
 const MARGIN: usize = 14;
+/// The least width at which the legend is wrapped.
+const LEGEND_MIN: usize = 40;
 
 impl Style {
     /// The style for standard output. There are no colours if `NO_COLOR` is set. ASCII is used if
@@ -294,13 +296,13 @@ impl Map {
             line(&mut text, &Bytes(from).to_string(), &row, style);
             shown.extend(row);
         }
-        let _ = write!(text, "{} a character", Bytes(cell));
+        let mut legend = format!("{} a character", Bytes(cell));
         shown.sort_unstable();
         shown.dedup();
         for cell in shown {
-            let _ = write!(text, "; {} {}", cell.character(style.ascii), Cell::LOOKS[cell as usize].3);
+            let _ = write!(legend, "; {} {}", cell.character(style.ascii), Cell::LOOKS[cell as usize].3);
         }
-        text
+        text + &wrap(&legend, style.width.max(LEGEND_MIN))
     }
 
     /// Cells of `cell` bytes each, from `from` on.
@@ -390,10 +392,11 @@ mod tests {
         assert_eq!(rows[1], "......~~~~");
         assert_eq!(rows[2], "~~~~______");
         assert_eq!(rows[7], "xxxxxxxxxx");
-        assert!(text.ends_with(
+        assert!(text.replace('\n', " ").ends_with(
             "10 bytes a character; # live; . free in the cache; ~ given back, still in use by a stream; _ not taken \
              from the device; x held by others"
         ));
+        assert!(text.lines().all(|line| line.len() <= LEGEND_MIN), "{text}");
     }
 
     #[test]

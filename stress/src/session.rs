@@ -74,8 +74,11 @@ impl Session {
             return Session::of(global, device.clone()).announced("as asked for with --device");
         }
         let best = aquifer::open_best()?;
-        let text = if best.info().is_virtual { SIMULATED.to_owned() } else { format!("cuda:{}", best.info().ordinal) };
-        Session::of(global, text.parse()?).announced(best.chosen_because().unwrap_or("as asked for with --device"))
+        let reason = best.chosen_because().unwrap_or_default();
+        if best.info().is_virtual {
+            return Session::of(global, SIMULATED.parse()?).announced(&brief(reason));
+        }
+        Session::of(global, format!("cuda:{}", best.info().ordinal).parse()?).announced(reason)
     }
 
     /// The same for a command that needs devices of several sizes: by default a simulated one, even
@@ -87,7 +90,7 @@ impl Session {
         if global.device.is_some() {
             return Session::new(global);
         }
-        let reason = format!("{command} needs devices of several sizes, so it uses simulated ones");
+        let reason = format!("{command} simulates devices of several sizes");
         Session::of(global, SIMULATED.parse()?).announced(&reason)
     }
 
@@ -402,7 +405,28 @@ impl Session {
     }
 }
 
+/// Why there is no GPU, without details that the error of `--device cuda` has.
+fn brief(reason: &str) -> String {
+    match reason.match_indices(": ").nth(1) {
+        Some((end, _)) => format!("{}; --device cuda says more", &reason[..end]),
+        None => reason.to_owned(),
+    }
+}
+
 /// Option strings of this program, which are valid.
 fn parsed(texts: &[&str]) -> Vec<ConfigArg> {
     texts.iter().filter_map(|text| text.parse().ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_reason_is_cut_behind_what_is_wrong() {
+        let long = "no real GPU can be used: no CUDA driver was found: libcuda.so.1: no such file; use sim";
+        assert_eq!(brief(long), "no real GPU can be used: no CUDA driver was found; --device cuda says more");
+        let short = "no real GPU can be used: CUDA_VISIBLE_DEVICES=\"\" hides every GPU; change or unset it";
+        assert_eq!(brief(short), short);
+    }
 }

@@ -46,6 +46,17 @@ pub fn wrap(text: &str, width: usize) -> String {
     lines
 }
 
+/// Each line of a text in lines of at most `width` characters; those after its first are indented by two
+/// more.
+pub fn wrap_lines(text: &str, width: usize) -> String {
+    let wrapped = text.lines().map(|line| {
+        let indent = columns(line) - columns(line.trim_start());
+        let (first, more) = (" ".repeat(indent), " ".repeat(indent + 2));
+        first + &wrap(line, width.saturating_sub(indent + 2)).replace('\n', &format!("\n{more}"))
+    });
+    wrapped.collect::<Vec<_>>().join("\n")
+}
+
 /// The text in one line of at most `most` characters; the middle of a longer one is left out.
 /// Characters that control the terminal or the direction of text are replaced, as they would act on
 /// other text.
@@ -80,6 +91,12 @@ mod tests {
         assert_eq!(wrap("one two  three", 7), "one two\nthree");
         assert_eq!(wrap("incomprehensible", 7), "incomprehensible");
         assert_eq!(wrap("", 7), "");
+    }
+
+    #[test]
+    fn lines_keep_their_indentation() {
+        assert_eq!(wrap_lines("one two three\n  four five", 9), "one two\n  three\n  four\n    five");
+        assert_eq!(wrap_lines("one  two\n\n", usize::MAX), "one two\n");
     }
 
     #[test]

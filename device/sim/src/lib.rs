@@ -315,9 +315,10 @@ impl Drop for SimDriver {
 
 /// A size in a readable unit.
 fn size_text(bytes: u64) -> String {
-    let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
-    match units.iter().find(|(shift, _)| bytes >= 1 << shift && bytes.is_multiple_of(1 << shift)) {
-        Some((shift, unit)) => format!("{} {unit}", bytes >> shift),
+    let units = [(40, "TiB"), (30, "GiB"), (20, "MiB")];
+    match units.iter().find(|(shift, _)| bytes >= 1 << shift) {
+        Some((shift, unit)) if bytes.is_multiple_of(1 << shift) => format!("{} {unit}", bytes >> shift),
+        Some((shift, unit)) => format!("{:.2} {unit}", bytes as f64 / (1_u64 << shift) as f64),
         None => format!("{bytes} B"),
     }
 }

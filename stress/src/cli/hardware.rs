@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::snapshot_path;
+use super::{mebibytes, snapshot_path};
 
 /// Arguments of `calls`.
 #[derive(Debug, Args)]
@@ -102,11 +102,11 @@ pub struct SoakArgs {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     pub seeds: u64,
 
-    /// Memory to use, in MiB, at most what the device has. By default half of what is free, but at
+    /// Memory to use, in MiB, such as 512 or 1.5, at most what the device has. By default half of what is free, but at
     /// most 24 MiB or 12 granules on a simulated device, because there everything is written to
     /// host memory.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=u64::MAX >> 20))]
-    pub limit_mb: Option<u64>,
+    #[arg(long = "limit-mb", value_name = "N", value_parser = mebibytes)]
+    pub limit: Option<u64>,
 
     /// Save a memory snapshot as OUT, a .pickle, .pkl or .json file: the memory at the end, or
     /// where the run failed, with the latest 1000000 entries of history. At the end all blocks are

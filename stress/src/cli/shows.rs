@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::snapshot_path;
+use super::{page_path, snapshot_path};
 use crate::scenarios::Scenario;
 use crate::ways::Way;
 
@@ -20,7 +20,7 @@ pub struct FragmentationArgs {
     #[arg(long)]
     pub list: bool,
 
-    /// Draw a map of the memory for every policy, not only for the defaults.
+    /// Draw a map of the memory for all options, not only for the defaults.
     #[arg(long)]
     pub maps: bool,
 
@@ -32,10 +32,10 @@ pub struct FragmentationArgs {
 const FRAGMENTATION_KEYS: &str = "\
 Each scenario is a synthetic program, sized by the device, followed by one more request: the probe.
 The probe is no larger than the free memory, so if it is refused, the cause is fragmentation, or a
-limit or headroom among the options. Each --config adds a policy.
+limit or headroom among the options. Each --config adds a row.
 
-JSON keys, per scenario and policy:
-  scenario, policy, device  the scenario, the options, and the device
+JSON keys, per scenario and config:
+  scenario, config, device  the scenario, the options, and the device
   peak_requested_bytes      the most memory that the program had requested and not yet freed
   peak_allocated_bytes      the most memory that was allocated, after rounding
   peak_reserved_bytes       the most memory that was held from the device
@@ -154,7 +154,13 @@ pub struct DemoArgs {
     pub ascii: bool,
 
     /// At the end, write a page about the recorded programs, as `report` does.
-    #[arg(long, value_name = "OUT", num_args = 0..=1, default_missing_value = "aquifer-report.html")]
+    #[arg(
+        long,
+        value_name = "OUT",
+        num_args = 0..=1,
+        default_missing_value = "aquifer-report.html",
+        value_parser = page_path()
+    )]
     pub report: Option<PathBuf>,
 }
 
@@ -183,9 +189,9 @@ JSON keys, by step; sizes are bytes:
             half-way), violations
   compare   each program under each set of options:
             trace, config, peak_requested_bytes, peak_reserved_bytes, reserved_over_requested,
-            driver_calls, smallest_device_bytes, ratio, retries_at_fit (as `fit` gives them; null
-            if the program fits on no device), ooms
-            (requests refused on a device with plenty; the other figures are then those of served
-            requests), violations (0 for PyTorch's allocator, whose model accesses no memory)
-The exit code is 3 if a request was refused other than in the step oom, or if a program fits on no
-device under some of the options.";
+            driver_calls, smallest_device_bytes, smallest_over_requested, retries_at_fit (as `fit`
+            gives them; null if no device is large enough), ooms (requests refused on a device with
+            plenty; the other figures are then those of served requests), violations (0 for
+            PyTorch's allocator, whose model accesses no memory)
+The exit code is 3 if a request was refused other than in the step oom, or if no device is large
+enough under some of the options.";

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{FILES, RECORDING};
+use super::{FILES, RECORDING, page_path};
 
 /// Arguments of `explain`.
 #[derive(Debug, Args)]
@@ -90,7 +90,7 @@ pub struct ReportArgs {
     #[arg(required = true, value_name = "FILE")]
     pub files: Vec<PathBuf>,
 
-    /// The page to write: one HTML file, which needs no network.
-    #[arg(long, short, value_name = "OUT", default_value = "aquifer-report.html")]
+    /// The page to write: one .html file, which needs no network.
+    #[arg(long, short, value_name = "OUT", default_value = "aquifer-report.html", value_parser = page_path())]
     pub output: PathBuf,
 }

@@ -2,13 +2,15 @@
 
 use clap::{Args, ValueEnum};
 
+use super::mebibytes;
+
 /// Arguments of `transfer`.
 #[derive(Debug, Clone, Args)]
 #[command(after_long_help = TRANSFER_KEYS)]
 pub struct TransferArgs {
-    /// Largest copy, in MiB. Sizes go from 4 KiB up to this, each 16 times the previous one.
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=65_536))]
-    pub max_mb: u64,
+    /// Largest copy, in MiB, such as 16 or 0.5. Sizes go from 4 KiB up to this, each 16 times the previous one.
+    #[arg(long = "max-mb", value_name = "N", default_value = "64", value_parser = mebibytes)]
+    pub largest: u64,
 
     /// How often each measurement is taken, after a first one that does not count; the median is
     /// reported.

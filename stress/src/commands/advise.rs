@@ -8,6 +8,7 @@ use crate::commands::study::{Case, Study};
 use crate::commands::{all_programs, on_simulator};
 use crate::exit::{Failure, Outcome};
 use crate::map::Style;
+use crate::profile::Profile;
 use crate::session::Session;
 use crate::text::wrap;
 
@@ -29,7 +30,7 @@ pub fn run(session: &Session, args: &AdviseArgs) -> Result<Outcome, Failure> {
     let session = simulated.as_ref().unwrap_or(session);
     let mut outcome = Outcome::Done;
     for (name, program) in &all_programs(session, &args.files, &mut outcome) {
-        let study = Study::of(session, name, program, 0);
+        let study = Study::of(session, name, program, Profile::of(program), 0);
         match study {
             Ok(study) => {
                 let advice = advise(session, name, program, &study);

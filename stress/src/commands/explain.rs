@@ -12,7 +12,7 @@ use crate::commands::{jobs, on_simulator, options, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::input::Program;
 use crate::map::{Figures, Map, Style};
-use crate::profile::{Group, Grouping, OTHERS, Peak};
+use crate::profile::{Group, Grouping, OTHERS, Peak, Profile};
 use crate::session::Session;
 use crate::table::{number, optional, table};
 use crate::text::{Bytes, plural, wrap};
@@ -88,7 +88,12 @@ pub fn run(session: &Session, args: &ExplainArgs) -> Result<Outcome, Failure> {
                 session.show(format_args!("{name} never uses memory.\n"))?;
                 continue;
             }
-            match Study::of(session, name, program, 0) {
+            let profile = Profile::of(program);
+            if let [_] = &programs[..] {
+                printer.usage(name, program, &profile)?;
+                printer.recorded(program)?;
+            }
+            match Study::of(session, name, program, profile, 0) {
                 Ok(study) => studies.push((&**name, program, study)),
                 Err(failure) => {
                     outcome = outcome.max(failure.outcome());
@@ -96,7 +101,7 @@ pub fn run(session: &Session, args: &ExplainArgs) -> Result<Outcome, Failure> {
                 }
             }
         }
-        printer.job(&studies)?;
+        printer.job(&studies, programs.len() > 1)?;
     }
     Ok(outcome)
 }
@@ -167,8 +172,8 @@ impl Printer<'_> {
     }
 
     /// Prints the programs of a file or folder, which are the ranks of a job: all in a table, and the
-    /// one that needs most in detail.
-    fn job(&self, studies: &[(&str, &Program, Study)]) -> Result<(), Failure> {
+    /// one that needs most in detail. `with_usage` is false if what it uses was already printed.
+    fn job(&self, studies: &[(&str, &Program, Study)], with_usage: bool) -> Result<(), Failure> {
         let needs = |study: &Study| {
             let smallest = study.usual().and_then(|case| case.smallest_device);
             (smallest.unwrap_or(u64::MAX), study.profile.peak.bytes)
@@ -183,7 +188,11 @@ impl Printer<'_> {
             let advice = advise_it.then(|| advise(self.session, name, program, study));
             self.session.row(&row(name, program, study, advice.as_deref()))?;
             if in_detail {
-                self.detail(name, program, study, advice.as_deref().unwrap_or_default())?;
+                if with_usage {
+                    self.usage(name, program, &study.profile)?;
+                    self.recorded(program)?;
+                }
+                self.detail(program, study, advice.as_deref().unwrap_or_default())?;
             }
         }
         Ok(())
@@ -198,20 +207,18 @@ impl Printer<'_> {
             1,
             &[
                 ("program", |(name, ..)| (*name).to_owned()),
-                ("uses", |(_, study, _)| Bytes(study.profile.peak.bytes).to_string()),
+                ("requested", |(_, study, _)| Bytes(study.profile.peak.bytes).to_string()),
                 ("PyTorch holds", |(_, study, _)| optional(study.usual().and_then(Case::holds).map(Bytes))),
                 ("smallest device", |(_, study, _)| {
                     optional(study.usual().and_then(|case| case.smallest_device).map(Bytes))
                 }),
-                ("with Aquifer", |(.., smallest)| optional(smallest.map(Bytes))),
+                ("smallest device with Aquifer", |(.., smallest)| optional(smallest.map(Bytes))),
             ],
         );
         self.session.show(format_args!("{table}\n"))
     }
 
-    fn detail(&self, name: &str, program: &Program, study: &Study, advice: &[Advice]) -> Result<(), Failure> {
-        self.usage(name, program, study)?;
-        self.recorded(program)?;
+    fn detail(&self, program: &Program, study: &Study, advice: &[Advice]) -> Result<(), Failure> {
         if !program.has_history {
             return self.say(
                 "The snapshot has no history, so nothing is known of the time before. Turn it on with \
@@ -232,8 +239,7 @@ impl Printer<'_> {
         show(self.session, study, advice)
     }
 
-    fn usage(&self, name: &str, program: &Program, study: &Study) -> Result<(), Failure> {
-        let profile = &study.profile;
+    fn usage(&self, name: &str, program: &Program, profile: &Profile) -> Result<(), Failure> {
         let Peak { event, bytes, blocks, iteration, .. } = profile.peak;
         let counting = if program.refused.is_some() { ", counting what it was refused" } else { "" };
         self.heading(&format!("{name} uses at most {}{counting}", Bytes(bytes)))?;
@@ -316,7 +322,7 @@ impl Printer<'_> {
                 ("allocator", |(case, _)| case.manager.name.clone()),
                 ("options", |(case, _)| options(&case.manager.options).to_owned()),
                 ("holds", |(case, _)| optional(case.holds().map(Bytes))),
-                ("ratio", |(case, peak)| number(case.holds().and_then(|bytes| ratio(bytes, *peak)), 3)),
+                ("holds, ratio", |(case, peak)| number(case.holds().and_then(|bytes| ratio(bytes, *peak)), 3)),
                 ("smallest device", |(case, _)| optional(case.smallest_device.map(Bytes))),
                 ("smallest card", |(case, _)| optional(case.smallest_device.and_then(smallest_card))),
                 ("driver calls", |(case, _)| optional(case.finishes().then_some(case.sampled.calls))),

@@ -36,7 +36,7 @@ pub struct Row {
     pub trace: String,
     pub config: String,
     pub smallest_device_bytes: u64,
-    pub ratio: Option<f64>,
+    pub smallest_over_requested: Option<f64>,
     pub retries_at_fit: u64,
 }
 
@@ -73,11 +73,11 @@ pub fn run(session: &Session, args: &FitArgs) -> Result<Outcome, Failure> {
     }
     if !rows.is_empty() {
         let columns: [Column<(Row, u64)>; 6] = [
-            ("trace", |(row, _)| row.trace.clone()),
-            ("config", |(row, _)| options(&row.config).to_owned()),
+            ("program", |(row, _)| row.trace.clone()),
+            ("options", |(row, _)| options(&row.config).to_owned()),
             ("requested", |(_, requested)| Bytes(*requested).to_string()),
             ("smallest device", |(row, _)| Bytes(row.smallest_device_bytes).to_string()),
-            ("ratio", |(row, _)| number(row.ratio, 4)),
+            ("smallest device, ratio", |(row, _)| number(row.smallest_over_requested, 4)),
             ("retries", |(row, _)| row.retries_at_fit.to_string()),
         ];
         session.show(table(&rows, 2, &columns))?;
@@ -175,7 +175,7 @@ fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failu
         trace: job.name.to_owned(),
         config: job.config.text.clone(),
         smallest_device_bytes: fit.bytes,
-        ratio: ratio(fit.bytes, peak),
+        smallest_over_requested: ratio(fit.bytes, peak),
         retries_at_fit: fit.retries,
     })
 }

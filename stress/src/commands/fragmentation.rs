@@ -35,7 +35,7 @@ const STREAM_POLICIES: [&str; 5] =
 #[non_exhaustive]
 pub struct Row {
     pub scenario: &'static str,
-    pub policy: String,
+    pub config: String,
     pub device: String,
     pub peak_requested_bytes: u64,
     pub peak_allocated_bytes: u64,
@@ -97,8 +97,8 @@ pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failu
                 outcome = Outcome::Violations;
             }
             session.row(&row)?;
-            if args.maps || row.policy == SEGMENTS {
-                maps.push(format!("In the end, under {}:\n{}\n", options(&row.policy), map.draw(style)));
+            if args.maps || row.config == SEGMENTS {
+                maps.push(format!("In the end, under {}:\n{}\n", options(&row.config), map.draw(style)));
             }
             rows.push(row);
         }
@@ -155,7 +155,7 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
     let largest = room.largest_served(setup.probe, probe_fits, |bytes| serves(&stage.allocator, bytes, &stream))?;
     let mut row = Row {
         scenario: scenario.name,
-        policy: policy.text.clone(),
+        config: policy.text.clone(),
         device: session.device_text().to_owned(),
         peak_requested_bytes: setup.program.peak_requested_bytes,
         peak_allocated_bytes: stats.allocated_bytes.all.peak,
@@ -233,11 +233,11 @@ fn beside(room: &Room) -> String {
 }
 
 const COLUMNS: [Column<Row>; 8] = [
-    ("policy", |row| options(&row.policy).to_owned()),
+    ("options", |row| options(&row.config).to_owned()),
     ("holds", |row| Bytes(row.peak_reserved_bytes).to_string()),
     ("live in the end", |row| Bytes(row.allocated_bytes).to_string()),
     ("free", |row| Bytes(row.free_bytes).to_string()),
-    ("largest piece", |row| Bytes(row.largest_free_bytes).to_string()),
+    ("largest free piece", |row| Bytes(row.largest_free_bytes).to_string()),
     ("unusable", |row| format!("{:.1} %", row.unusable_index * 100.0)),
     ("driver calls", |row| row.driver_calls.to_string()),
     ("last request", |row| row.verdict.clone()),
@@ -276,7 +276,7 @@ mod tests {
                 let says = |part| row.verdict.contains(part);
                 assert_eq!(says("full"), !probe_fits && free_bytes < request_bytes, "{row:?}");
                 // Then only fragmentation can be the reason of a refusal.
-                let roomy = device == "sim:1GiB" && !row.policy.contains("headroom") && !row.policy.contains("limit");
+                let roomy = device == "sim:1GiB" && !row.config.contains("headroom") && !row.config.contains("limit");
                 assert!(!roomy || probe_fits || says("fragmented") || says("stuck"), "{row:?}");
             }
         }
@@ -285,7 +285,7 @@ mod tests {
     #[test]
     fn the_verdict_names_the_headroom_and_the_limit() {
         let of = |rows: Vec<Row>, scenario: &str, policy: &str| {
-            let row = rows.into_iter().find(|row| row.scenario == scenario && row.policy == policy);
+            let row = rows.into_iter().find(|row| row.scenario == scenario && row.config == policy);
             row.unwrap().verdict
         };
         for policy in ["backing:segments,headroom_mb:300", "headroom_mb:300"] {

@@ -27,8 +27,9 @@ use aquifer::{Allocator, Device};
 
 use serde::Serialize;
 
+use crate::cli::RECORDING;
 use crate::exit::{Failure, Outcome};
-use crate::input::{self, Program};
+use crate::input::{self, Program, Reason};
 use crate::session::Session;
 use crate::text::one_line;
 
@@ -132,12 +133,18 @@ fn jobs(session: &Session, paths: &[PathBuf], outcome: &mut Outcome, states: boo
     let (mut jobs, mut names) = (Vec::new(), Names::default());
     let files: Vec<Vec<PathBuf>> = paths.iter().map(|path| files_in(path)).collect();
     let all = files.concat();
+    let mut has_other_content = false;
     for (path, files) in paths.iter().zip(files) {
         let (mut job, mut failed) = (Vec::new(), Vec::new());
         for file in &files {
             match programs(session, file, &all, &mut names, states) {
                 Ok(programs) => job.extend(programs),
-                Err(failure) => failed.push(failure),
+                Err(failure) => {
+                    let is_of_system =
+                        matches!(&failure, Failure::Input(error) if matches!(error.reason, Reason::Io(_)));
+                    has_other_content |= !is_of_system;
+                    failed.push(failure);
+                }
             }
         }
         // A folder may have other files.
@@ -152,6 +159,9 @@ fn jobs(session: &Session, paths: &[PathBuf], outcome: &mut Outcome, states: boo
         }
         jobs.push(job);
     }
+    if has_other_content && jobs.iter().all(Vec::is_empty) {
+        session.message(RECORDING);
+    }
     jobs
 }
 
@@ -164,7 +174,7 @@ fn on_simulator(session: &Session, command: &str) -> Result<Option<Session>, Fai
     if session.sim().is_some() {
         return Ok(None);
     }
-    session.message(format_args!("{command} needs devices of several sizes, so it uses simulated ones"));
+    session.message(format_args!("{command} simulates devices of several sizes"));
     Ok(Some(session.simulated()?.for_measuring()))
 }
 

@@ -8,8 +8,9 @@ use crate::cli::OomArgs;
 use crate::commands::{list, save, violations};
 use crate::exit::{Failure, Outcome};
 use crate::session::Session;
+use crate::table::terminal_columns;
 use crate::table::{Column, table};
-use crate::text::Bytes;
+use crate::text::{Bytes, wrap_lines};
 use crate::ways::{self, Stand, Way};
 
 /// A row of results. `oom --help` explains the fields.
@@ -131,7 +132,10 @@ fn go(session: &Session, way: &Way, out: Option<&Path>) -> Result<Row, Failure> 
     let report = &story.refusal.report;
     let requested = Bytes(story.refusal.requested);
     match report {
-        Some(report) => session.show(format_args!("\n{report}\n"))?,
+        Some(report) => {
+            let width = terminal_columns().unwrap_or(usize::MAX);
+            session.show(format_args!("\n{}\n", wrap_lines(&report.to_string(), width)))?;
+        }
         None => session.show(format_args!("\n{requested} were asked for, and served.\n"))?,
     }
     let row = Row {

@@ -15,7 +15,7 @@ use crate::exit::{Failure, Outcome};
 use crate::input::Program;
 use crate::map::{Figures, Map};
 use crate::output;
-use crate::profile::{Buckets, Grouping, Peak, Range};
+use crate::profile::{Buckets, Grouping, Peak, Profile, Range};
 use crate::session::Session;
 use crate::text::Bytes;
 
@@ -138,7 +138,7 @@ fn page(programs: &[String]) -> String {
 /// The data of a program, as JSON.
 fn data(session: &Session, program: &Program) -> Result<String, Failure> {
     let name = &program.name;
-    let study = Study::of(session, name, program, MAPS)?;
+    let study = Study::of(session, name, program, Profile::of(program), MAPS)?;
     let advice = if program.has_history { advise(session, name, program, &study) } else { Vec::new() };
     let header = |key: &str| program.headers.iter().find(|(known, _)| known == key).map_or("", |(_, value)| value);
     let none = Range::default();

@@ -14,7 +14,8 @@ use crate::exit::{Failure, Outcome};
 use crate::live::{self, Progress, Reading};
 use crate::session::Session;
 use crate::soak::{self, Counts, Plan};
-use crate::text::Bytes;
+use crate::table::terminal_columns;
+use crate::text::{Bytes, wrap};
 
 /// Memory of a soak on a simulated device, where the host writes every byte.
 const SIMULATED_LIMIT: u64 = 24 << 20;
@@ -205,7 +206,7 @@ fn one(
 /// simulated device.
 fn limit(session: &Session, args: &SoakArgs, device: &Device, allocator: &Allocator) -> Result<u64, Failure> {
     let total = device.info().total_bytes;
-    if let Some(limit) = args.limit_mb.map(|mib| mib << 20) {
+    if let Some(limit) = args.limit {
         let (limit, total) = (Bytes(limit), Bytes(total));
         let more = || Failure::Usage(format!("--limit-mb: {limit} are more than the device has, which is {total}"));
         return if limit > total { Err(more()) } else { Ok(limit.0) };
@@ -231,36 +232,53 @@ impl Row {
     }
 }
 
+/// The width of labels, with the blanks around them.
+const LABELS: usize = 17;
+
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let counts = &self.counts;
         let last_seed = self.seed.wrapping_add(self.seeds.saturating_sub(1));
-        writeln!(f, "{} operations in {:.1} s ({:.0}/s)", counts.operations, self.seconds, self.operations_per_s)?;
-        writeln!(
-            f,
-            "  seeds          {} to {last_seed}, {} threads, {} streams",
-            self.seed, self.threads, self.streams
-        )?;
-        writeln!(f, "  memory         {} at most, of {}", Bytes(counts.peak_reserved_bytes), Bytes(self.limit_bytes))?;
-        writeln!(
-            f,
-            "  blocks         {} allocated, {} compared, {} copies, {} to other threads",
-            counts.allocs, counts.blocks_verified, counts.copies, counts.handed_over
-        )?;
-        writeln!(f, "  host           {} blocks written by it, {} compared", counts.uploads, counts.downloads)?;
-        writeln!(
-            f,
-            "  patterns       {} written, {} compared, {:.2} GB/s",
-            Bytes(counts.bytes_written),
-            Bytes(counts.bytes_verified),
-            self.gb_per_s
-        )?;
-        writeln!(
-            f,
-            "  out of memory  {} times survived; cached memory given back {} times",
-            counts.ooms, counts.releases
-        )?;
-        let kept = Bytes(self.not_given_back_bytes);
-        write!(f, "  mismatches     {}; violations {}; not given back {kept}", self.mismatches, self.violations)
+        write!(f, "{} operations in {:.1} s ({:.0}/s)", counts.operations, self.seconds, self.operations_per_s)?;
+        let lines = [
+            ("seeds", format!("{} to {last_seed}, {} threads, {} streams", self.seed, self.threads, self.streams)),
+            ("holds", format!("{} at most, of {}", Bytes(counts.peak_reserved_bytes), Bytes(self.limit_bytes))),
+            (
+                "blocks",
+                format!(
+                    "{} allocated, {} compared, {} copies, {} to other threads",
+                    counts.allocs, counts.blocks_verified, counts.copies, counts.handed_over
+                ),
+            ),
+            ("host", format!("{} blocks written by it, {} compared", counts.uploads, counts.downloads)),
+            (
+                "patterns",
+                format!(
+                    "{} written, {} compared, {:.2} GB/s",
+                    Bytes(counts.bytes_written),
+                    Bytes(counts.bytes_verified),
+                    self.gb_per_s
+                ),
+            ),
+            (
+                "out of memory",
+                format!("{} times survived; cached memory given back {} times", counts.ooms, counts.releases),
+            ),
+            (
+                "mismatches",
+                format!(
+                    "{}; violations {}; not given back {}",
+                    self.mismatches,
+                    self.violations,
+                    Bytes(self.not_given_back_bytes)
+                ),
+            ),
+        ];
+        let width = terminal_columns().unwrap_or(usize::MAX);
+        for (label, text) in lines {
+            let text = wrap(&text, width.saturating_sub(LABELS)).replace('\n', &format!("\n{:LABELS$}", ""));
+            write!(f, "\n  {label:<0$}{text}", LABELS - 2)?;
+        }
+        Ok(())
     }
 }

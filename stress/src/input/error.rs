@@ -113,6 +113,9 @@ pub enum Reason {
         /// Bytes as they are stored, compressed or not.
         stored: u64,
     },
+    /// A folder without files.
+    #[error("the folder has no files")]
+    EmptyFolder,
     /// The file has no bytes.
     #[error("the file is empty")]
     Empty,

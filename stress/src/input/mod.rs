@@ -78,6 +78,7 @@ fn load_with(path: &Path, states: bool) -> Result<Vec<Program>, InputError> {
         return read_with(Path::new("standard input"), std::io::stdin().lock(), states);
     }
     match File::open(path) {
+        Ok(_) if path.is_dir() => Err(Fault::file(Reason::EmptyFolder).at(path)),
         Ok(file) => read_with(path, file, states),
         Err(error) => Err(Fault::file(Reason::Io(error)).at(path)),
     }

@@ -50,6 +50,28 @@ impl Program {
         count.count() as u64
     }
 
+    /// The program as a trace, in which IDs count up.
+    pub fn to_trace(&self) -> String {
+        let mut text: String = self.headers.iter().map(|(key, value)| format!("# {key}: {value}\n")).collect();
+        let (mut slots, mut next) = (vec![(0, 0); self.slots as usize], 0);
+        for &event in &self.events {
+            text += &match event {
+                Event::Alloc { slot, bytes, stream } => {
+                    let stream = self.streams[usize::from(stream)];
+                    slots[slot as usize] = (next, stream);
+                    next += 1;
+                    format!("a {} {bytes} {stream}\n", next - 1)
+                }
+                Event::Free { slot } => format!("f {} {}\n", slots[slot as usize].0, slots[slot as usize].1),
+                Event::RecordStream { slot, stream } => {
+                    format!("r {} {}\n", slots[slot as usize].0, self.streams[usize::from(stream)])
+                }
+                Event::Iteration(number) => format!("i {number}\n"),
+            };
+        }
+        text
+    }
+
     /// Memory in use.
     pub(super) fn bytes(&self) -> usize {
         let headers: usize = self.headers.iter().map(|(key, value)| key.len() + value.len()).sum();

@@ -36,28 +36,6 @@ fn gunzip(bytes: &[u8]) -> Vec<u8> {
     content
 }
 
-/// A program as a trace; IDs are counted up as in recorded ones.
-fn to_trace(program: &Program) -> String {
-    let mut text: String = program.headers.iter().map(|(key, value)| format!("# {key}: {value}\n")).collect();
-    let (mut slots, mut next) = (vec![(0, 0); program.slots as usize], 0);
-    for &event in &program.events {
-        text += &match event {
-            Event::Alloc { slot, bytes, stream } => {
-                let stream = program.streams[usize::from(stream)];
-                slots[slot as usize] = (next, stream);
-                next += 1;
-                format!("a {} {bytes} {stream}\n", next - 1)
-            }
-            Event::Free { slot } => format!("f {} {}\n", slots[slot as usize].0, slots[slot as usize].1),
-            Event::RecordStream { slot, stream } => {
-                format!("r {} {}\n", slots[slot as usize].0, program.streams[usize::from(stream)])
-            }
-            Event::Iteration(number) => format!("i {number}\n"),
-        };
-    }
-    text
-}
-
 /// A program as an RMM log; addresses are used again at once.
 fn to_rmm(program: &Program) -> String {
     let mut text = rmm::HEADER.join(",") + "\n";
@@ -110,7 +88,7 @@ fn programs_with_blocks_below(bytes: u64) -> impl Strategy<Value = Program> {
 proptest! {
     #[test]
     fn traces_round_trip(program in programs(), compressed: bool) {
-        let text = to_trace(&program).into_bytes();
+        let text = program.to_trace().into_bytes();
         let bytes = if compressed { gzip(&text) } else { text };
         prop_assert_eq!(one("other.trace", &bytes), program);
     }

@@ -37,7 +37,9 @@ impl Pattern {
             Write::Fixed(write) => write(),
             Write::Random { allocations, max_mib } => rmm::random_allocations(allocations, max_mib),
         };
-        Program { name: self.name.clone(), ..program }
+        let headers = [("name", &*self.name), ("source", self.source)];
+        let headers = headers.map(|(key, value)| (key.to_owned(), value.to_owned())).into();
+        Program { name: self.name.clone(), headers, ..program }
     }
 }
 

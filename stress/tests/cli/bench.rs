@@ -156,6 +156,28 @@ fn published_patterns_are_played_by_every_allocator() {
 }
 
 #[test]
+fn captures_of_several_streams_use_memory_again_within_the_capture() {
+    let rows = rows(0, &["bench", "--peers", "--quick", "--filter", "captures/2/1000/10"]);
+    let held = |allocator: &str| rows.iter().find(|row| row["allocator"] == allocator).unwrap();
+    let ratio = |allocator: &str| held(allocator)["reserved_over_requested"].as_f64().unwrap();
+    assert_eq!(rows.len(), 3, "the driver's allocations are nodes of the graph");
+    assert!(ratio("Aquifer") < 1.5 && ratio("PyTorch (model)") > 6.0, "{rows:?}");
+    assert_eq!(held("Aquifer")["peak_requested_bytes"], held("PyTorch (model)")["peak_requested_bytes"]);
+}
+
+#[test]
+fn published_patterns_are_traces_for_other_programs() {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("patterns");
+    let folder = folder.to_str().unwrap();
+    let written = stress(&["bench", "--peers", "--filter", "comb", "--traces", folder]);
+    assert!(written.status.success(), "{}", errors(&written));
+    let path = String::from_utf8(written.stdout).unwrap();
+    let replayed = &rows(0, &["replay", "--repeat", "1", "--config", "backing:pytorch", path.trim()])[0];
+    assert_eq!((&replayed["trace"], bytes(replayed, "peak_reserved_bytes")), (&"comb".into(), 96 << 20));
+    assert_eq!(stress(&["bench", "--traces", folder]).status.code(), Some(2), "only --peers has programs");
+}
+
+#[test]
 fn published_patterns_of_waiting_are_timed() {
     let measured = rows(0, &["bench", "--peers", "--filter", "multi_stream_allocations/4/4/1"]);
     let times: Vec<f64> = measured.iter().map(|row| row["us_per_iteration"].as_f64().unwrap()).collect();

@@ -21,7 +21,7 @@ fn fit_finds_a_boundary() {
     assert_eq!(row.as_object().unwrap().len(), 5);
     let smallest = bytes(row, "smallest_device_bytes");
     assert_eq!(smallest, 32_335_986_688);
-    assert!((row["ratio"].as_f64().unwrap() - 1.0807).abs() < 1e-4);
+    assert!((row["smallest_over_requested"].as_f64().unwrap() - 1.0807).abs() < 1e-4);
     for (bytes, code) in [(smallest, 0), (smallest - (2 << 20), 3)] {
         let device = format!("sim:{bytes}");
         let args = ["replay", "--repeat", "1", "--device", &device, "--config", PYTORCH, &file];

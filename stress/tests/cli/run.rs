@@ -102,8 +102,8 @@ fn wrong_options_and_files_are_known_before_the_program_starts() {
         let output = command(&["--config", ""], &program).env(name, value).output().unwrap();
         assert_eq!((output.status.code(), &output.stdout[..]), (Some(0), &b"started\n"[..]), "{}", errors(&output));
     }
-    for option in ["--snapshot", "--report"] {
-        refused(&mut command(&[option, "/no/such/folder/file.pickle"], &program), 1, "/no/such/folder/file.pickle");
+    for (option, path) in [("--snapshot", "/no/such/folder/file.pickle"), ("--report", "/no/such/folder/page.html")] {
+        refused(&mut command(&[option, path], &program), 1, path);
     }
 }
 

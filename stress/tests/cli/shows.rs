@@ -15,12 +15,12 @@ fn has_keys(row: &Value, keys: &[&str]) {
 }
 
 fn row<'a>(rows: &'a [Value], scenario: &str, policy: &str) -> &'a Value {
-    rows.iter().find(|row| row["scenario"] == scenario && row["policy"] == policy).unwrap()
+    rows.iter().find(|row| row["scenario"] == scenario && row["config"] == policy).unwrap()
 }
 
 const FRAGMENTATION_KEYS: [&str; 21] = [
     "scenario",
-    "policy",
+    "config",
     "device",
     "peak_requested_bytes",
     "peak_allocated_bytes",
@@ -56,7 +56,7 @@ fn every_scenario_shows_fragmentation_and_a_solution() {
         assert!((0.0..=1.0).contains(&row["unusable_index"].as_f64().unwrap()), "{row}");
         assert_eq!(bytes(row, "violations"), 0, "{row}");
         assert!(bytes(row, "inputs") > 0 && bytes(row, "inputs_damaged") == 0, "{row}");
-        if row["policy"] == "no_cache:True" {
+        if row["config"] == "no_cache:True" {
             assert!(row["probe_fits"] == true && row["verdict"] == "fits" && row["ooms"] == 0, "{row}");
             assert!(reserved - requested < requested / 10, "{row}");
         }
@@ -64,7 +64,7 @@ fn every_scenario_shows_fragmentation_and_a_solution() {
         assert_eq!(row["probe_fits"], fits, "the verdict says what happened: {row}");
     }
     let names = ["alternating", "sequences", "kv_cache", "images", "streams"];
-    let policies = rows.iter().filter(|row| row["policy"] == "backing:segments,history:100").count();
+    let policies = rows.iter().filter(|row| row["config"] == "backing:segments,history:100").count();
     assert_eq!(policies, names.len(), "the user's options are tried on every scenario");
     for name in ["alternating", "kv_cache", "images"] {
         let segments = row(&rows, name, "backing:segments");
@@ -311,7 +311,12 @@ fn options_that_fit_on_no_device_are_reported_and_the_others_compared() {
     assert!(fitting.iter().all(|row| row["ooms"] == 0), "{fitting:?}");
     for row in limited {
         assert!(bytes(row, "ooms") > 0, "its peak covers served requests only: {row}");
-        assert!(row["config"] == "limit_mb:1000" && row["ratio"].is_null() && row["retries_at_fit"].is_null(), "{row}");
+        assert!(
+            row["config"] == "limit_mb:1000"
+                && row["smallest_over_requested"].is_null()
+                && row["retries_at_fit"].is_null(),
+            "{row}"
+        );
         let named = format!("out of memory: {} with limit_mb:1000: it does not finish", row["trace"].as_str().unwrap());
         assert!(said.contains(&named), "{said}");
     }
@@ -321,7 +326,7 @@ fn options_that_fit_on_no_device_are_reported_and_the_others_compared() {
 fn after_a_failed_policy_the_others_are_shown() {
     let args = ["fragmentation", "--scenario", "alternating", "--device", "sim:1GiB,fault=cuMemAlloc#3:999"];
     let output = stress(&[&args[..], &["--json"]].concat());
-    let policies: Vec<Value> = rows_of(1, &output).into_iter().map(|row| row["policy"].clone()).collect();
+    let policies: Vec<Value> = rows_of(1, &output).into_iter().map(|row| row["config"].clone()).collect();
     assert_eq!(policies, [""], "mapped memory alone makes no such call");
     let said = errors(&output);
     assert!(said.contains("error: alternating under backing:segments: event "), "{said}");

@@ -114,11 +114,15 @@ fn paths_that_cannot_be_written_are_errors() {
         &["compare", &trace, "--plot"],
     ] {
         for path in ["/nonexistent/s.pickle", "/dev/null/s.pickle", "/"] {
-            let path = if command.ends_with(&["--plot"]) { path.replace("pickle", "svg") } else { path.to_owned() };
+            let ending = match command.last() {
+                Some(&"--plot") => "svg",
+                Some(&"--report" | &"--output") => "html",
+                _ => "pickle",
+            };
+            let path = path.replace("pickle", ending);
             let output = stress(&[command, &[&path, "--", "true"][..if command[0] == "run" { 3 } else { 1 }]].concat());
             // Others are refused by their ending.
-            let expected =
-                if path == "/" && !command.ends_with(&["--report"]) && command[0] != "report" { 2 } else { 1 };
+            let expected = if path == "/" { 2 } else { 1 };
             assert_eq!(output.status.code(), Some(expected), "{command:?} {path}: {}", errors(&output));
             assert!(expected == 2 || errors(&output).starts_with(&format!("error: {path}: ")), "{}", errors(&output));
             assert!(output.stdout.is_empty(), "before anything runs");

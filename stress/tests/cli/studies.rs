@@ -41,6 +41,19 @@ fn explain_tells_what_is_alive_what_allocators_take_and_how_memory_runs_out() {
     }
 }
 
+/// Trying allocators takes time; what the program uses is known at once.
+#[test]
+fn explain_says_what_it_knows_and_how_long_it_takes_before_it_tries_allocators() {
+    let both = Scratch::new("both.txt", b"");
+    let file = || std::fs::OpenOptions::new().append(true).open(both.path()).unwrap();
+    let mut explain = program(&["explain", &data("fsdp_start.trace")]);
+    assert!(explain.stdout(file()).stderr(file()).status().unwrap().success());
+    let text = std::fs::read_to_string(both.path()).unwrap();
+    let at = |part: &str| text.find(part).unwrap_or_else(|| panic!("{part}: {text}"));
+    let tried = at("fsdp_start: 1680 events; trying 4 allocators takes some seconds");
+    assert!(at("uses at most 6.89 GiB") < tried && at("Live then:") < tried && tried < at("What allocators hold"));
+}
+
 #[test]
 fn explain_shows_the_first_refusal_on_the_users_device() {
     let row = &rows(0, &["explain", "--device", "sim:40GiB", &data("gnn_random_graphs.trace.gz")])[0];

@@ -9,7 +9,7 @@ use super::*;
 #[test]
 fn wrong_use_is_explained() {
     let file = data("fsdp_start.trace");
-    let cases: [(&[&str], i32, &str); 10] = [
+    let cases: [(&[&str], i32, &str); 14] = [
         (&["replay", "--device", "sim:x", &file], 2, "presets"),
         (&["replay", "--device", "sim:h100,foo=1", &file], 2, "`foo` at byte 9"),
         (&["replay", "--config", "foo:1", &file], 2, "unknown option `foo`"),
@@ -20,12 +20,66 @@ fn wrong_use_is_explained() {
         (&["bench", "--config", "", "--config", ""], 2, "takes one --config"),
         (&["bench", "--filter", "nothing"], 2, "churn_100"),
         (&["frobnicate"], 2, "frobnicate"),
+        (&["report", &file, "--output", "-"], 2, ".html"),
+        (&["report", &file, "--output", "snapshot.pickle"], 2, ".html"),
+        (&["report", &file, "--output", "/nonexistent/page.html"], 1, "/nonexistent/page.html: No such file"),
+        (&["soak", "--limit-mb", "0"], 2, "such as 512 or 0.5"),
     ];
     for (args, code, reason) in cases {
         let output = stress(args);
         assert_eq!(output.status.code(), Some(code), "{args:?}: {}", errors(&output));
         assert!(errors(&output).contains(reason), "{args:?}: {}", errors(&output));
         assert!(output.stdout.is_empty());
+    }
+}
+
+/// Who has no recording learns how to make one.
+#[test]
+fn without_a_recording_commands_say_how_to_make_one() {
+    let (text, empty) = (Scratch::new("some.txt", b"hello world"), Scratch::new("empty.pickle", b""));
+    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("no-recordings");
+    std::fs::create_dir_all(&folder).unwrap();
+    let cases: [(&[&str], i32, &str); 5] = [
+        (&["explain"], 2, "error: the following required arguments were not provided"),
+        (&["advise"], 2, "error: the following required arguments were not provided"),
+        (&["explain", text.path()], 4, "found text that begins with \"hello world\""),
+        (&["report", empty.path()], 4, "the file is empty"),
+        (&["replay", folder.to_str().unwrap()], 4, "the folder has no files"),
+    ];
+    for (args, code, error) in cases {
+        let output = stress(args);
+        let said = errors(&output);
+        assert_eq!(output.status.code(), Some(code), "{args:?}: {said}");
+        let ways = ["torch.cuda.memory._record_memory_history(", "_dump_snapshot(", "oom_snapshot:", "run --snapshot"];
+        assert!(said.contains(error) && ways.iter().all(|way| said.contains(way)), "{args:?}: {said}");
+    }
+    let said = errors(&stress(&["explain", "missing.pickle"]));
+    assert!(said.ends_with("error: missing.pickle: No such file or directory (os error 2)\n"), "{said}");
+}
+
+/// One word for one figure, in the tables of all commands.
+#[test]
+fn tables_call_a_figure_by_one_name() {
+    let file = Scratch::new("program.trace", b"a 0 5242880 0\na 1 18874368 0\nf 0 0\nf 1 0\n");
+    let of_program = ["holds", "holds, ratio", "driver calls"];
+    let of_device = ["smallest device", "smallest device, ratio"];
+    let cases: [(&[&str], &[&str]); 5] = [
+        (&["explain", file.path()], &["holds", "holds, ratio", "smallest device", "driver calls"]),
+        (&["replay", file.path()], &of_program),
+        (&["fit", file.path()], &of_device),
+        (&["compare", file.path()], &[of_program, ["smallest device", "smallest device, ratio", "options"]].concat()),
+        (&["fragmentation", "--device", "sim:1GiB", "--scenario", "streams"], &["holds", "driver calls", "options"]),
+    ];
+    for (args, wanted) in cases {
+        let text = String::from_utf8(stress(args).stdout).unwrap();
+        let headings = text.lines().filter(|line| line.contains('┆') && line.contains("options"));
+        let headings: Vec<&str> = headings.flat_map(|line| line.split(['│', '┆'])).map(str::trim).collect();
+        for wanted in wanted {
+            assert!(headings.contains(wanted), "{args:?}: {wanted}: {headings:?}");
+        }
+        for other in ["ratio", "its ratio", "config", "policy", "trace", "index", "warm calls", "takes", "reserved"] {
+            assert!(!headings.contains(&other), "{args:?}: {other}: {headings:?}");
+        }
     }
 }
 

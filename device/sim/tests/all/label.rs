@@ -13,3 +13,12 @@ fn a_label_is_known_until_nothing_belongs_to_its_device() {
     drop(stream);
     assert_eq!(DeviceLabel::of(id).to_string(), "a device that is closed");
 }
+
+#[test]
+fn names_have_sizes_that_people_read() {
+    for (size, name) in [("27.9GiB", "27.90 GiB"), ("80GiB", "80 GiB"), ("512MiB", "512 MiB"), ("1536GiB", "1.50 TiB")]
+    {
+        let device = Device::new(SimDriver::new(SimConfig::parse(size).unwrap()));
+        assert_eq!(device.info().name, format!("Simulated H100 {name}"));
+    }
+}

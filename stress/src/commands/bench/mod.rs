@@ -7,6 +7,7 @@
 //!
 //! `--scale` and `--peers` measure other things: see `scale.rs` and `peers.rs`.
 
+mod captures;
 mod handover;
 mod peers;
 mod scale;
@@ -361,7 +362,7 @@ fn tabulate(rows: &[Row]) -> Table {
         ("live", |[ours, _]| ours.live.to_string()),
         ("aquifer ns/pair", |[ours, _]| format!("{:.1}", ours.ns_per_pair)),
         ("yardstick ns/pair", |[_, theirs]| format!("{:.1}", theirs.ns_per_pair)),
-        ("times", |[ours, theirs]| format!("{:.2}", ours.ns_per_pair / theirs.ns_per_pair)),
+        ("times yardstick", |[ours, theirs]| format!("{:.2}", ours.ns_per_pair / theirs.ns_per_pair)),
         ("rate vs 1 thread", |[ours, _]| format!("{:.2}", ours.rate_vs_one_thread)),
     ];
     table(pairs, 1, &columns)

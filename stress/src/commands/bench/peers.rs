@@ -3,6 +3,7 @@
 //! Each allocator gets a device of its own. What it holds, its driver calls and their time are
 //! observed in two passes of the pattern; its speed is timed in other passes, on another device.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -10,6 +11,7 @@ use aquifer::Device;
 use aquifer::device::sim::SimDriver;
 use serde::Serialize;
 
+use super::captures::{Captured, Captures};
 use super::{SIMULATED_BYTES, streams};
 use crate::bare::Bare;
 use crate::cli::{BenchArgs, ConfigArg};
@@ -18,6 +20,7 @@ use crate::driver_pool::DriverPool;
 use crate::exit::{Failure, Outcome};
 use crate::harness::{OnOom, Player, Times};
 use crate::input::Program;
+use crate::output;
 use crate::patterns;
 use crate::pytorch::PyTorch;
 use crate::session::Session;
@@ -57,6 +60,8 @@ struct Row {
     memory: Option<Memory>,
     #[serde(flatten)]
     times: Option<RoundTimes>,
+    #[serde(flatten)]
+    captured: Option<Captured>,
 }
 
 /// What an allocator made of a pattern.
@@ -92,6 +97,7 @@ enum Benchmark {
     Pattern(patterns::Pattern),
     Streams(streams::Iterations),
     Priming(streams::Priming),
+    Captures(Captures),
 }
 
 impl Benchmark {
@@ -100,6 +106,7 @@ impl Benchmark {
             Benchmark::Pattern(pattern) => &pattern.name,
             Benchmark::Streams(iterations) => &iterations.name,
             Benchmark::Priming(priming) => priming.name,
+            Benchmark::Captures(captures) => &captures.name,
         }
     }
 }
@@ -107,7 +114,8 @@ impl Benchmark {
 fn all() -> impl Iterator<Item = Benchmark> {
     let patterns = patterns::all().into_iter().map(Benchmark::Pattern);
     let streams = streams::Iterations::all().into_iter().map(Benchmark::Streams);
-    patterns.chain(streams).chain(streams::Priming::ALL.map(Benchmark::Priming))
+    let captures = Captures::all().into_iter().map(Benchmark::Captures);
+    patterns.chain(streams).chain(streams::Priming::ALL.map(Benchmark::Priming)).chain(captures)
 }
 
 /// Runs the benchmarks.
@@ -127,6 +135,9 @@ pub(super) fn run(session: &Session, config: &ConfigArg, args: &BenchArgs) -> Re
         let names: Vec<String> = all().map(|one| one.name().to_owned()).collect();
         return Err(Failure::Usage(format!("--filter: no benchmark has this name; there are {}", names.join(", "))));
     }
+    if let Some(folder) = &args.traces {
+        return write_traces(session, &chosen, folder);
+    }
     let (mut outcome, mut rows) = (Outcome::Done, Vec::new());
     let bar = session.progress((chosen.len() * PEERS.len()) as u64, "bench");
     for (index, one) in (1..).zip(&chosen) {
@@ -135,6 +146,11 @@ pub(super) fn run(session: &Session, config: &ConfigArg, args: &BenchArgs) -> Re
         }
         bar.set_message(one.name().to_owned());
         for (peer, allocator) in PEERS {
+            bar.inc(1);
+            // The driver's own allocations within a capture are nodes of the graph, not memory of a pool.
+            if matches!(one, Benchmark::Captures(_)) && matches!(peer, Peer::DriverPool | Peer::Bare) {
+                continue;
+            }
             match measure(session, config, one, peer) {
                 Ok(row) => {
                     let row = Row { allocator, device: session.device_text().to_owned(), ..row };
@@ -146,33 +162,51 @@ pub(super) fn run(session: &Session, config: &ConfigArg, args: &BenchArgs) -> Re
                     session.message(format_args!("error: {} with {allocator}: {failure}", one.name()));
                 }
             }
-            bar.inc(1);
         }
     }
     bar.finish_and_clear();
     let (patterns, others): (Vec<Row>, Vec<Row>) = rows.into_iter().partition(|row| row.memory.is_some());
-    let tables = [(patterns, tabulate as fn(&[Row]) -> Table), (others, tabulate_times)];
+    let (captures, times): (Vec<Row>, Vec<Row>) = others.into_iter().partition(|row| row.captured.is_some());
+    let tables = [(patterns, tabulate as fn(&[Row]) -> Table), (times, tabulate_times), (captures, tabulate_captures)];
     let tables = tables.iter().filter(|(rows, _)| !rows.is_empty());
     let tables: Vec<String> = tables.map(|(rows, tabulate)| tabulate(rows).to_string()).collect();
     session.show(tables.join("\n\n"))?;
     Ok(outcome)
 }
 
+/// Writes a trace of each pattern.
+fn write_traces(session: &Session, chosen: &[Benchmark], folder: &Path) -> Result<Outcome, Failure> {
+    std::fs::create_dir_all(folder).map_err(|cause| Failure::File { path: folder.to_owned(), cause })?;
+    for one in chosen {
+        if let Benchmark::Pattern(pattern) = one {
+            let path = folder.join(pattern.name.replace('/', "-") + ".trace");
+            output::write(&path, &pattern.program().to_trace())?;
+            session.show(path.display())?;
+        }
+    }
+    Ok(Outcome::Done)
+}
+
 fn measure(session: &Session, config: &ConfigArg, one: &Benchmark, peer: Peer) -> Result<Row, Failure> {
     let (benchmark, source) = match one {
         Benchmark::Pattern(pattern) => (pattern.name.clone(), pattern.source),
+        Benchmark::Captures(captures) => (captures.name.clone(), "PyTorch 158352"),
         other => (other.name().to_owned(), "RMM"),
     };
     let job = Job { session, one };
-    let row = match peer {
-        Peer::Aquifer => job.measure(|lab, streams| Aquifer::new(session, &lab.device, config, streams))?,
-        Peer::PyTorch | Peer::Expandable => {
+    let row = match (peer, one) {
+        (Peer::Aquifer, Benchmark::Captures(captures)) => {
+            let captured = captures.capture(session, &Lab::open(session, None)?, config)?;
+            Row { captured: Some(captured), ..Row::default() }
+        }
+        (Peer::Aquifer, _) => job.measure(|lab, streams| Aquifer::new(session, &lab.device, config, streams))?,
+        (Peer::PyTorch | Peer::Expandable, _) => {
             let backing = if peer == Peer::PyTorch { "backing:pytorch" } else { "backing:expandable" };
             let config = parsed(backing)?;
             job.measure(|lab, streams| PyTorch::new(session, &lab.device, &config, streams))?
         }
-        Peer::DriverPool => job.measure(|lab, streams| DriverPool::new(lab.device.clone(), streams))?,
-        Peer::Bare => job.measure(|lab, _| Ok(Bare::new(lab.device.clone())))?,
+        (Peer::DriverPool, _) => job.measure(|lab, streams| DriverPool::new(lab.device.clone(), streams))?,
+        (Peer::Bare, _) => job.measure(|lab, _| Ok(Bare::new(lab.device.clone())))?,
     };
     let mut row = Row { benchmark, source, ..row };
     // There the host's time is that of the simulator.
@@ -203,6 +237,11 @@ impl Job<'_> {
                 let program = pattern.program();
                 let memory = Some(self.play(&program, |lab| make(lab, program.streams.len()))?);
                 Ok(Row { memory, ..Row::default() })
+            }
+            Benchmark::Captures(captures) => {
+                let program = captures.of_pytorch();
+                let held = self.play(&program, |lab| make(lab, program.streams.len()))?.peak_reserved_bytes;
+                Ok(Row { captured: Some(captures.figures(held)), ..Row::default() })
             }
             Benchmark::Streams(iterations) => {
                 let lab = Lab::open(self.session, None)?;
@@ -346,13 +385,13 @@ fn tabulate(rows: &[Row]) -> Table {
         ("allocator", |row| row.allocator.to_owned()),
         ("requested", |row| optional(memory(row, |memory| Bytes(memory.peak_requested_bytes)))),
         ("holds", |row| optional(memory(row, |memory| Bytes(memory.peak_reserved_bytes)))),
-        ("ratio", |row| number(memory(row, |memory| memory.reserved_over_requested).flatten(), 3)),
+        ("holds, ratio", |row| number(memory(row, |memory| memory.reserved_over_requested).flatten(), 3)),
         ("driver calls", |row| optional(memory(row, |memory| memory.driver_calls))),
-        ("warm calls", |row| optional(memory(row, |memory| memory.warm_driver_calls))),
+        ("later driver calls", |row| optional(memory(row, |memory| memory.warm_driver_calls))),
         ("driver ms, modelled", |row| {
             number(memory(row, |memory| memory.driver_time_modelled_us).flatten().map(|us| us / 1e3), 1)
         }),
-        ("warm ms, modelled", |row| {
+        ("later driver ms, modelled", |row| {
             number(memory(row, |memory| memory.warm_driver_time_modelled_us).flatten().map(|us| us / 1e3), 1)
         }),
         ("ns/op", |row| number(memory(row, |memory| memory.ns_per_op).flatten(), 1)),
@@ -360,6 +399,17 @@ fn tabulate(rows: &[Row]) -> Table {
     if rows.iter().any(|row| memory(row, |memory| memory.ooms > 0) == Some(true)) {
         columns.push(("OOMs", |row| optional(memory(row, |memory| memory.ooms))));
     }
+    table(rows, 2, &columns)
+}
+
+fn tabulate_captures(rows: &[Row]) -> Table {
+    let columns: [Column<Row>; 5] = [
+        ("benchmark", |row| row.benchmark.clone()),
+        ("allocator", |row| row.allocator.to_owned()),
+        ("requested", |row| optional(row.captured.as_ref().map(|captured| Bytes(captured.peak_requested_bytes)))),
+        ("holds", |row| optional(row.captured.as_ref().map(|captured| Bytes(captured.peak_reserved_bytes)))),
+        ("holds, ratio", |row| number(row.captured.as_ref().and_then(|captured| captured.reserved_over_requested), 3)),
+    ];
     table(rows, 2, &columns)
 }
 

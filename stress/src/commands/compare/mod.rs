@@ -210,18 +210,18 @@ fn tabulate(rows: &[Row]) -> String {
         &[
             ("options", |row| options(&row.config).to_owned()),
             ("holds", |row| optional(row.served(row.peak_reserved_bytes).map(Bytes))),
-            ("ratio", |row| number(row.served(row.reserved_over_requested).flatten(), 3)),
-            ("ratio, first pass", |row| number(row.served(row.first_pass_reserved_over_requested).flatten(), 3)),
+            ("holds, ratio", |row| number(row.served(row.reserved_over_requested).flatten(), 3)),
+            ("holds, first pass", |row| number(row.served(row.first_pass_reserved_over_requested).flatten(), 3)),
             ("smallest device", |row| optional(row.smallest_device_bytes.map(Bytes))),
-            ("its ratio", |row| number(row.smallest_over_requested, 4)),
+            ("smallest device, ratio", |row| number(row.smallest_over_requested, 4)),
             ("driver calls", |row| optional(row.served(row.driver_calls).flatten())),
-            ("warm calls", |row| number(row.served(row.warm_driver_calls).flatten(), 1)),
+            ("later driver calls", |row| number(row.served(row.warm_driver_calls).flatten(), 1)),
             ("driver ms, modelled", |row| {
                 number(row.served(row.driver_time_modelled_us).flatten().map(|us| us / 1e3), 1)
             }),
             ("worst µs, modelled", |row| number(row.served(row.worst_alloc_us).flatten(), 0)),
             ("ns/op", |row| number(row.ns_per_op, 1)),
-            ("index", |row| number(row.yardstick_ns_per_op, 1)),
+            ("yardstick", |row| number(row.yardstick_ns_per_op, 1)),
             ("OOMs", |row| row.refused().to_string()),
         ],
     );

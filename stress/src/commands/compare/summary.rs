@@ -111,25 +111,25 @@ pub(super) fn tabulate(summaries: &[Summary]) -> String {
         1,
         &[
             ("options", |row| options(&row.config).to_owned()),
-            ("traces", |row| match row.finished {
+            ("programs", |row| match row.finished {
                 all if all == row.traces => all.to_string(),
                 some => format!("{some} of {}", row.traces),
             }),
             ("holds, ratio", |row| number(row.reserved_over_requested, 4)),
-            ("worst", |row| number(row.worst_reserved_over_requested, 3)),
-            ("first pass", |row| number(row.first_pass_reserved_over_requested, 4)),
+            ("holds, worst", |row| number(row.worst_reserved_over_requested, 3)),
+            ("holds, first pass", |row| number(row.first_pass_reserved_over_requested, 4)),
             ("smallest device, ratio", |row| number(row.smallest_over_requested, 4)),
-            ("worst device", |row| number(row.worst_smallest_over_requested, 3)),
+            ("smallest device, worst", |row| number(row.worst_smallest_over_requested, 3)),
             ("driver calls", |row| optional(row.driver_calls)),
-            ("warm calls", |row| number(row.warm_driver_calls, 1)),
+            ("later driver calls", |row| number(row.warm_driver_calls, 1)),
             ("driver ms, modelled", |row| number(row.driver_time_modelled_us.map(|us| us / 1e3), 1)),
             ("worst µs, modelled", |row| number(row.worst_alloc_us, 0)),
             ("ns/op", |row| number(row.ns_per_op, 1)),
-            ("index", |row| number(row.times_yardstick, 2)),
+            ("times yardstick", |row| number(row.times_yardstick, 2)),
             ("OOMs", |row| row.ooms.saturating_add(row.warm_ooms).to_string()),
         ],
     );
-    format!("All: geometric means and the worst, totals of what the driver did, times the index\n{table}")
+    format!("All: geometric means and the worst, totals of driver calls and their time\n{table}")
 }
 
 #[cfg(test)]

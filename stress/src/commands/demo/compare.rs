@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use super::{EXPANDABLE, POLICIES, PYTORCH};
+use crate::cli::ConfigArg;
 use crate::commands::fit::{Job, fit_all, with_splitting, without_same};
 use crate::commands::study::sampled::sample;
 use crate::commands::{options, ratio, violations};
@@ -25,10 +26,13 @@ pub(super) struct Compared {
     reserved_over_requested: Option<f64>,
     driver_calls: u64,
     smallest_device_bytes: Option<u64>,
-    ratio: Option<f64>,
+    smallest_over_requested: Option<f64>,
     retries_at_fit: Option<u64>,
     ooms: u64,
     violations: u64,
+    /// The allocator that the options choose, and its other options.
+    #[serde(skip)]
+    allocator: (&'static str, String),
     /// Whether the options allow a cache.
     #[serde(skip)]
     caches: bool,
@@ -66,6 +70,7 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
             Err(failure) => return Err(failure),
         };
         let roomy = session.resized(plenty(job.program));
+        let (name, others) = allocator(job.config);
         let sampled = sample(&roomy, job.program, job.config, &Profile::of(job.program).buckets, None)?;
         compared.push(Compared {
             trace: job.name.to_owned(),
@@ -75,10 +80,11 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
             reserved_over_requested: ratio(sampled.peak_reserved, job.program.peak_requested_bytes),
             driver_calls: sampled.calls,
             smallest_device_bytes: fit.as_ref().map(|fit| fit.smallest_device_bytes),
-            ratio: fit.as_ref().and_then(|fit| fit.ratio),
+            smallest_over_requested: fit.as_ref().and_then(|fit| fit.smallest_over_requested),
             retries_at_fit: fit.map(|fit| fit.retries_at_fit),
             ooms: sampled.refused_at.len() as u64,
             violations: if job.config.pytorch.is_some() { 0 } else { checked(&roomy, job)? },
+            allocator: (name, others.to_owned()),
             caches: !job.config.config.no_cache,
         });
     }
@@ -89,6 +95,18 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
         |row| (row.trace.clone(), row.smallest_device_bytes, row.ooms == 0),
     );
     Ok(compared)
+}
+
+/// The allocator that these options choose, and the others in the words of its users.
+fn allocator(config: &ConfigArg) -> (&'static str, &str) {
+    let rest = |backing| config.text.strip_prefix(backing).map(|rest| rest.trim_start_matches(','));
+    match &config.pytorch {
+        None => ("Aquifer", &config.text),
+        Some(options) if options.expandable_segments => {
+            ("PyTorch, expandable segments", rest(EXPANDABLE).unwrap_or(&config.text))
+        }
+        Some(_) => ("PyTorch", rest(PYTORCH).unwrap_or(&config.text)),
+    }
 }
 
 /// Plays a program whose streams write to every block. Returns the number of violations.
@@ -118,16 +136,17 @@ fn tabulate_one(compared: &[Compared]) -> String {
     }
     let table = table(
         compared,
-        1,
+        2,
         &[
-            ("options", |row| options(&row.config).to_owned()),
+            ("allocator", |row| row.allocator.0.to_owned()),
+            ("options", |row| options(&row.allocator.1).to_owned()),
             ("holds", |row| optional((row.ooms == 0).then_some(Bytes(row.peak_reserved_bytes)))),
-            ("ratio", |row| match row.ooms {
+            ("holds, ratio", |row| match row.ooms {
                 0 => times(row.reserved_over_requested),
                 _ => NOTHING.to_owned(),
             }),
             ("smallest device", |row| optional(row.smallest_device_bytes.map(Bytes))),
-            ("its ratio", |row| times(row.ratio)),
+            ("smallest device, ratio", |row| times(row.smallest_over_requested)),
             ("driver calls", |row| optional((row.ooms == 0).then_some(row.driver_calls))),
         ],
     );
@@ -144,10 +163,11 @@ pub(super) fn findings(trace: &str, compared: &[Compared]) -> Option<String> {
     let fitting = pytorch.filter_map(|row| Some((row, row.smallest_device_bytes?)));
     let (best, best_device) = fitting.min_by_key(|&(_, device)| device)?;
     let mut text = format!(
-        "{trace} finishes on {} with the defaults. The best of these options of PyTorch's is {}: {}, and where there \
-         is plenty, it holds {} instead of {}.",
+        "{trace} finishes on {} with Aquifer. The best of PyTorch's rows is {} with {}: {}, and where there is plenty, \
+         it holds {} instead of {}.",
         Bytes(usual.smallest_device_bytes?),
-        best.config,
+        best.allocator.0,
+        options(&best.allocator.1),
         Bytes(best_device),
         Bytes(best.peak_reserved_bytes),
         Bytes(usual.peak_reserved_bytes)

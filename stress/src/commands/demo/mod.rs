@@ -6,6 +6,7 @@ mod play;
 
 use std::path::Path;
 
+use aquifer::memory::OomReport;
 use serde::Serialize;
 
 use crate::cli::DemoArgs;
@@ -14,7 +15,8 @@ use crate::exit::{Failure, Outcome};
 use crate::input::{self, Program};
 use crate::map::Style;
 use crate::session::Session;
-use crate::text::{Bytes, wrap};
+use crate::table::terminal_columns;
+use crate::text::{Bytes, wrap, wrap_lines};
 use compare::Compared;
 use play::{Exhausted, Moving, Roomy};
 
@@ -62,7 +64,7 @@ enum Row<'a> {
 /// standard output cannot be written.
 pub fn run(session: &Session, args: &DemoArgs) -> Result<Outcome, Failure> {
     if session.sim().is_none() {
-        session.message("the demonstration needs devices of several sizes, so it uses a simulated one");
+        session.message("demo simulates devices of several sizes");
         return run(&session.simulated()?, args);
     }
     if let Some(alone) = session.without_other_programs() {
@@ -90,6 +92,11 @@ fn recordings() -> Result<Vec<Program>, Failure> {
         programs.extend(input::read(Path::new(name), bytes)?);
     }
     Ok(programs)
+}
+
+/// A report, wrapped for a terminal.
+fn wrapped(report: &OomReport) -> String {
+    wrap_lines(&report.to_string(), terminal_columns().unwrap_or(usize::MAX))
 }
 
 /// The text of the demonstration. Each chapter returns its outcome.
@@ -161,7 +168,8 @@ impl Story<'_> {
              move, either (backing:segments). Unused segments are released when the device is \
              full, but those with a live block in them cannot be. At event {event} of {events} that is not enough:"
         ))?;
-        self.session.show(format_args!("{report}\n\n{}\n", map.draw(self.style)))?;
+        let text = wrapped(&report);
+        self.session.show(format_args!("{text}\n\n{}\n", map.draw(self.style)))?;
         let intact = self.intact(program, damaged);
         if !served_again {
             let requested = Bytes(report.requested);
@@ -204,7 +212,7 @@ impl Story<'_> {
         }
         if let Some(report) = report {
             self.heading("4. Even memory that moves does not suffice here")?;
-            self.session.show(format_args!("{report}\n"))?;
+            self.session.show(format_args!("{}\n", wrapped(&report)))?;
             return Ok(ended);
         }
         let peak = Bytes(program.peak_requested_bytes);

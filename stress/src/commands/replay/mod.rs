@@ -414,34 +414,34 @@ impl Row {
 
 fn tabulate(rows: &[Row], args: &ReplayArgs) -> Table {
     let mut columns: Vec<Column<Row>> = vec![
-        ("trace", |row| row.trace.clone()),
-        ("config", |row| options(&row.config).to_owned()),
+        ("program", |row| row.trace.clone()),
+        ("options", |row| options(&row.config).to_owned()),
         ("requested", |row| Bytes(row.peak_requested_bytes).to_string()),
         ("holds", |row| Bytes(row.peak_reserved_bytes).to_string()),
-        ("ratio", |row| row.ratio(Some(&row.peak_reserved_bytes))),
+        ("holds, ratio", |row| row.ratio(Some(&row.peak_reserved_bytes))),
     ];
     if args.passes.repeat > 1 {
-        columns.push(("ratio, first pass", |row| row.ratio(row.peak_reserved_bytes_by_pass.first())));
-        columns.push(("ratio, last pass", |row| row.ratio(row.peak_reserved_bytes_by_pass.last())));
+        columns.push(("holds, first pass", |row| row.ratio(row.peak_reserved_bytes_by_pass.first())));
+        columns.push(("holds, last pass", |row| row.ratio(row.peak_reserved_bytes_by_pass.last())));
         columns.push(("most in pass", |row| row.fullest_pass().to_string()));
     }
     columns.push(("ns/op", |row| number(row.ns_per_op, 1)));
     columns.push(("first ns/op", |row| number(row.first_pass_ns_per_op, 1)));
     if args.yardstick {
         columns.push(("yardstick", |row| number(row.yardstick_ns_per_op, 1)));
-        columns.push(("times", |row| {
+        columns.push(("times yardstick", |row| {
             number(row.ns_per_op.zip(row.yardstick_ns_per_op).map(|(ours, yardstick)| ours / yardstick), 2)
         }));
     }
     if args.driver_pool {
-        columns.push(("driver's pool", |row| number(row.pool_ns_per_op, 1)));
-        columns.push(("it holds", |row| optional(row.pool_peak_reserved_bytes.map(Bytes))));
+        columns.push(("driver's pool, ns/op", |row| number(row.pool_ns_per_op, 1)));
+        columns.push(("driver's pool holds", |row| optional(row.pool_peak_reserved_bytes.map(Bytes))));
     }
     let calls: [Column<Row>; 5] = [
         ("driver calls", |row| row.driver_calls.values().sum::<u64>().to_string()),
-        ("warm calls", |row| number(row.warm_driver_calls, 1)),
+        ("later driver calls", |row| number(row.warm_driver_calls, 1)),
         ("driver ms, modelled", |row| number(row.driver_time_modelled_us.map(|us| us / 1e3), 1)),
-        ("warm ms, modelled", |row| number(row.warm_driver_time_modelled_us.map(|us| us / 1e3), 1)),
+        ("later driver ms, modelled", |row| number(row.warm_driver_time_modelled_us.map(|us| us / 1e3), 1)),
         ("worst µs, modelled", |row| number(row.worst_alloc_us, 0)),
     ];
     columns.extend(calls);

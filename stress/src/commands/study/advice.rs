@@ -417,7 +417,7 @@ mod tests {
         let session =
             Session::new(&Global { device: Some("sim:64GiB".parse().unwrap()), ..Global::default() }).unwrap();
         let session = session.for_measuring();
-        let study = Study::of(&session, "p", program, 0).unwrap();
+        let study = Study::of(&session, "p", program, Profile::of(program), 0).unwrap();
         advise(&session, "p", program, &study)
     }
 

@@ -14,7 +14,7 @@ use crate::input::Program;
 use crate::observe::FirstRefusal;
 use crate::profile::Profile;
 use crate::session::Session;
-use crate::text::Bytes;
+use crate::text::{Bytes, plural};
 use sampled::{Sampled, sample};
 
 /// PyTorch's allocator with its default options.
@@ -34,6 +34,8 @@ pub const SPLITTING: &str = "split_frames:on is for programs of which one thread
 const SPARE: u64 = 50;
 /// Sizes of devices are multiples of this.
 const STEP: u64 = 2 << 20;
+/// Events that are tried with an allocator in a second, roughly, in a release build.
+const EVENTS_PER_SECOND: u64 = 50_000;
 
 /// An allocator that a program is tried with.
 #[derive(Debug, Clone)]
@@ -204,14 +206,26 @@ pub struct Study {
 }
 
 impl Study {
-    /// Tries a program. Maps are taken when most is held and in at most `maps` buckets.
+    /// Tries a program with this profile, after a message that says how long that takes. Maps are
+    /// taken when most is held and in at most `maps` buckets.
     ///
     /// # Errors
     /// When PyTorch's default allocator fails for another reason than lack of memory.
-    pub fn of(session: &Session, name: &str, program: &Program, maps: usize) -> Result<Study, Failure> {
-        let profile = Profile::of(program);
+    pub fn of(
+        session: &Session,
+        name: &str,
+        program: &Program,
+        profile: Profile,
+        maps: usize,
+    ) -> Result<Study, Failure> {
         let mut notes = Vec::new();
         let managers = managers(session, program, &mut notes);
+        session.message(format_args!(
+            "{name}: {} events; trying {} takes {}",
+            profile.buckets.events,
+            plural(managers.len() as u64, "allocator"),
+            time_of_trials(profile.buckets.events, managers.len() as u64)
+        ));
         let mut cases = Vec::new();
         for tried in try_all(session, name, program, &profile, managers, Some(maps)) {
             match tried {
@@ -320,6 +334,17 @@ fn exhausted(session: &Session, program: &Program, study: &Study) -> Result<Opti
     Ok(Some(Exhausted { device_bytes, is_made_up: true, refusal, finishing }))
 }
 
+/// About how long trying a program of so many events takes, in words: a search for the smallest device
+/// replays it some dozens of times.
+fn time_of_trials(events: u64, allocators: u64) -> String {
+    let seconds = events.saturating_mul(allocators) / EVENTS_PER_SECOND;
+    match seconds {
+        0..10 => "some seconds".to_owned(),
+        10..60 => "less than a minute".to_owned(),
+        _ => format!("about {}", plural(seconds.div_ceil(60), "minute")),
+    }
+}
+
 /// The size of a device with little more memory than the program uses.
 pub fn tight(program: &Program) -> u64 {
     let peak = program.peak_requested_bytes;
@@ -389,7 +414,7 @@ mod tests {
         let program = Program { options: options.map(str::to_owned), ..program };
         let device = device.map(|device| device.parse().unwrap());
         let session = Session::new(&Global { device, ..Global::default() }).unwrap().for_measuring();
-        Study::of(&session, "p", &program, 4).unwrap()
+        Study::of(&session, "p", &program, Profile::of(&program), 4).unwrap()
     }
 
     fn names(study: &Study) -> Vec<&str> {

@@ -62,7 +62,7 @@ impl Meter {
             begun: Instant::now(),
             rounds: args.rounds,
             // A quarter of the device, as some methods use rows with gaps at both ends.
-            most: (args.max_mb << 20).min(device.memory_info()?.free / 4),
+            most: args.largest.min(device.memory_info()?.free / 4),
         })
     }
 
