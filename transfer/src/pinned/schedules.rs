@@ -93,8 +93,8 @@ fn memory_in_flight_is_not_handed_to_another_thread() {
 #[test]
 fn threads_that_grow_trim_and_wait_stay_below_the_limit() {
     explore(|| {
-        let limit = 2 * BYTES;
-        let world = World::new(limit as u64);
+        let limit = 2 * BYTES as u64;
+        let world = World::new(limit);
         let below = move |world: &World| assert!(world.pool.reserved() <= limit);
         join([
             spawn(&world, move |world| {
