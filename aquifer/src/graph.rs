@@ -99,8 +99,9 @@ impl Allocator {
     /// it. A stream of another device, or one that captures already. A graph that failed leaves
     /// nothing behind, and may be tried again.
     pub fn graph<R>(&self, stream: &Stream, work: impl FnMut(&Stream) -> Result<R, Error>) -> Result<Graph<R>, Error> {
+        let options = PoolOptions { lends_when_idle: true, ..PoolOptions::default() };
         // The pool is closed at once, and the graph keeps its memory.
-        self.graph_in(&self.create_pool(PoolOptions::default())?, stream, work)
+        self.graph_in(&self.create_pool(options)?, stream, work)
     }
 
     /// As [`Allocator::graph`], with memory of a pool that several graphs share: together they need
@@ -132,6 +133,7 @@ impl Allocator {
     ) -> Result<Graph<R>, Error> {
         let (outlived, pass_bytes) = self.warm_up(stream, &mut work)?;
         let pass = Pass::again(self, &outlived, stream)?;
+        let _held = pool.hold_for_capture(self, stream)?;
         let before = self.held_otherwise()?;
         let capture = stream.begin_capture()?;
         let (uses, host) = (GraphUses::collect(pool, stream)?, HostUses::collect(stream));
@@ -274,7 +276,7 @@ impl<R> Graph<R> {
                 .with_detail("the stream captures, and CUDA does not capture launches of graphs")
                 .into());
         }
-        let _awake = self.uses.keep_awake()?;
+        let _ready = self.uses.begin_launch(&self.memory, stream)?;
         let memory = self.uses.memory();
         let memory: Vec<(&Arc<Storage>, AccessKind)> = memory.iter().map(|(storage, kind)| (storage, *kind)).collect();
         let Some(host) = self.host.as_ref().filter(|host| !host.is_empty()) else {

@@ -37,6 +37,10 @@ pub(crate) struct Counters {
     pub(crate) granules_moved: Counter,
     /// How many frames were split so that a request found memory. Not in PyTorch.
     pub(crate) frames_split: Counter,
+    /// Bytes that idle graphs lent. Not in PyTorch.
+    pub(crate) graph_bytes_lent: Counter,
+    /// Bytes that were brought back for launches of them. Not in PyTorch.
+    pub(crate) graph_bytes_returned: Counter,
     /// Blocks reused by another stream than the one that freed them. Not in PyTorch.
     pub(crate) cross_stream_reuses: Counter,
     /// Those of them that cost a wait. Not in PyTorch.
@@ -122,7 +126,7 @@ impl Counters {
         ]
     }
 
-    fn plain(&mut self) -> [&mut Counter; 11] {
+    fn plain(&mut self) -> [&mut Counter; 13] {
         [
             &mut self.num_alloc_retries,
             &mut self.num_ooms,
@@ -133,6 +137,8 @@ impl Counters {
             &mut self.remaps,
             &mut self.granules_moved,
             &mut self.frames_split,
+            &mut self.graph_bytes_lent,
+            &mut self.graph_bytes_returned,
             &mut self.cross_stream_reuses,
             &mut self.cross_stream_waits,
         ]

@@ -12,6 +12,7 @@ use aquifer_device::{AnnouncedCapture, DevicePtr, Operation, Stream, fork};
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
+use crate::backing::paged::lend::Busy;
 use crate::backing::paged::sleep_options::Part;
 use crate::backing::paged::trim::{synchronize_free, trim_pools};
 use crate::backing::segments::release_where;
@@ -162,6 +163,20 @@ impl PrivatePool {
             }
         });
         (ranges, live)
+    }
+
+    /// Keeps the pool from lending memory of its graphs ([`PoolOptions::lends_when_idle`]) until the
+    /// result is dropped, and brings memory back where it has lent some: for a capture into the pool.
+    ///
+    /// # Errors
+    /// A pool of another allocator; for memory that was lent, as [`Allocator::alloc_bytes`].
+    pub fn hold_for_capture(&self, allocator: &Allocator, stream: &Stream) -> Result<impl Sized + use<>, AllocError> {
+        self.check_allocator(allocator)?;
+        let busy = Busy::begin(self.allocator.state(), self.key);
+        while busy.has_lent() {
+            busy.bring_back(allocator, stream)?;
+        }
+        Ok(busy)
     }
 
     /// Calls `request` on the allocator while the thread is routed here.

@@ -1,6 +1,7 @@
 //! The ladder of memory outside of the heaps.
 
 use crate::allocator::Allocator;
+use crate::backing::paged::lend::lend;
 use crate::backing::trim::trim_idle_pools;
 use crate::core::limits::Refusal;
 use crate::error::AllocError;
@@ -11,21 +12,25 @@ use crate::types::Request;
 
 /// Serves a request outside of the heaps by calling `attempt` until it succeeds. Between attempts
 /// it makes room as the ladder does: it gives unused memory back to the device, waiting for streams
-/// where needed, and runs reclaimers. The `own` bytes that the owner has already cannot be given up
-/// for the request.
+/// where needed, and runs reclaimers. `tried` says what the request is for.
 pub(crate) fn climb_dedicated<T>(
     allocator: &Allocator,
     request: &Request,
-    own: u64,
+    mut tried: Tried,
     mut attempt: impl FnMut() -> Result<Result<T, Refusal>, AllocError>,
 ) -> Result<T, AllocError> {
-    let mut tried = Tried { dedicated: true, own, ..Tried::default() };
     match attempt()? {
         Ok(served) => return Ok(served),
         Err(refusal) => tried.refusal = Some(refusal),
     }
     // The calls that make room would break the capture.
     refuse_unannounced_capture(allocator, request.stream)?;
+    while tried.refusal != Some(Refusal::Addresses) && lend(allocator, request.size, false)? > 0 {
+        match attempt()? {
+            Ok(served) => return Ok(served),
+            Err(refusal) => tried.refusal = Some(refusal),
+        }
+    }
     if allocator.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
         allocator.state().shared().counters.num_oom_rejections.add(1);
         return Err(out_of_memory(allocator, request, tried));
@@ -44,6 +49,12 @@ pub(crate) fn climb_dedicated<T>(
         let of_pools = trim_idle_pools(allocator, target)?;
         if of_pools > 0 {
             tried.released += of_pools;
+            match attempt()? {
+                Ok(served) => return Ok(served),
+                Err(refusal) => tried.refusal = Some(refusal),
+            }
+        }
+        while !lacks_addresses && lend(allocator, request.size, true)? > 0 {
             match attempt()? {
                 Ok(served) => return Ok(served),
                 Err(refusal) => tried.refusal = Some(refusal),

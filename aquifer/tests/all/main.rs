@@ -2,6 +2,7 @@
 
 mod edges;
 mod errors;
+mod graph_lending;
 mod graph_memory;
 mod graphs;
 mod unwind;

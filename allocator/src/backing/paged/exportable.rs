@@ -28,6 +28,7 @@ use crate::core::pools::{PoolOptions, Private};
 use crate::error::AllocError;
 use crate::pools::capture::{refuse_capture_dedicated, refuse_unannounced_capture};
 use crate::recovery::dedicated::climb_dedicated;
+use crate::recovery::oom::Tried;
 use crate::size_class::{PoolKind, REQUEST_LIMIT, ROUND_LARGE};
 use crate::storage::{Memory, Storage};
 use crate::tags::Tag;
@@ -98,7 +99,7 @@ impl Allocator {
         refuse_unannounced_capture(self, id)?;
         let request =
             Request { requested: bytes, size, pool: POOL, stream: id, tag: Tag::current(), is_regular: false };
-        let (ptr, physical) = climb_dedicated(self, &request, 0, || try_exportable(self, &request, options))?;
+        let (ptr, physical) = climb_dedicated(self, &request, Tried::for_dedicated(0), || try_exportable(self, &request, options))?;
         let memory = Arc::new(DedicatedMemory::new(self, ptr, bytes, id));
         let at = Location::caller();
         self.state().tell_witness(|witness| memory.report_block(witness, bytes, at));
@@ -131,7 +132,7 @@ fn alloc_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<A
     drop(shared);
     let size = bytes.next_multiple_of(allocator.device().info().granularity_bytes.unwrap_or(ROUND_LARGE));
     let request = Request { requested: bytes, size, pool, stream, tag: Tag::current(), is_regular: false };
-    let granted = climb_dedicated(allocator, &request, 0, || {
+    let granted = climb_dedicated(allocator, &request, Tried::for_dedicated(0), || {
         Ok(match grow_segment_of(allocator, &request, size)? {
             Growth::Grown(granted) => Ok(granted),
             Growth::Refused(refusal) => Err(refusal),

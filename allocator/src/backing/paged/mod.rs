@@ -14,6 +14,8 @@
 //! | file | idea |
 //! | --- | --- |
 //! | `carry_out.rs` | the driver calls of a remap, and of memory that grows, and their outcome |
+//! | `fill.rs` | maps memory at given addresses: of memory that grows, and of graphs that lent theirs |
+//! | `lend.rs` | lends the memory of idle graphs, and brings memory back before a launch |
 //! | `grow.rs` | serves a request: drafts, waits, plans, carries out, commits, and tries again |
 //! | `lingering.rs` | memory that moves before the device is done with it |
 //! | `wait.rs` | learning what the device is done with, or waiting for it |
@@ -58,9 +60,11 @@ pub(crate) mod contents;
 pub(crate) mod dedicated;
 pub(crate) mod dedicated_memory;
 pub(crate) mod exportable;
+pub(crate) mod fill;
 pub(crate) mod gate;
 pub(crate) mod grow;
 pub(crate) mod growable;
+pub(crate) mod lend;
 pub(crate) mod lingering;
 pub(crate) mod peers;
 pub(crate) mod pin;

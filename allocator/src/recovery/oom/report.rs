@@ -88,6 +88,12 @@ pub struct OomReport {
     pub reclaimers: Vec<Reclaimed>,
     /// Unused bytes that cannot go back to the device because a stream captures.
     pub kept_by_captures: u64,
+    /// The private pool of a graph that was to be launched, if that is what the memory was for: the
+    /// pool had lent as much while its graphs were idle
+    /// ([`PoolOptions::lends_when_idle`](crate::PoolOptions::lends_when_idle)).
+    pub launched_pool: Option<(u64, u64)>,
+    /// Bytes that idle graphs have lent, in all.
+    pub lent_by_graphs: u64,
     /// What helps, most helpful first. Where one alone gives too little, several together may give
     /// enough.
     pub advice: Vec<Advice>,
@@ -134,6 +140,12 @@ impl fmt::Display for OomReport {
 
 impl OomReport {
     fn explain(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.launched_pool.is_some() {
+            write!(f, "\n  for: a launch, of a graph whose memory was lent while it was idle; nothing was launched")?;
+        }
+        if self.lent_by_graphs > 0 {
+            write!(f, "\n  lent by idle graphs, whose launches need as much again: {}", Bytes(self.lent_by_graphs))?;
+        }
         if self.unused_in_part > 0 {
             let (unused, what) = (Bytes(self.unused_in_part), if self.is_mapped { "frames" } else { "segments" });
             write!(f, "\n  unallocated in {what} that other memory uses in part: {unused}")?;
