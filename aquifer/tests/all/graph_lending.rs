@@ -1,7 +1,7 @@
 //! Memory of idle graphs that serves other requests, and comes back for launches.
 
 use aquifer::device::sim::{Fault, SimDriver};
-use aquifer::memory::{AllocError, Contents, PoolOptions, PrivatePool, SleepOptions};
+use aquifer::memory::{AllocError, Contents, Part, PoolOptions, PrivatePool, SleepOptions, TagScope};
 use aquifer::prelude::*;
 use aquifer::{Error, Graph};
 use aquifer_device::{Code, HandleKind};
@@ -89,7 +89,7 @@ fn an_idle_graph_lends_its_memory_and_each_launch_has_it_again() {
         drop(other);
         copying.launch(round + 50, stream).unwrap();
         let (given, returned) = lent(memory);
-        assert!(given >= 30 * MIB * u64::from(round) && given == returned, "{given}, {returned}");
+        assert!(given >= 28 * MIB * u64::from(round) && given == returned, "{given}, {returned}");
     }
 }
 
@@ -109,19 +109,18 @@ fn a_graph_lends_no_more_than_a_request_lacks() {
 fn memory_of_a_launch_under_way_is_not_lent_before_it_is_done() {
     let bench = bench(DEVICE);
     let Bench { memory, stream, side, .. } = &bench;
-    let copying = Copying::new(&bench, 40);
-    for waits in [true, false] {
-        bench.stall(stream);
-        copying.graph.launch(stream).unwrap();
-        let before = memory.stats();
-        if waits {
-            // The race detector would find a write that comes before the launch is done.
-            memory.alloc::<u8>(50 << 20, side).expect("the ladder waits for it").fill(1, side).unwrap();
-            assert!(memory.stats().num_sync_all_streams > before.num_sync_all_streams);
-        } else {
-            assert_eq!(lent(memory).0, before.graph_bytes_lent);
-        }
-    }
+    let pool = memory.create_pool(LENDS).unwrap();
+    let copying = Copying::in_pool(&bench, &pool, 40);
+    bench.stall(stream);
+    copying.graph.launch(stream).unwrap();
+    // Memory that is enough without it.
+    drop(memory.alloc::<u8>(10 << 20, side).unwrap());
+    let before = memory.stats();
+    assert_eq!((before.graph_bytes_lent, before.num_sync_all_streams), (0, 0));
+    // The race detector would find a write that comes before the launch is done.
+    memory.alloc::<u8>(50 << 20, side).expect("the ladder waits for it").fill(1, side).unwrap();
+    assert!(memory.stats().num_sync_all_streams > 0);
+    assert!(memory.stats().graph_bytes_lent > 0);
 }
 
 #[test]
@@ -191,7 +190,7 @@ fn every_kind_of_request_gets_what_graphs_lend() {
         let bench = bench(DEVICE);
         let mut copying = Copying::new(&bench, 40);
         request(&bench).unwrap_or_else(|error| panic!("{name}: {error}"));
-        assert!(lent(&bench.memory).0 >= 20 * MIB, "{name}");
+        assert!(lent(&bench.memory).0 >= 16 * MIB, "{name}");
         copying.launch(5, &bench.stream).unwrap();
     }
 }
@@ -229,6 +228,24 @@ fn what_was_lent_is_forgotten_with_the_graph() {
 }
 
 #[test]
+fn memory_that_wakes_up_gets_what_graphs_lend() {
+    let bench = bench(DEVICE);
+    let Bench { memory, stream, .. } = &bench;
+    let weights = {
+        let _scope = TagScope::new("weights");
+        memory.from_slice(&vec![7_u8; 40 << 20], stream).unwrap()
+    };
+    memory.sleep(SleepOptions::part(Part::tag("weights"), Contents::SaveToHost)).unwrap();
+    let mut copying = Copying::new(&bench, 40);
+    copying.launch(1, stream).unwrap();
+    memory.wake().unwrap();
+    assert!(weights.to_vec(stream).unwrap().iter().all(|&byte| byte == 7));
+    assert!(is_of_launch(&copying.launch(2, stream).unwrap_err()));
+    drop(weights);
+    copying.launch(3, stream).unwrap();
+}
+
+#[test]
 fn memory_that_is_lent_does_not_wake_up_and_comes_back_with_a_launch() {
     let bench = bench(DEVICE);
     let Bench { memory, stream, .. } = &bench;
@@ -252,9 +269,9 @@ fn after_a_fault_at_any_call_the_graph_can_be_launched() {
     for code in [Code::OUT_OF_MEMORY, Code(999), Code::CAPTURE_IMPLICIT] {
         for of_launch in [false, true] {
             for nth in 1.. {
-                let bench = bench("sim:64MiB,violations=panic");
+                let bench = bench("sim:16MiB,violations=panic");
                 let Bench { memory, stream, .. } = &bench;
-                let mut copying = Copying::new(&bench, 40);
+                let mut copying = Copying::new(&bench, 8);
                 copying.launch(1, stream).unwrap();
                 let inject = || sim(&bench).inject(Fault::Nth { operation: None, nth, code });
                 if !of_launch {
@@ -262,7 +279,7 @@ fn after_a_fault_at_any_call_the_graph_can_be_launched() {
                 }
                 let total = || bench.device.driver_calls().total();
                 let before = total();
-                let other = memory.alloc::<u8>(50 << 20, stream);
+                let other = memory.alloc::<u8>(12 << 20, stream);
                 let mut made = total() - before;
                 drop(other);
                 if of_launch {
@@ -274,7 +291,7 @@ fn after_a_fault_at_any_call_the_graph_can_be_launched() {
                 sim(&bench).clear_faults();
                 let again = copying.launch(3, stream);
                 assert!(again.is_ok(), "{code:?} at call {nth}: {again:?}");
-                let other = memory.alloc::<u8>(50 << 20, stream);
+                let other = memory.alloc::<u8>(12 << 20, stream);
                 assert!(other.is_ok(), "{code:?} at call {nth}: {other:?}");
                 drop(other);
                 copying.launch(4, stream).unwrap();

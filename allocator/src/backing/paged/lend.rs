@@ -9,6 +9,7 @@
 use aquifer_device::Stream;
 
 use crate::allocator::Allocator;
+use crate::backing::headroom::{buyable, room};
 use crate::backing::paged::carry_out::{carry_out, unless_capturing};
 use crate::backing::paged::fill::{Place, try_fill};
 use crate::core::pools::{PoolKey, Which};
@@ -21,9 +22,9 @@ use crate::state::AllocatorState;
 use crate::tags::Tag;
 use crate::types::{PoolId, Request};
 
-/// Takes about `bytes` of the free memory of idle graphs, which become spare frames. Asks how far
-/// launches got; `waits` for them only where the request would be refused otherwise. Returns how many
-/// bytes that were.
+/// Takes free memory of idle graphs, which becomes spare frames: about as much as a request that lacks
+/// `bytes` does not get from the device. Asks how far launches got; `waits` for them only where the
+/// request would be refused otherwise. Returns how many bytes that were.
 pub(crate) fn lend(allocator: &Allocator, bytes: u64, waits: bool) -> Result<u64, AllocError> {
     let state = allocator.state();
     let lending: Vec<_> = {
@@ -39,12 +40,17 @@ pub(crate) fn lend(allocator: &Allocator, bytes: u64, waits: bool) -> Result<u64
     }
     let free = state.lock().free_not_done(Which::OfIdleGraphs);
     poll(&free)?;
+    let room = room(allocator)?;
+    let free = allocator.device().memory_info()?.free;
     let _gate = allocator.gate()?.shared();
     let mut guard = state.lock();
     if guard.is_asleep() {
         return Ok(0);
     }
-    let Some((work, remap)) = guard.plan_lending(bytes) else { return Ok(0) };
+    // All of it where the device, or the limit, refused although there seems to be enough.
+    let left = buyable(allocator, &guard, &room).0.min(free);
+    let lacking = if left < bytes { bytes - left } else { bytes };
+    let Some((work, remap)) = guard.plan_lending(lacking) else { return Ok(0) };
     drop(guard);
     let mut done = carry_out(allocator.device(), allocator.hooks(), work);
     let Committed { moved, .. } = state.lock().commit(remap, &mut done);

@@ -23,6 +23,7 @@ use aquifer_device::{DeviceError, DevicePtr, PhysicalOptions};
 
 use crate::allocator::Allocator;
 use crate::backing::paged::carry_out::unmap_range;
+use crate::backing::paged::lend::lend;
 use crate::backing::paged::lingering::unmap_lingering_at_gate;
 use crate::backing::paged::saved::{Mover, UsedBuffers};
 use crate::backing::paged::sleep_options::{Part, SleepOptions};
@@ -234,11 +235,13 @@ fn wake_up(allocator: &Allocator, waking: &Waking) -> Result<(), AllocError> {
     }
 }
 
-/// Gives back unused memory for what sleeps, of this allocator and of others of the device. Returns
-/// false if there was none.
+/// Gives back unused memory for what sleeps, of this allocator and of others of the device, and what
+/// idle graphs lend. Returns false if there was none.
 fn make_room(allocator: &Allocator) -> Result<bool, AllocError> {
     let bytes = allocator.sleeping_bytes();
     let target = allocator.memory_reserved().saturating_sub(bytes);
+    // Spare frames go back first.
+    lend(allocator, bytes, true)?;
     let own = allocator.trim_to(target)? + trim_idle_pools(allocator, target)?;
     Ok(trim_others(allocator, bytes.saturating_sub(own)) + own > 0)
 }
