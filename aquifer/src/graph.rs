@@ -22,8 +22,10 @@ use crate::transfer::{Pending, Source};
 /// share a pool run one after the other.
 ///
 /// The graph keeps the buffers and the pinned memory that its work used, whatever handles the
-/// program drops. Memory that the work allocated and dropped is used again by each launch. Memory
-/// that it returned is the [`output`](Graph::output): each launch writes it.
+/// program drops. Memory that the work allocated and dropped is used again by each launch, and does
+/// not keep its contents from one launch to the next: other requests may be
+/// [lent](PoolOptions::lends_when_idle) it in between. Memory that the work returned is the
+/// [`output`](Graph::output): each launch writes it.
 ///
 /// A *parameter* is a buffer that the work reads. [`Graph::update`] uploads into it on the stream
 /// of the launch, after earlier launches, so that two launches in flight read their own values. A
@@ -105,7 +107,8 @@ impl Allocator {
     }
 
     /// As [`Allocator::graph`], with memory of a pool that several graphs share: together they need
-    /// as much as the largest one, besides their outputs. Their launches run one after the other.
+    /// as much as the largest one, besides their outputs. Their launches run one after the other. The
+    /// pool lends their memory only if it was made to ([`PoolOptions::lends_when_idle`]).
     ///
     /// ```
     /// use aquifer::memory::PoolOptions;
@@ -267,7 +270,9 @@ impl<R> Graph<R> {
     /// # Errors
     /// A stream of another device, or one that captures: CUDA does not capture launches of graphs.
     /// When this thread is within [`with`](crate::buffer::with) with one of the graph's buffers;
-    /// when the allocator sleeps ([`Error::is_asleep`]); errors of the driver.
+    /// when the allocator sleeps ([`Error::is_asleep`]); errors of the driver. When memory of the
+    /// graph was lent ([`PoolOptions::lends_when_idle`]) and as much is not free now,
+    /// [`Error::is_out_of_memory`]: nothing is launched, and this can be tried again.
     #[track_caller]
     pub fn launch(&self, stream: &Stream) -> Result<(), Error> {
         stream.end_abandoned_captures()?;

@@ -38,7 +38,7 @@
 //! Invariants, in addition to those of holes in the heap:
 //! * **P1** A mapping is unmapped only when the last use through it is known done on the host, and
 //!   when its frame is neither pinned nor in an open private pool, whose free memory a graph may
-//!   use. Trimming the pool itself is the exception.
+//!   use. Trimming the pool itself is an exception, and so is what idle graphs lend (`lend.rs`).
 //! * **P2** A frame is in one place: mapped in one reservation, among the spares, or held by one
 //!   operation. A frame that its stream reused before the device was done with it may also be mapped
 //!   where it was before, at addresses that stay held until they are unmapped (`lingering.rs`).
