@@ -135,7 +135,7 @@ impl Allocator {
         mut work: impl FnMut(&Stream) -> Result<R, Error>,
     ) -> Result<Graph<R>, Error> {
         let (outlived, pass_bytes) = self.warm_up(stream, &mut work)?;
-        let pass = Pass::again(self, &outlived, stream)?;
+        let pass = Pass::again(self, &outlived)?;
         let _held = pool.hold_for_capture(self, stream)?;
         let before = self.held_otherwise()?;
         let capture = stream.begin_capture()?;
@@ -190,7 +190,9 @@ impl Allocator {
     }
 
     /// Bytes that can still be allocated, in all, once the planned graphs are captured: what the device
-    /// has free, within limit and headroom, and what is cached here. What the driver takes for graphs is
+    /// has free, within limit and headroom, and what is cached here. Where memory is mapped, this may be
+    /// up to two granules ([`Config::granule`](crate::memory::Config::granule)) too little or too much,
+    /// because blocks of up to 1 MiB, and larger ones, take whole granules. What the driver takes for graphs is
     /// not known before ([`Attribution::graphs`](crate::memory::Attribution::graphs)).
     ///
     /// # Errors

@@ -97,7 +97,7 @@ impl Allocator {
     /// As [`Allocator::alloc_aligned`].
     #[track_caller]
     pub fn alloc_storage(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
-        pass::alloc_in_pass(self, (bytes, alignment), || self.alloc_plain(bytes, alignment, stream))
+        pass::alloc_in_pass(self, (bytes, alignment), stream, || self.alloc_plain(bytes, alignment, stream))
     }
 
     /// As [`Allocator::alloc_storage`], whatever pass the thread is in.

@@ -179,6 +179,8 @@ fn report(core: &Core, request: &Request, tried: &Tried) -> OomReport {
         reclaimed: tried.reclaimers.iter().fold(0, |sum, one| sum.saturating_add(one.bytes)),
         reclaimers: tried.reclaimers.clone(),
         kept_by_captures: 0,
+        is_captured: core.streams.captures(request.stream),
+        held_by_pool: 0,
         launched_pool: tried.launched_pool,
         lent_by_graphs: core.lent(),
         advice: Vec::new(),

@@ -88,6 +88,10 @@ pub struct OomReport {
     pub reclaimers: Vec<Reclaimed>,
     /// Unused bytes that cannot go back to the device because a stream captures.
     pub kept_by_captures: u64,
+    /// True if the request was part of a capture.
+    pub is_captured: bool,
+    /// Bytes that the request's private pool holds.
+    pub held_by_pool: u64,
     /// The private pool of a graph that was to be launched, if that is what the memory was for: the
     /// pool had lent as much while its graphs were idle
     /// ([`PoolOptions::lends_when_idle`](crate::PoolOptions::lends_when_idle)).
@@ -140,6 +144,10 @@ impl fmt::Display for OomReport {
 
 impl OomReport {
     fn explain(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_captured {
+            let held = Bytes(self.held_by_pool);
+            write!(f, "\n  for: a capture, whose pool holds {held}; while it lasts, no memory moves or goes back")?;
+        }
         if self.launched_pool.is_some() {
             write!(f, "\n  for: a launch, of a graph whose memory was lent while it was idle; nothing was launched")?;
         }
