@@ -185,14 +185,14 @@ impl Allocator {
         mut work: impl FnMut(&Stream) -> Result<R, Error>,
     ) -> Result<GraphPlan, Error> {
         let (outlived, bytes) = self.warm_up(stream, &mut work)?;
-        let output_bytes = outlived.bytes();
-        Ok(GraphPlan { pool_bytes: bytes.saturating_sub(output_bytes), output_bytes })
+        // The output may have had memory that was a temporary's before, so all of the pass may be needed.
+        Ok(GraphPlan { pool_bytes: bytes, output_bytes: outlived.bytes() })
     }
 
     /// Bytes that can still be allocated, in all, once the planned graphs are captured: what the device
-    /// has free, within limit and headroom, and what is cached here. Where memory is mapped, this may be
-    /// up to two granules ([`Config::granule`](crate::memory::Config::granule)) too little or too much,
-    /// because blocks of up to 1 MiB, and larger ones, take whole granules. What the driver takes for graphs is
+    /// has free, within limit and headroom, and what is cached here. As much as the outputs of the largest
+    /// graph more may be left; and where memory is mapped, up to two granules
+    /// ([`Config::granule`](crate::memory::Config::granule)) more or less. What the driver takes for graphs is
     /// not known before ([`Attribution::graphs`](crate::memory::Attribution::graphs)).
     ///
     /// # Errors
@@ -244,7 +244,7 @@ impl Allocator {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GraphPlan {
-    /// Bytes of the pool of the graphs.
+    /// Bytes that the pool of the graphs needs at most.
     pub pool_bytes: u64,
     /// Bytes of their outputs.
     pub output_bytes: u64,

@@ -169,7 +169,7 @@ fn launches_come_after_earlier_work_on_memory_of_the_streams_that_joined() {
 }
 
 #[test]
-fn a_plan_tells_within_two_granules_what_graphs_leave() {
+fn a_plan_tells_what_graphs_leave_at_least_and_no_more_than_an_output_less() {
     for config in ["", "limit_mb:20000"] {
         let bench = bench("sim:24GiB,violations=panic");
         let memory = Allocator::new(&bench.device, config).unwrap();
@@ -183,7 +183,8 @@ fn a_plan_tells_within_two_granules_what_graphs_leave() {
         let graphs =
             batches.map(|batch| memory.graph_in(&pool, stream, |stream| bucket(&memory, batch, stream)).unwrap());
         let left = memory.available_after(&GraphPlan::default()).unwrap();
-        assert!(planned.abs_diff(left) <= 4 * MIB, "{config:?}: {planned} planned, {left} left");
+        let most = planned + 50 * 640_000 + 4 * MIB;
+        assert!((planned - 4 * MIB..=most).contains(&left), "{config:?}: {planned} planned, {left} left");
         let rest = memory.alloc::<u8>(usize::try_from(left - 64 * MIB).unwrap(), stream);
         assert!(rest.is_ok(), "{config:?}: {rest:?}");
         drop(graphs);
@@ -332,18 +333,23 @@ fn state_in_memory_that_a_capture_freed_is_kept_by_sleep_unless_its_pool_is_disc
         let bench = Bench::new();
         let Bench { memory, stream, .. } = &bench;
         let pool = memory.create_pool(PoolOptions::default()).unwrap();
-        let mut state = None;
+        let mut state = Vec::new();
+        let mut workspace = |stream: &Stream| {
+            let workspace = memory.alloc_bytes(1 << 20, stream)?;
+            state.push(workspace.ptr());
+            Ok::<_, Error>(workspace)
+        };
+        let first = memory.graph_in(&pool, stream, |stream| Ok(stream.fill(workspace(stream)?.ptr(), 7, 512)?)).unwrap();
         let graph = memory
             .graph_in(&pool, stream, |stream| {
-                let workspace = memory.alloc_bytes(1 << 20, stream)?;
-                state = Some(workspace.ptr());
+                let workspace = workspace(stream)?;
                 let mut output = memory.alloc::<u8>(512, stream)?;
                 with(stream, [write(&mut output)], |raw, [output]| raw.copy(output.ptr(), workspace.ptr(), 512))?;
                 Ok(output)
             })
             .unwrap();
-        stream.fill(state.unwrap(), 7, 512).unwrap();
-        stream.synchronize().unwrap();
+        assert_eq!(state[1], state[3], "both captures had the same memory");
+        first.launch(stream).unwrap();
         let read = || {
             graph.launch(stream).unwrap();
             graph.output().to_vec(stream).unwrap()
