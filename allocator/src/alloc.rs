@@ -8,15 +8,13 @@ use aquifer_device::{DevicePtr, Operation, Stream, fork};
 
 use crate::allocation::Allocation;
 use crate::allocator::{ALIGNMENT, Allocator};
-use crate::backing::paged::progress_events::record_progress;
 use crate::backing::segments::release_where;
-use crate::cross_stream::waiting::poll_waiting;
+use crate::cross_stream::{poll_waiting, record_progress};
 use crate::error::AllocError;
-use crate::pools::capture::refuse_capture;
-use crate::pools::lookup::{came_from_a_graph, route_and_note};
+use crate::pools::{came_from_a_graph, refuse_capture, route_and_note};
 use crate::recovery::ladder::climb;
 use crate::size_class::{self, PoolKind, REQUEST_LIMIT};
-use crate::state::awake::{Keeper, KeptAwake};
+use crate::sleep::wake_lock::WakeLock;
 use crate::state::special;
 use crate::tags::Tag;
 use crate::types::{BlockId, Granted, PoolId, Request, StreamId};
@@ -84,7 +82,7 @@ impl Allocator {
             return self.alloc_bytes(bytes, stream);
         }
         // The fill is enqueued without an access guard.
-        let _kept = KeptAwake::new(self.state(), Keeper::AccessGuard, &(0..0))?;
+        let _awake = WakeLock::of_guard(self.state(), &(0..0))?;
         let allocation = self.alloc_bytes(bytes, stream)?;
         stream.fill(allocation.ptr(), 0, bytes)?;
         Ok(allocation)

@@ -11,10 +11,9 @@ use crate::accounting::attribution::Outside;
 use crate::allocation::WATCHED;
 use crate::backing::choose::choose;
 use crate::backing::paged::gate::Gate;
-use crate::backing::why_segments::WhySegments;
 use crate::config::{Backing, Config, CrossStream, TagSource, listed};
 use crate::core::Core;
-use crate::error::AllocError;
+use crate::error::{AllocError, WhySegments};
 use crate::history::{History, HistoryOptions};
 use crate::recovery::hooks::{Hooks, ReclaimRequest};
 use crate::recovery::{MappingChange, OomReport, Registration};
@@ -345,7 +344,7 @@ impl Allocator {
         Ok(Allocator::of_inner(inner))
     }
 
-    /// The stream that memory which no work uses any more is allocated for ([`crate::raw::ready`]).
+    /// The stream that memory which no work uses any more is allocated for ([`crate::raw`]).
     /// Nothing is enqueued on it but waits, so memory that it owns is unused as soon as what it
     /// waits for is done.
     pub(crate) fn ready_stream(&self) -> Result<&Stream, DeviceError> {

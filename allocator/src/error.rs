@@ -1,14 +1,14 @@
 //! Errors of the allocator.
 
+use std::fmt;
 use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use aquifer_device::{DeviceError, DeviceLabel, RequestError};
+use aquifer_device::{DeviceError, DeviceLabel, DevicePtr, RequestError};
 
-use crate::backing::why_segments::WhySegments;
 use crate::config::ConfigError;
-use crate::kept::KeptAwakeBy;
+use crate::format::Bytes;
 use crate::recovery::oom::report::OomReport;
 
 /// Why an allocation, or another request to the allocator, failed. The allocator is as usable
@@ -211,6 +211,106 @@ impl AllocError {
         match self {
             AllocError::Device(error) => Some(error),
             _ => None,
+        }
+    }
+}
+
+/// What keeps an allocator awake: work that is about to be enqueued. See [`AllocError::KeptAwake`].
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct KeptAwakeBy {
+    /// Number of [`crate::AccessGuard`]s on its memory.
+    pub access_guards: u64,
+    /// Number of [`crate::Reservation`]s on its memory: transfers that are not enqueued yet have
+    /// them.
+    pub reservations: u64,
+    /// Number of [`crate::WakeLock`]s of [`crate::Allocator::keep_awake`], among them those of library code at
+    /// work.
+    pub wake_locks: u64,
+    /// Whether the calling thread has any of them: then waiting is in vain.
+    pub is_this_thread: bool,
+    /// The allocations that are known to be in use. An allocation is known if it is the only one
+    /// with an access guard, or the only one with a reservation.
+    pub allocations: Vec<UsedAllocation>,
+}
+
+/// An allocation with an access guard or a reservation.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct UsedAllocation {
+    /// Its first address.
+    pub ptr: DevicePtr,
+    /// Bytes asked for.
+    pub bytes: u64,
+    /// Its tag: see [`crate::TagScope`].
+    pub tag: Option<Arc<str>>,
+    /// The [`aquifer_device::Stream::id`] of the stream that it was allocated for.
+    pub stream: u32,
+}
+
+impl fmt::Display for KeptAwakeBy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let KeptAwakeBy { access_guards, reservations, wake_locks, .. } = *self;
+        let counts = [(access_guards, "access guard"), (reservations, "reservation"), (wake_locks, "`keep_awake`")];
+        for (at, (count, what)) in counts.into_iter().filter(|&(count, _)| count > 0).enumerate() {
+            let (comma, s) = (if at > 0 { ", " } else { "" }, if count > 1 { "s" } else { "" });
+            write!(f, "{comma}{count} {what}{s}")?;
+        }
+        for used in &self.allocations {
+            write!(f, "; in use: {} at {}", Bytes(used.bytes), used.ptr)?;
+            if let Some(tag) = &used.tag {
+                write!(f, ", tagged `{tag}`")?;
+            }
+            write!(f, ", of stream {}", used.stream)?;
+        }
+        f.write_str(if self.is_this_thread { "; this thread has some of them" } else { "" })
+    }
+}
+
+/// Why an allocator's memory comes in segments: [`crate::Allocator::why_segments`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum WhySegments {
+    /// The configuration says so: `backing:segments`.
+    Chosen,
+    /// The configuration says that nothing is cached: `no_cache:True`.
+    NoCache,
+    /// The device, or its driver, cannot map memory.
+    DeviceCannot,
+    /// The device has less memory than one granule.
+    GranuleTooLarge {
+        /// The least granule that the configuration and the device allow, if there is one.
+        granule: Option<u64>,
+        /// The device's memory in bytes.
+        total: u64,
+    },
+    /// A driver call failed when the allocator was made and tried to map memory. It does not try
+    /// again; another allocator does.
+    Failed(DeviceError),
+}
+
+impl fmt::Display for WhySegments {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            WhySegments::Chosen => {
+                write!(f, "segments were asked for (`backing:segments`; `backing:paged` maps memory)")
+            }
+            WhySegments::NoCache => write!(f, "nothing is cached (`no_cache:True`)"),
+            WhySegments::DeviceCannot => write!(f, "the device cannot map memory"),
+            WhySegments::GranuleTooLarge { granule: Some(granule), total } => {
+                write!(
+                    f,
+                    "the device has {}, less than one granule of {} (`granule_mb`)",
+                    Bytes(*total),
+                    Bytes(*granule)
+                )
+            }
+            WhySegments::GranuleTooLarge { granule: None, total } => {
+                write!(f, "the device has {}, less than one granule (`granule_mb`)", Bytes(*total))
+            }
+            WhySegments::Failed(error) => {
+                write!(f, "mapping memory failed when the allocator was made, and is tried again by a new one: {error}")
+            }
         }
     }
 }

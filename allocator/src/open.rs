@@ -1,11 +1,14 @@
-//! Giving unused memory back: of all open allocators, and of one that closes.
+//! The allocators of a process: the shared one of each device, and giving unused memory back, of all open
+//! ones and of one that closes.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
-use aquifer_device::{Device, Operation, fork};
+use aquifer_device::fork::{self, Mutex};
+use aquifer_device::{Device, Operation};
 
-use crate::allocator::{Allocator, AtLast, all_open};
+use crate::allocator::{Allocator, AtLast, Inner, all_open};
 use crate::backing::trim::trim_idle_pools;
+use crate::config::Config;
 use crate::error::AllocError;
 use crate::recovery::hooks::is_within_an_observer;
 use crate::state::close_abandoned;
@@ -82,5 +85,121 @@ impl Drop for AtLast {
             self.device.settle();
             close_abandoned();
         }
+    }
+}
+
+/// The shared allocators, by the identity of their device. The lock is held while one is made, so
+/// that there is one.
+static SHARED: Mutex<Vec<(u32, Weak<Inner>)>> = Mutex::new(Vec::new());
+
+impl Allocator {
+    /// The allocator of a device that all parts of the process share, so that memory which one of
+    /// them no longer needs serves the others. The first call makes it, as the environment says
+    /// ([`Config::from_env`]).
+    ///
+    /// It is open while a handle or a buffer of it exists; the next call makes a new one.
+    /// [`Allocator::new`] makes one that is not shared.
+    ///
+    /// ```
+    /// use aquifer_allocator::Allocator;
+    /// let device = aquifer_sim::open("24GiB")?;
+    /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+    /// let block = memory.alloc_bytes(4000, &stream)?;
+    /// assert_eq!(Allocator::of(&device)?.memory_allocated(), memory.memory_allocated());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// At the first call: a wrong configuration in the environment, and errors of the driver.
+    pub fn of(device: &Device) -> Result<Allocator, AllocError> {
+        shared(device, |open| match open {
+            Some(open) => Ok(open),
+            None => Allocator::new(device, Config::from_env()?),
+        })
+    }
+
+    /// As [`Allocator::of`], configured by `config` instead of by the environment: a [`Config`], or
+    /// options as text, such as `"limit_mb:4096"`. Call it before any other part of the process
+    /// asks for the allocator.
+    ///
+    /// # Errors
+    /// [`AllocError::AlreadyOpen`] if the shared allocator is open; a configuration that
+    /// contradicts itself, and errors of the driver.
+    pub fn of_with(
+        device: &Device,
+        config: impl TryInto<Config, Error: Into<AllocError>>,
+    ) -> Result<Allocator, AllocError> {
+        let config = config.try_into().map_err(Into::into)?;
+        shared(device, |open| match open {
+            Some(_) => Err(AllocError::AlreadyOpen { device: device.label() }),
+            None => Allocator::new(device, config),
+        })
+    }
+}
+
+fn shared(
+    device: &Device,
+    choose: impl FnOnce(Option<Allocator>) -> Result<Allocator, AllocError>,
+) -> Result<Allocator, AllocError> {
+    let (chosen, closed);
+    {
+        let mut shared = SHARED.lock();
+        let open = shared.iter().find(|(id, _)| *id == device.id()).and_then(|(_, inner)| inner.upgrade());
+        // Dropped without the lock, as the last handle of an allocator may call the driver.
+        closed = open.clone();
+        chosen = choose(open.map(Allocator::of_inner));
+        if let (Ok(allocator), None) = (&chosen, &closed) {
+            shared.retain(|(_, inner)| inner.strong_count() > 0);
+            shared.push((device.id(), Arc::downgrade(allocator.inner())));
+        }
+    }
+    drop(closed);
+    chosen
+}
+
+#[cfg(test)]
+mod tests {
+    use aquifer_sim::{SimConfig, SimDriver};
+
+    use super::*;
+
+    fn device() -> Device {
+        Device::new(SimDriver::new(SimConfig::default()))
+    }
+
+    #[test]
+    fn all_parts_of_a_process_get_one_allocator_of_a_device() {
+        let (device, other) = (device(), device());
+        let allocators: Vec<Allocator> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| Allocator::of(&device).unwrap())).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        assert!(allocators.iter().all(|allocator| Arc::ptr_eq(allocator.inner(), allocators[0].inner())));
+        assert!(!Arc::ptr_eq(Allocator::of(&other).unwrap().inner(), allocators[0].inner()));
+    }
+
+    #[test]
+    fn the_shared_allocator_can_be_configured_before_its_first_use_alone() {
+        let device = device();
+        assert!(matches!(Allocator::of_with(&device, "limit:100"), Err(AllocError::Config(_))));
+        let config = || Config::parse("limit_mb:100").unwrap();
+        let memory = Allocator::of_with(&device, "limit_mb:100").unwrap();
+        assert_eq!(Allocator::of(&device).unwrap().limit(), Some(100 << 20));
+        let error = Allocator::of_with(&device, config()).unwrap_err();
+        assert!(matches!(error, AllocError::AlreadyOpen { .. }), "{error}");
+        drop(memory);
+        drop(Allocator::of_with(&device, config()).unwrap());
+    }
+
+    #[test]
+    fn memory_keeps_the_shared_allocator_open() {
+        let device = device();
+        let stream = device.stream().unwrap();
+        let storage = Allocator::of(&device).unwrap().alloc_storage(1000, 1, &stream).unwrap();
+        assert_eq!(Allocator::of(&device).unwrap().memory_allocated(), 1024);
+        let allocator = Arc::downgrade(storage.allocator().inner());
+        drop(storage);
+        assert!(allocator.upgrade().is_none());
+        assert_eq!(Allocator::of(&device).unwrap().memory_reserved(), 0);
     }
 }

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use aquifer_allocator::{AllocError, Awake};
+use aquifer_allocator::{AllocError, WakeLock};
 use aquifer_device::fork::{Condvar, Mutex};
 use aquifer_device::internal::defer_panics_here;
 use aquifer_device::{Stream, Tick};
@@ -388,7 +388,7 @@ impl<B: Batch> Worker<B> {
     }
 
     /// Waits for a slot, and for the allocator to be awake; nothing if the prefetcher is gone.
-    fn get_ready(&mut self) -> Result<Option<Awake>, Error> {
+    fn get_ready(&mut self) -> Result<Option<WakeLock>, Error> {
         let Some(free_after) = self.slot.take().or_else(|| self.slots.recv().ok()) else { return Ok(None) };
         // The consumer returns slots of batches that it got. So this slot stays here until its
         // batch is in flight.
@@ -398,7 +398,7 @@ impl<B: Batch> Worker<B> {
 
     /// Waits while the allocator sleeps, which would refuse the batch; then keeps it awake. `None`
     /// if the prefetcher is dropped.
-    fn stay_awake(&self) -> Option<Awake> {
+    fn stay_awake(&self) -> Option<WakeLock> {
         loop {
             match self.transfer.allocator().keep_awake() {
                 Ok(awake) => return Some(awake),

@@ -3,10 +3,8 @@
 use std::collections::BTreeMap;
 
 use crate::accounting::fragmentation::held_in;
-use crate::accounting::stat::{PoolStats, Stat};
 use crate::allocator::Allocator;
-use crate::core::counter::Counter;
-use crate::core::counters::Counters;
+use crate::core::counters::{Counter, Counters, PoolStats, Stat};
 
 /// Everything that an allocator counts. Names and meanings are those of PyTorch's `memory_stats()`.
 /// Fields that PyTorch lacks say so.

@@ -1,14 +1,10 @@
-//! Backings: where an allocator's memory comes from, and why it comes in segments where it could be
-//! mapped.
+//! Backings: where an allocator's memory comes from.
 
 pub(crate) mod choose;
 pub(crate) mod growth;
-pub(crate) mod headroom;
 pub(crate) mod paged;
 pub(crate) mod segments;
 pub(crate) mod trim;
-pub(crate) mod why_segments;
 
 pub use crate::core::limits::Refusal;
-pub use paged::{Contents, Exportable, Growable, Part, PinnedMapping, SleepOptions};
-pub use why_segments::WhySegments;
+pub use paged::{Exportable, Growable, PinnedMapping};

@@ -12,8 +12,7 @@
 use aquifer_device::{DevicePtr, ErrorKind};
 
 use crate::allocator::Allocator;
-use crate::backing::growth::{Growth, segment_bytes};
-use crate::backing::headroom::{ASKS, Room, buyable, room};
+use crate::backing::growth::{ASKS, Growth, Room, buyable, room, segment_bytes};
 use crate::core::Core;
 use crate::core::limits::Refusal;
 use crate::core::segments::Chosen;

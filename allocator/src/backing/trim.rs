@@ -11,10 +11,9 @@ use crate::backing::paged::trim::{synchronize_free, trim_paged, trim_pools};
 use crate::backing::segments::release_where;
 use crate::core::Core;
 use crate::core::pools::Which;
-use crate::cross_stream::progress::synchronize_all;
-use crate::cross_stream::waiting::synchronize_pending;
+use crate::cross_stream::{synchronize_all, synchronize_pending};
 use crate::error::AllocError;
-use crate::pools::capture::poll_launches;
+use crate::pools::poll_launches;
 use crate::types::BlockId;
 
 impl Allocator {

@@ -8,8 +8,18 @@
 //!
 //! [`Config`] lists the options and their ranges.
 
-mod choices;
-mod env;
+use std::ffi::OsString;
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use options::ROWS;
+
+pub use error::{ConfigError, ConfigErrorKind};
+pub use options::IgnoredOption;
+pub(crate) use options::{GRANULE_MIN, listed};
+pub use values::{Backing, CrossStream, SplitFrames, TagSource};
+
 mod error;
 mod options;
 mod parse;
@@ -17,17 +27,6 @@ mod values;
 
 #[cfg(test)]
 mod tests;
-
-use std::fmt;
-use std::path::PathBuf;
-use std::str::FromStr;
-
-pub use choices::{Backing, CrossStream, SplitFrames, TagSource};
-pub use error::{ConfigError, ConfigErrorKind};
-pub use options::IgnoredOption;
-pub(crate) use options::{GRANULE_MIN, listed};
-
-use options::ROWS;
 
 /// The options in words, as the documentation of [`Config`] has them.
 #[doc(hidden)]
@@ -186,7 +185,7 @@ impl Config {
     /// As [`Config::parse`], or if the variable does not hold Unicode text. The error names the
     /// variable.
     pub fn from_env() -> Result<Config, ConfigError> {
-        env::read(|name| std::env::var_os(name))
+        read(|name| std::env::var_os(name))
     }
 
     /// Checks that every field is in its range.
@@ -278,4 +277,22 @@ impl FromStr for Config {
     fn from_str(text: &str) -> Result<Config, ConfigError> {
         Config::parse(text)
     }
+}
+
+/// Variables that hold an option string; the first that is set counts.
+const VARIABLES: [&str; 3] = ["AQUIFER_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"];
+
+/// The variable that turns caching off, regardless of the option string.
+const NO_CACHING: &str = "PYTORCH_NO_CUDA_MEMORY_CACHING";
+
+/// The configuration from the variables that `lookup` gives.
+pub(super) fn read(lookup: impl Fn(&str) -> Option<OsString>) -> Result<Config, ConfigError> {
+    let no_cache = lookup(NO_CACHING).is_some_and(|value| !value.is_empty() && value != "0");
+    let mut config = Config { no_cache, ..Config::default() };
+    let Some((variable, value)) = VARIABLES.iter().find_map(|name| Some((*name, lookup(name)?))) else {
+        return Ok(config);
+    };
+    let text = value.to_str().ok_or_else(|| ConfigError::new(ConfigErrorKind::NotUnicode).read_from(variable))?;
+    config.apply(text).map_err(|error| error.read_from(variable))?;
+    Ok(config)
 }

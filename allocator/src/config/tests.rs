@@ -9,7 +9,7 @@ use std::ffi::OsString;
 use proptest::prelude::*;
 
 use super::options::Row;
-use super::{Backing, Config, ConfigErrorKind, CrossStream, OPTIONS, ROWS, TagSource, env, listed, share};
+use super::{Backing, Config, ConfigErrorKind, CrossStream, OPTIONS, ROWS, TagSource, listed, read, share};
 
 const MIB: u64 = 1 << 20;
 
@@ -246,7 +246,7 @@ fn sizes_that_are_not_whole_mib_are_printed_in_full() {
 
 fn from_vars(vars: &[(&str, &str)]) -> Result<Config, super::ConfigError> {
     let vars: HashMap<&str, OsString> = vars.iter().map(|(name, value)| (*name, OsString::from(value))).collect();
-    env::read(|name| vars.get(name).cloned())
+    read(|name| vars.get(name).cloned())
 }
 
 #[test]
@@ -292,7 +292,7 @@ fn a_variable_must_be_unicode() {
     use std::os::unix::ffi::OsStringExt;
 
     let value = OsString::from_vec(vec![b'a', 0xff]);
-    let error = env::read(|name| (name == "AQUIFER_ALLOC_CONF").then(|| value.clone())).unwrap_err();
+    let error = read(|name| (name == "AQUIFER_ALLOC_CONF").then(|| value.clone())).unwrap_err();
     assert_eq!(error.kind(), &ConfigErrorKind::NotUnicode);
     assert_eq!(error.to_string(), "AQUIFER_ALLOC_CONF: the value is not Unicode text");
     assert_eq!((error.text(), error.offset(), error.span()), (None, None, None));

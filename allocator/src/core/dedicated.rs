@@ -25,7 +25,7 @@ impl Core {
     /// Takes one piece of deferred memory that is done off the list.
     pub(crate) fn begin_recycling(&mut self) -> Option<Recycling> {
         let Core { paged, streams, .. } = self;
-        let paged = paged.as_mut().filter(|paged| !paged.is_asleep && !paged.dedicated_sleeps)?;
+        let paged = paged.as_mut().filter(|paged| paged.sleep.allows_recycling())?;
         let deferred_release = paged.deferred_release.take_done(|stream| streams.known_done(stream))?;
         let purpose = paged.purpose_of(deferred_release.base)?;
         let frames = paged
@@ -103,14 +103,14 @@ impl Core {
     /// nothing is behind the addresses then.
     pub(crate) fn is_recyclable(&mut self) -> bool {
         let Core { paged, streams, .. } = self;
-        let paged = paged.as_mut().filter(|paged| !paged.is_asleep && !paged.dedicated_sleeps);
+        let paged = paged.as_mut().filter(|paged| paged.sleep.allows_recycling());
         paged.is_some_and(|paged| paged.deferred_release.any_done(|stream| streams.known_done(stream)))
     }
 
     /// Forgets a reservation whose owner is gone and in which no memory is mapped. Returns its
     /// addresses and length.
     pub(crate) fn take_vacant_reservation(&mut self) -> Option<(DevicePtr, u64)> {
-        let paged = self.paged.as_mut().filter(|paged| !paged.is_asleep && !paged.dedicated_sleeps)?;
+        let paged = self.paged.as_mut().filter(|paged| paged.sleep.allows_recycling())?;
         let base = paged.deferred_release.take_vacant()?;
         paged.owned.remove(&base);
         Some((DevicePtr(base), paged.remove_reservation(base)))

@@ -110,7 +110,7 @@ impl Core {
         let waiting = Waiting { id, block, uses, own_use };
         match &mut self.paged {
             // Until its memory wakes up.
-            Some(paged) if paged.sleeps(&block.range()) => paged.cordon.freed.push(waiting),
+            Some(paged) if paged.sleep.has(&block.range()) => paged.sleep.keep(waiting),
             _ => self.waiting.push(waiting),
         }
     }

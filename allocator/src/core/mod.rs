@@ -15,12 +15,11 @@
 //! | `policy.rs` | what is bought, moved or asked: facts in, a decision out |
 //! | `segments.rs`, `dedicated.rs` | memory in plain driver allocations; memory outside of the heap |
 //! | `sleep/` | memory that sleeps |
-//! | `streams.rs`, `progress.rs` | how far streams got; when an event is due |
+//! | `streams.rs` | how far streams got; when an event is due |
 //! | `pools.rs`, `graphs.rs` | private pools, and the graphs that use them |
 //! | `waiting.rs`, `tick_index.rs` | blocks that wait for other streams, by the ticks that they wait for |
 //! | `counters.rs`, `limits.rs` | statistics; what is taken from the device just now |
 
-pub(crate) mod counter;
 pub(crate) mod counters;
 pub(crate) mod dedicated;
 pub(crate) mod free;
@@ -30,7 +29,6 @@ pub(crate) mod limits;
 pub(crate) mod paged;
 pub(crate) mod policy;
 pub(crate) mod pools;
-pub(crate) mod progress;
 pub(crate) mod remap;
 pub(crate) mod segments;
 mod serve;
@@ -47,11 +45,10 @@ use aquifer_device::Stream;
 use crate::core::counters::Counters;
 use crate::core::heap::Heap;
 use crate::core::limits::{Growing, Holding};
+use crate::core::paged::Pins;
 use crate::core::paged::granules::Paged;
-use crate::core::paged::pins::Pins;
 use crate::core::pools::PoolTable;
-use crate::core::progress::Progress;
-use crate::core::streams::Streams;
+use crate::core::streams::{Progress, Streams};
 use crate::core::waiting::WaitingList;
 use crate::history::History;
 use crate::tags::Tag;
@@ -203,14 +200,14 @@ impl Core {
         }
     }
 
-    /// True while the whole allocator sleeps, so that mapped memory is absent.
+    /// True while the whole allocator sleeps, so that mapped memory has gone back.
     pub(crate) fn is_asleep(&self) -> bool {
-        self.paged.as_ref().is_some_and(|paged| paged.is_asleep)
+        self.paged.as_ref().is_some_and(|paged| paged.sleep.is_whole)
     }
 
     /// True while the whole allocator sleeps, or the memory at any of these addresses.
     pub(crate) fn sleeps(&self, range: &Range<u64>) -> bool {
-        self.paged.as_ref().is_some_and(|paged| paged.is_asleep || paged.sleeps(range))
+        self.paged.as_ref().is_some_and(|paged| paged.sleep.is_whole || paged.sleep.has(range))
     }
 
     /// The size of the granules that the request's memory comes in; `None` if it comes in segments.

@@ -13,15 +13,14 @@ use aquifer_device::{AnnouncedCapture, DevicePtr, Operation, Stream, fork};
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::backing::paged::lend::Busy;
-use crate::backing::paged::sleep_options::Part;
 use crate::backing::paged::trim::{synchronize_free, trim_pools};
 use crate::backing::segments::release_where;
 use crate::core::heap::{Passed, State};
 use crate::core::pools::{PoolKey, PoolOptions, Private, Which};
-use crate::cross_stream::progress::poll;
-use crate::cross_stream::waiting::synchronize_pending;
+use crate::cross_stream::{poll, synchronize_pending};
 use crate::error::AllocError;
-use crate::pools::lookup::wait_for_launched;
+use crate::pools::wait_for_launched;
+use crate::sleep::options::Part;
 use crate::state::special;
 use crate::types::StreamId;
 

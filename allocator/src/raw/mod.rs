@@ -2,27 +2,23 @@
 //! pointers.
 //!
 //! A table says which block a pointer is (`table.rs`), for this interface alone; handles need no
-//! look-up.
-
-mod owner;
-pub(crate) mod ready;
-#[cfg(all(test, aquifer_shuttle))]
-mod schedules;
-pub(crate) mod table;
-#[cfg(all(test, not(aquifer_shuttle)))]
-mod tests;
+//! look-up. [`owner_of`] finds the allocator of a pointer among all of the process.
 
 use std::panic::Location;
 
 use aquifer_device::{DevicePtr, Operation, Stream, fork};
 
 use crate::alloc::{grant_cached, grant_uncached};
-use crate::allocator::Allocator;
+use crate::allocator::{Allocator, all_open};
 use crate::error::AllocError;
 use crate::state::AllocatorState;
-use crate::types::{BlockId, Granted, StreamId, UNKNOWN};
+use crate::types::{After, BlockId, Granted, StreamId, UNKNOWN, Use};
 
-pub use owner::{RawOwner, owner_of};
+#[cfg(all(test, aquifer_shuttle))]
+mod schedules;
+pub(crate) mod table;
+#[cfg(all(test, not(aquifer_shuttle)))]
+mod tests;
 
 impl AllocatorState {
     /// Looks at a live raw allocation, which no thread can free meanwhile.
@@ -140,4 +136,104 @@ fn note_use(allocator: &Allocator, block: BlockId, stream: &Stream) {
     let mut shared = allocator.state().shared();
     let stream = shared.stream(stream);
     shared.note_use(block, stream);
+}
+
+impl Allocator {
+    /// Allocates raw memory that may be used at once on every stream, and by the host's blocking
+    /// copies, as that of the synchronous `cuMemAlloc`: all earlier uses of the memory are done.
+    /// Memory of which that is known is taken first, then memory of the device; the host waits only
+    /// before it would run out. (With `cross_stream:wait` memory of other streams comes before that
+    /// of the device, and is waited for.)
+    ///
+    /// [`Allocator::free_raw`] gives it back for use at once, so before that **the caller must wait
+    /// for all work that uses it**, as `cuMemFree` does, such as with
+    /// [`aquifer_device::Device::synchronize`]. [`Allocator::free_raw_on`] gives it back in the
+    /// order of a stream, without waiting, if no other stream uses it or those that do are
+    /// recorded.
+    ///
+    /// # Errors
+    /// As [`Allocator::alloc_raw`]; a driver that refuses a stream, or to wait for one.
+    #[track_caller]
+    pub fn alloc_raw_ready(&self, bytes: u64) -> Result<DevicePtr, AllocError> {
+        fork::check(Operation::Alloc)?;
+        let stream = self.ready_stream()?;
+        let ptr = self.alloc_raw(bytes, stream)?;
+        if let Err(error) = wait_for_all_before(self, stream) {
+            self.free_raw(ptr)?;
+            return Err(error);
+        }
+        Ok(ptr)
+    }
+}
+
+/// Waits on the host until all is done that the later work of a stream is ordered after. Mostly all
+/// is known done.
+fn wait_for_all_before(allocator: &Allocator, stream: &Stream) -> Result<(), AllocError> {
+    let clock = stream.timeline().clock();
+    let shared = allocator.state().shared();
+    let others = shared.streams.ids().filter(|&other| other != StreamId::of(stream));
+    let pending =
+        shared.streams.not_done(others.map(|other| Use { stream: other, after: After::ordered(&clock, other) }));
+    drop(shared);
+    for (timeline, after) in pending {
+        timeline.synchronize(after.last_tick())?;
+    }
+    Ok(())
+}
+
+/// The owner of a live raw allocation.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct RawOwner {
+    /// A handle of the allocator, of which [`Allocator::device`] is the device.
+    pub allocator: Allocator,
+    /// The pointer that the allocation is freed with.
+    pub ptr: DevicePtr,
+    /// Bytes requested.
+    pub bytes: u64,
+}
+
+/// Finds the live raw allocation that contains an address, among those of all allocators of the
+/// process: for `free(ptr)` without a device, `cuMemGetAddressRange` and the like. `None` for other
+/// memory, and in a forked child.
+///
+/// The first address of an allocation is found at once. For another one, all raw pointers of the
+/// process are looked at, without a lock. Virtual devices may use the same addresses; the
+/// allocator that was made first is found.
+///
+/// ```
+/// use aquifer_allocator::{Allocator, Config, owner_of};
+/// use aquifer_device::Device;
+/// use aquifer_sim::{SimConfig, SimDriver};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let memory = Allocator::new(&device, Config::default())?;
+/// let ptr = memory.alloc_raw(1000, device.default_stream())?;
+/// let owner = owner_of(ptr.offset(999)).ok_or("not a raw allocation")?;
+/// assert_eq!((owner.ptr, owner.bytes), (ptr, 1000));
+/// owner.allocator.free_raw(owner.ptr)?;
+/// assert!(owner_of(ptr).is_none());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn owner_of(ptr: DevicePtr) -> Option<RawOwner> {
+    if ptr.0 == 0 || fork::is_child() {
+        return None;
+    }
+    all_open(None).into_iter().find_map(|allocator| {
+        let (ptr, bytes) = find(allocator.state(), ptr)?;
+        Some(RawOwner { allocator, ptr, bytes })
+    })
+}
+
+/// The raw allocation of an allocator state that contains an address: its pointer, and its
+/// requested bytes.
+fn find(state: &'static AllocatorState, addr: DevicePtr) -> Option<(DevicePtr, u64)> {
+    let bytes_of =
+        |ptr: u64| state.look_at_raw(DevicePtr(ptr), |block| state.shared().heap().block(block).requested).ok();
+    if let Some(bytes) = bytes_of(addr.0) {
+        return Some((addr, bytes));
+    }
+    // Allocations do not overlap, so only the last one that begins before may contain the address.
+    let ptr = state.raw.last_until(addr.0)?;
+    let bytes = bytes_of(ptr)?;
+    (addr.0 - ptr < bytes).then_some((DevicePtr(ptr), bytes))
 }

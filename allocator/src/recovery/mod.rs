@@ -4,7 +4,6 @@
 //! `ladder.rs` tries one rung after the other, among them reclaimers (`reclaim.rs`). `hooks.rs` keeps
 //! the callbacks that are registered with an allocator. The last rung is the out-of-memory report (`oom/`).
 
-pub(crate) mod dedicated;
 pub(crate) mod hooks;
 pub(crate) mod ladder;
 pub(crate) mod oom;

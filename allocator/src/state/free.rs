@@ -4,36 +4,15 @@
 //! live until they are taken out, so a queued block never causes a refusal or growth.
 
 use aquifer_device::fork;
-use crossbeam_queue::ArrayQueue;
 
 use crate::core::Core;
 use crate::core::free::Then;
-use crate::state::AllocatorState;
-use crate::state::guard::StateGuard;
+use crate::state::{AllocatorState, StateGuard};
 use crate::sync::atomic::{Ordering, fence};
 use crate::types::{BlockId, Freed, StreamId};
 
-/// Blocks that the queue holds. Few in models, so that they meet a full queue.
-const CAPACITY: usize = if cfg!(aquifer_shuttle) { 2 } else { 1024 };
 /// How often a free tries the lock, which is mostly held for tens of nanoseconds.
 const TRIES: u32 = 16;
-
-/// Blocks that were given back while another thread had the lock.
-#[derive(Debug)]
-pub(super) struct FreedBlocks(ArrayQueue<Freed>);
-
-impl Default for FreedBlocks {
-    fn default() -> FreedBlocks {
-        FreedBlocks(ArrayQueue::new(CAPACITY))
-    }
-}
-
-impl FreedBlocks {
-    #[inline]
-    pub(super) fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-}
 
 impl AllocatorState {
     /// Gives a block back.

@@ -17,30 +17,30 @@
 //! timeline is locked under it; only atomic values of timelines are read there. While it is held
 //! there is no driver call, no wait and no foreign code.
 
-pub(crate) mod awake;
-pub(crate) mod free;
-pub(crate) mod guard;
+mod free;
 
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
 
+use std::ops::{Deref, DerefMut};
 use std::panic::Location;
 use std::sync::Arc;
 
+use aquifer_device::fork::Mutex as LeafMutex;
 use aquifer_device::internal::{Timeline, drop_left};
 use aquifer_device::{Device, DevicePtr, NewBlock, Tick, Witness, fork};
+use crossbeam_queue::ArrayQueue;
 use crossbeam_utils::CachePadded;
+use parking_lot::Condvar;
 
 use crate::core::Core;
 use crate::core::heap::{Passed, Walk};
+use crate::core::limits::Holding;
 use crate::raw::table::RawTable;
-use crate::state::awake::Wakefulness;
-use crate::state::free::FreedBlocks;
-use crate::state::guard::StateGuard;
-use crate::sync::Mutex;
-use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
+use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+use crate::sync::{Mutex, MutexGuard};
 use crate::tags::Tag;
-use crate::types::BlockId;
+use crate::types::{BlockId, Freed};
 
 /// Reasons why an allocation may not take the fast path, as bits of [`AllocatorState::special()`].
 pub(crate) mod special {
@@ -70,10 +70,41 @@ pub(crate) struct AllocatorState {
     freed: CachePadded<FreedBlocks>,
     /// Blocks that were given out as raw pointers.
     pub(crate) raw: CachePadded<RawTable>,
-    pub(crate) wakefulness: CachePadded<Wakefulness>,
+    pub(crate) wake_locks: CachePadded<WakeLocks>,
     /// The device's witness, if it watches blocks. A leaf: under it only the witness's own lock is
     /// taken.
     witness: fork::RwLock<Option<Arc<dyn Witness>>>,
+}
+
+/// The part of an allocator state that says whether it sleeps or is about to, and what keeps it
+/// awake.
+#[derive(Debug, Default)]
+pub(crate) struct WakeLocks {
+    pub(crate) flags: AtomicU32,
+    /// By [`crate::sleep::wake_lock::Kind`].
+    pub(crate) counts: [AtomicU64; 3],
+    /// A leaf: see `sleep/wake_lock.rs`.
+    pub(crate) waking: LeafMutex<()>,
+    pub(crate) woken: Condvar,
+}
+
+/// Blocks that the queue holds. Few in models, so that they meet a full queue.
+const CAPACITY: usize = if cfg!(aquifer_shuttle) { 2 } else { 1024 };
+/// Blocks that were given back while another thread had the lock.
+#[derive(Debug)]
+struct FreedBlocks(ArrayQueue<Freed>);
+
+impl Default for FreedBlocks {
+    fn default() -> FreedBlocks {
+        FreedBlocks(ArrayQueue::new(CAPACITY))
+    }
+}
+
+impl FreedBlocks {
+    #[inline]
+    fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
 }
 
 /// What is under the lock.
@@ -262,6 +293,71 @@ impl AllocatorState {
     }
 }
 
+/// The lock, held. Two words, which stay in registers from where the lock is taken to where it is
+/// released: copying it, and handles, through memory cost about 40 ns a hot pair.
+#[derive(Debug)]
+pub(crate) struct StateGuard {
+    pub(crate) state: &'static AllocatorState,
+    locked: MutexGuard<'static, Locked>,
+}
+
+impl Deref for StateGuard {
+    type Target = Core;
+
+    #[inline]
+    fn deref(&self) -> &Core {
+        &self.locked.core
+    }
+}
+
+impl DerefMut for StateGuard {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut Core {
+        &mut self.locked.core
+    }
+}
+
+#[cfg(debug_assertions)]
+impl Drop for StateGuard {
+    fn drop(&mut self) {
+        self.state.holder.store(0, Ordering::Relaxed);
+    }
+}
+
+impl StateGuard {
+    #[inline]
+    fn new(state: &'static AllocatorState, locked: MutexGuard<'static, Locked>) -> StateGuard {
+        #[cfg(debug_assertions)]
+        state.holder.store(crate::sync::this_thread(), Ordering::Relaxed);
+        StateGuard { state, locked }
+    }
+
+    /// The device; `None` while the allocator state is idle.
+    pub(crate) fn device(&self) -> Option<&Device> {
+        self.locked.device.as_ref()
+    }
+
+    /// Takes out all that the allocator knew, and leaves an idle state.
+    fn take_all(&mut self) -> Locked {
+        std::mem::take(&mut *self.locked)
+    }
+
+    /// What is held of a device. Nothing, if the state serves an allocator of another one by now.
+    pub(crate) fn held_on(&self, device: &Device) -> Holding {
+        let is_own = self.device().is_some_and(|own| own.id() == device.id());
+        if is_own { self.holding() } else { Holding::default() }
+    }
+
+    /// Has allocations ask how far streams got while blocks wait for them, and only then.
+    pub(crate) fn show_waiting(&self) {
+        if self.locked.core.waiting().is_empty() {
+            self.state.special().fetch_and(!special::WAITING, Ordering::Relaxed);
+        } else {
+            self.state.special().fetch_or(special::WAITING, Ordering::Relaxed);
+        }
+    }
+}
+
 /// Gives memory back that outlived its allocator, on devices without handles.
 /// Dropping the last buffer of such an allocator makes no driver call, so its memory stays until
 /// this is called, or a device of the process is opened or called. Making or dropping any allocator
@@ -308,7 +404,7 @@ fn close_later(locked: Locked) {
 /// All work so far that may use the memory. `None` if it is not known: graphs that other libraries
 /// launch, and copies of contents where waking up failed.
 fn last_uses(core: &Core, device: &Device) -> Option<Vec<Tick>> {
-    if core.paged().is_some_and(|paged| !paged.absent.is_empty()) {
+    if core.paged().is_some_and(|paged| paged.sleep.is_any()) {
         return None;
     }
     let launched = core.pools.awaited_launches(&device.wait_mark(), None);

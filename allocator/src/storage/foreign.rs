@@ -1,23 +1,20 @@
 //! Buffers of memory that another library owns.
 
 use std::fmt;
-use std::sync::Arc;
 
 use aquifer_device::fork::Mutex;
-use aquifer_device::{DevicePtr, Stream, Tick};
+use aquifer_device::{DevicePtr, Tick};
 
-use super::{Memory, Storage};
 use crate::allocator::Allocator;
-use crate::error::AllocError;
 
-type Release = Box<dyn FnOnce(&[Tick]) + Send>;
+pub(super) type Release = Box<dyn FnOnce(&[Tick]) + Send>;
 
 /// Memory that another library owns, and how to give it back.
 pub(crate) struct Foreign {
-    ptr: DevicePtr,
-    bytes: u64,
-    allocator: Allocator,
-    release: Mutex<Option<Release>>,
+    pub(super) ptr: DevicePtr,
+    pub(super) bytes: u64,
+    pub(super) allocator: Allocator,
+    pub(super) release: Mutex<Option<Release>>,
 }
 
 impl Foreign {
@@ -42,37 +39,6 @@ impl Foreign {
     }
 }
 
-impl Allocator {
-    /// Makes a storage of memory that another library owns. The allocator does not count it.
-    ///
-    /// When the last handle is dropped, `release` gets the ticks of work that may still use the
-    /// memory. It must see to it that the memory is not reused before: by making the owner's stream
-    /// wait for them ([`Stream::wait_for`]), or by waiting on the host ([`Tick::synchronize`]). It
-    /// must not panic.
-    ///
-    /// It is up to the caller that `ptr` has `bytes` bytes, in memory of this allocator's device
-    /// that lives until `release` is called; that earlier work on it comes before what is enqueued
-    /// on `stream` from now on; and that only the storage's users use it until then.
-    ///
-    /// # Errors
-    /// A stream of another device. `release` is called with no ticks then.
-    pub fn import(
-        &self,
-        ptr: DevicePtr,
-        bytes: u64,
-        stream: &Stream,
-        release: impl FnOnce(&[Tick]) + Send + 'static,
-    ) -> Result<Arc<Storage>, AllocError> {
-        if stream.device_id() != self.device().id() {
-            release(&[]);
-            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
-        }
-        let release: Mutex<Option<Release>> = Mutex::new(Some(Box::new(release)));
-        let foreign = Foreign { ptr, bytes, allocator: self.kept_open(), release };
-        Ok(Arc::new(Storage::new(Memory::Foreign(foreign), stream)))
-    }
-}
-
 impl fmt::Debug for Foreign {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Foreign").field("ptr", &self.ptr).field("bytes", &self.bytes).finish_non_exhaustive()
@@ -86,6 +52,8 @@ mod tests {
 
     use aquifer_device::{AccessKind, Device};
     use aquifer_sim::{SimConfig, SimDriver};
+
+    use std::sync::Arc;
 
     use super::*;
     use crate::{AccessGuard, Config};

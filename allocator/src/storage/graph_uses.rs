@@ -23,8 +23,8 @@ use crate::backing::paged::lend::Busy;
 use crate::core::pools::PoolKey;
 use crate::error::AllocError;
 use crate::pools::PrivatePool;
+use crate::sleep::wake_lock::WakeLock;
 use crate::state::AllocatorState;
-use crate::state::awake::KeptAwake;
 use crate::storage::Storage;
 use crate::types::StreamId;
 
@@ -226,15 +226,11 @@ impl GraphUses {
     /// [`AllocError::Asleep`] while the allocator, or the graph's part of its memory, sleeps or is about
     /// to; for memory that was lent, as [`Allocator::alloc_bytes`]: what is not back yet stays lent, and
     /// this can be tried again.
-    pub fn begin_launch(
-        &self,
-        allocator: &Allocator,
-        stream: &Stream,
-    ) -> Result<impl Sized + use<>, AllocError> {
+    pub fn begin_launch(&self, allocator: &Allocator, stream: &Stream) -> Result<impl Sized + use<>, AllocError> {
         let busy = Busy::begin(self.state, self.pool);
         let ranges: Vec<Range<u64>> = self.noted.lock().ranges.iter().map(|(&start, &end)| start..end).collect();
         loop {
-            let awake = KeptAwake::of_all(ranges.iter().map(|range| (self.state, range.clone())))?;
+            let awake = WakeLock::of_all(ranges.iter().map(|range| (self.state, range.clone())))?;
             if !busy.has_lent() {
                 return Ok((awake, busy));
             }

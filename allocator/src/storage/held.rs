@@ -6,41 +6,13 @@
 
 use std::ops::{Deref, DerefMut};
 use std::panic::{RefUnwindSafe, UnwindSafe};
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
 use aquifer_device::AccessKind;
 use parking_lot::MutexGuard;
 
 use crate::error::AllocError;
 use crate::storage::{Storage, Uses};
-use crate::sync::this_thread;
-
-/// The thread that holds the lock, and the reservations to be ended when it releases the lock.
-///
-/// Only the thread that holds the lock writes these values, and it removes its mark before it
-/// releases the lock. So a thread that finds its own mark holds the lock, and the accesses need no
-/// order among threads.
-#[derive(Debug, Default)]
-pub(crate) struct Holder {
-    /// The mark of the thread that holds the lock, or 0.
-    thread: AtomicUsize,
-    /// Number of reservations that the thread ended while it held the lock.
-    ended: AtomicU32,
-}
-
-impl Holder {
-    fn mark(&self) {
-        self.thread.store(this_thread(), Ordering::Relaxed);
-    }
-
-    fn unmark(&self) {
-        self.thread.store(0, Ordering::Relaxed);
-    }
-
-    fn is_this_thread(&self) -> bool {
-        self.thread.load(Ordering::Relaxed) == this_thread()
-    }
-}
 
 /// The uses of a storage, locked.
 #[derive(Debug)]

@@ -27,11 +27,12 @@ use parking_lot::Condvar;
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
-use crate::backing::paged::dedicated_memory::DedicatedMemory;
+use crate::backing::paged::dedicated::DedicatedMemory;
 use crate::error::AllocError;
 use crate::pools::PrivatePool;
+use crate::sleep::wake_lock::WakeLock;
 use crate::state::AllocatorState;
-use crate::state::awake::KeptAwake;
+use crate::sync::Holder;
 
 pub(crate) mod foreign;
 pub(crate) mod graph_uses;
@@ -40,16 +41,13 @@ pub(crate) mod held;
 mod pass;
 pub(crate) mod ranges;
 pub(crate) mod record;
-mod reservation;
 
 pub use graph_uses::GraphUses;
-pub use guard::AccessGuard;
+pub use guard::{AccessGuard, Reservation};
 pub use pass::{Outlived, Pass};
-pub use reservation::Reservation;
 
 use crate::types::StreamId;
-use foreign::Foreign;
-use held::Holder;
+use foreign::{Foreign, Release};
 use record::AccessRecord;
 
 /// Device memory that several handles share. It knows the ticks of the work that uses it, by which
@@ -122,6 +120,35 @@ impl Allocator {
         let storage = Storage::new(Memory::Block(allocation, self.kept_open()), stream);
         storage.check_allocator("allocation", self)?;
         Ok(Arc::new(storage))
+    }
+
+    /// Makes a storage of memory that another library owns. The allocator does not count it.
+    ///
+    /// When the last handle is dropped, `release` gets the ticks of work that may still use the
+    /// memory. It must see to it that the memory is not reused before: by making the owner's stream
+    /// wait for them ([`Stream::wait_for`]), or by waiting on the host ([`Tick::synchronize`]). It
+    /// must not panic.
+    ///
+    /// It is up to the caller that `ptr` has `bytes` bytes, in memory of this allocator's device
+    /// that lives until `release` is called; that earlier work on it comes before what is enqueued
+    /// on `stream` from now on; and that only the storage's users use it until then.
+    ///
+    /// # Errors
+    /// A stream of another device. `release` is called with no ticks then.
+    pub fn import(
+        &self,
+        ptr: DevicePtr,
+        bytes: u64,
+        stream: &Stream,
+        release: impl FnOnce(&[Tick]) + Send + 'static,
+    ) -> Result<Arc<Storage>, AllocError> {
+        if stream.device_id() != self.device().id() {
+            release(&[]);
+            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
+        }
+        let release: Mutex<Option<Release>> = Mutex::new(Some(Box::new(release)));
+        let foreign = Foreign { ptr, bytes, allocator: self.kept_open(), release };
+        Ok(Arc::new(Storage::new(Memory::Foreign(foreign), stream)))
     }
 }
 
@@ -262,7 +289,7 @@ impl Storage {
         if GraphUses::are_collected(stream) {
             return AccessGuard::acquire(stream, &[(self, AccessKind::Write)]).map(drop);
         }
-        let _awake = KeptAwake::of_all(std::iter::once(self.place()))?;
+        let _awake = WakeLock::of_all(std::iter::once(self.place()))?;
         let mut uses = self.lock_unreserved(AccessKind::Write)?;
         uses.note_free(Some(stream));
         uses.order(&self.memory, stream, AccessKind::Write)?;

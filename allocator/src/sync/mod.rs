@@ -5,6 +5,7 @@
 //! Leaf locks, under which nothing here waits or calls foreign code, need no counterpart and are
 //! parking_lot's.
 
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
 
 #[cfg(not(aquifer_shuttle))]
@@ -54,6 +55,33 @@ pub(crate) fn this_thread() -> usize {
     #[cfg(aquifer_shuttle)]
     {
         1 + usize::from(shuttle::current::me())
+    }
+}
+
+/// The thread that holds the lock, and the reservations to be ended when it releases the lock.
+///
+/// Only the thread that holds the lock writes these values, and it removes its mark before it
+/// releases the lock. So a thread that finds its own mark holds the lock, and the accesses need no
+/// order among threads.
+#[derive(Debug, Default)]
+pub(crate) struct Holder {
+    /// The mark of the thread that holds the lock, or 0.
+    thread: AtomicUsize,
+    /// Number of reservations that the thread ended while it held the lock.
+    pub(crate) ended: AtomicU32,
+}
+
+impl Holder {
+    pub(crate) fn mark(&self) {
+        self.thread.store(this_thread(), Ordering::Relaxed);
+    }
+
+    pub(crate) fn unmark(&self) {
+        self.thread.store(0, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_this_thread(&self) -> bool {
+        self.thread.load(Ordering::Relaxed) == this_thread()
     }
 }
 

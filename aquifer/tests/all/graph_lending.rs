@@ -184,7 +184,9 @@ fn every_kind_of_request_gets_what_graphs_lend() {
             let mut growable = bench.memory.growable(60 << 20, &bench.stream)?;
             Ok(growable.grow_to(50 << 20, &bench.stream)?)
         }),
-        ("exportable memory", |bench| Ok(bench.memory.alloc_exportable(40 << 20, HandleKind::PosixFd, &bench.stream).map(drop)?)),
+        ("exportable memory", |bench| {
+            Ok(bench.memory.alloc_exportable(40 << 20, HandleKind::PosixFd, &bench.stream).map(drop)?)
+        }),
     ];
     for (name, request) in requests {
         let bench = bench(DEVICE);

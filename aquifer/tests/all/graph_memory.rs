@@ -339,7 +339,8 @@ fn state_in_memory_that_a_capture_freed_is_kept_by_sleep_unless_its_pool_is_disc
             state.push(workspace.ptr());
             Ok::<_, Error>(workspace)
         };
-        let first = memory.graph_in(&pool, stream, |stream| Ok(stream.fill(workspace(stream)?.ptr(), 7, 512)?)).unwrap();
+        let first =
+            memory.graph_in(&pool, stream, |stream| Ok(stream.fill(workspace(stream)?.ptr(), 7, 512)?)).unwrap();
         let graph = memory
             .graph_in(&pool, stream, |stream| {
                 let workspace = workspace(stream)?;

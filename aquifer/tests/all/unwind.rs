@@ -48,8 +48,8 @@ fn handles_may_be_used_after_a_panic_that_was_caught() {
         use aquifer::buffer::Access;
         use aquifer::{Allocator, Buffer, View, ViewMut};
         use aquifer_allocator::{
-            AccessGuard, Allocation, Awake, CaptureRoute, Config, Exportable, Growable, PinnedMapping, PoolRoute,
-            PrivatePool, RawOwner, Registration, Reservation, Snapshot, Storage, TagScope, UsedAllocation,
+            AccessGuard, Allocation, CaptureRoute, Config, Exportable, Growable, PinnedMapping, PoolRoute, PrivatePool,
+            RawOwner, Registration, Reservation, Snapshot, Storage, TagScope, UsedAllocation, WakeLock,
         };
         stays_usable::<(Allocator, Config)>();
         stays_usable::<Buffer<f32>>();
@@ -65,7 +65,7 @@ fn handles_may_be_used_after_a_panic_that_was_caught() {
         stays_usable::<Access<'_>>();
         stays_usable::<AccessGuard<'_>>();
         stays_usable::<Reservation>();
-        stays_usable::<Awake>();
+        stays_usable::<WakeLock>();
         stays_usable::<PrivatePool>();
         stays_usable::<PoolRoute>();
         stays_usable::<CaptureRoute>();

@@ -215,7 +215,8 @@ impl Plan {
         let (chunk_bytes, copiers) = (4096 << random.below(6), 1 + random.below(3) as usize);
         let steps = 10 + random.below(70);
         // Otherwise most threads end before they have a pool.
-        let first = (random.below(2) == 0).then_some(Step::CreatePool { lends: false, lends_when_idle: seed.is_multiple_of(4) });
+        let first = (random.below(2) == 0)
+            .then_some(Step::CreatePool { lends: false, lends_when_idle: seed.is_multiple_of(4) });
         let thread = |random: &mut Random| first.into_iter().chain((0..steps).map(|_| step(random, &kind))).collect();
         let threads = (0..count).map(|_| thread(random)).collect();
         Plan { seed, capacity, options, second, lag, chunk_bytes, copiers, threads }

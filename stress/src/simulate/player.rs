@@ -12,7 +12,7 @@ use aquifer::memory::{Config, PoolOptions, PrivatePool, TagScope};
 use aquifer::prelude::*;
 use aquifer::transfer::FilePart;
 use aquifer::{Error, Pending};
-use aquifer_allocator::{Awake, PoolRoute};
+use aquifer_allocator::{PoolRoute, WakeLock};
 use aquifer_device::RawStream;
 use aquifer_device::{HandleKind, executor};
 
@@ -144,7 +144,7 @@ impl<'a> Player<'a> {
     }
 
     /// The contents of a buffer, if they are known, and what keeps them while it is held.
-    fn contents(&mut self, at: usize) -> Option<(u8, Option<Awake>)> {
+    fn contents(&mut self, at: usize) -> Option<(u8, Option<WakeLock>)> {
         let world = self.world;
         let awake = if world.sleeping.may_refuse(world.threads) { Some(world.keep_awake()?) } else { None };
         let owned = &mut self.owned[at];

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use aquifer::memory::{AllocError, Contents, Part, SleepOptions};
-use aquifer_allocator::Awake;
+use aquifer_allocator::WakeLock;
 use aquifer_device::fork::{Condvar, Mutex};
 
 use super::plan::Asleep;
@@ -100,7 +100,7 @@ impl Sleeping {
 impl World {
     /// Keeps the allocator awake while contents are compared that may be lost otherwise. `None` if
     /// it sleeps.
-    pub(super) fn keep_awake(&self) -> Option<Awake> {
+    pub(super) fn keep_awake(&self) -> Option<WakeLock> {
         self.allow(self.memory.keep_awake())
     }
 }

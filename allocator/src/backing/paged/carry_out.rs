@@ -6,7 +6,7 @@
 //! and frames that are mapped but cannot be accessed are unmapped again. Breaking
 //! a frame (`layout.rs`) releases its memory before smaller frames are created; if another program
 //! takes it first, the remap fails. Frames that are reused stay mapped where they are
-//! (`lingering.rs`).
+//! (`trim.rs`).
 
 use std::collections::HashSet;
 use std::ops::Range;

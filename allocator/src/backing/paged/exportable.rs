@@ -18,16 +18,15 @@ use aquifer_device::{
 
 use crate::allocation::{Allocation, WATCHED};
 use crate::allocator::Allocator;
-use crate::backing::growth::Growth;
-use crate::backing::headroom::{buyable, room};
-use crate::backing::paged::dedicated_memory::DedicatedMemory;
+use crate::backing::growth::{Growth, buyable, room};
+use crate::backing::paged::dedicated::DedicatedMemory;
 use crate::backing::segments::grow_segment_of;
 use crate::core::limits::Refusal;
 use crate::core::paged::granules::POOL;
 use crate::core::pools::{PoolOptions, Private};
 use crate::error::AllocError;
-use crate::pools::capture::{refuse_capture_dedicated, refuse_unannounced_capture};
-use crate::recovery::dedicated::climb_dedicated;
+use crate::pools::{refuse_capture_dedicated, refuse_unannounced_capture};
+use crate::recovery::ladder::climb_dedicated;
 use crate::recovery::oom::Tried;
 use crate::size_class::{PoolKind, REQUEST_LIMIT, ROUND_LARGE};
 use crate::storage::{Memory, Storage};
@@ -99,7 +98,8 @@ impl Allocator {
         refuse_unannounced_capture(self, id)?;
         let request =
             Request { requested: bytes, size, pool: POOL, stream: id, tag: Tag::current(), is_regular: false };
-        let (ptr, physical) = climb_dedicated(self, &request, Tried::for_dedicated(0), || try_exportable(self, &request, options))?;
+        let (ptr, physical) =
+            climb_dedicated(self, &request, Tried::for_dedicated(0), || try_exportable(self, &request, options))?;
         let memory = Arc::new(DedicatedMemory::new(self, ptr, bytes, id));
         let at = Location::caller();
         self.state().tell_witness(|witness| memory.report_block(witness, bytes, at));

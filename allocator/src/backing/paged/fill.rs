@@ -10,18 +10,17 @@ use aquifer_device::ErrorKind;
 use aquifer_device::internal::Timeline;
 
 use crate::allocator::Allocator;
-use crate::backing::headroom::{Room, buyable, room};
+use crate::backing::growth::{Room, buyable, room};
 use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::dedicated::recycle_deferred_releases;
 use crate::backing::paged::grow::ROUNDS;
 use crate::backing::paged::trim::take_stuck_back;
-use crate::backing::paged::wait::stall_for;
 use crate::core::Core;
 use crate::core::limits::Refusal;
 use crate::core::pools::{PoolKey, Which};
 use crate::core::remap::lend::LentMemory;
 use crate::core::streams::Pending;
-use crate::cross_stream::progress::poll;
+use crate::cross_stream::{poll, stall_for};
 use crate::error::AllocError;
 use crate::types::{After, BlockId, PoolId, Request, StreamId, latest_by_stream};
 
@@ -37,8 +36,15 @@ pub(crate) enum Place {
 /// What is to be filled now, as the lock's holder sees it.
 enum Lacking {
     Nothing,
-    Dedicated { base: u64, ranges: Vec<Range<u64>> },
-    Lent { pool: PoolId, stream: StreamId, holes: Vec<(BlockId, Range<u64>)> },
+    Dedicated {
+        base: u64,
+        ranges: Vec<Range<u64>>,
+    },
+    Lent {
+        pool: PoolId,
+        stream: StreamId,
+        holes: Vec<(BlockId, Range<u64>)>,
+    },
     /// Another thread changes mappings there.
     Changing,
 }
@@ -179,7 +185,8 @@ fn fill_step(allocator: &Allocator, request: &Request, place: &Place, may_ask: b
     let mut guard = allocator.state().lock();
     guard.commit(remap, &mut done);
     if !is_whole {
-        let back = done.filled.iter().filter(|filled| filled.usable).map(|filled| filled.range.end - filled.range.start);
+        let back =
+            done.filled.iter().filter(|filled| filled.usable).map(|filled| filled.range.end - filled.range.start);
         guard.counters.graph_bytes_returned.add(back.sum());
     }
     drop(guard);

@@ -17,15 +17,14 @@ use std::sync::Arc;
 use aquifer_device::{DevicePtr, ErrorKind, Stream};
 
 use crate::allocator::Allocator;
-use crate::backing::paged::dedicated::recycle_deferred_releases;
-use crate::backing::paged::dedicated_memory::DedicatedMemory;
+use crate::backing::paged::dedicated::{DedicatedMemory, recycle_deferred_releases};
 use crate::backing::paged::fill::{Place, try_fill};
 use crate::backing::paged::gate::Gate;
 use crate::core::paged::deferred_release::DeferredRelease;
 use crate::core::paged::granules::POOL;
 use crate::error::AllocError;
-use crate::pools::capture::refuse_capture_dedicated;
-use crate::recovery::dedicated::climb_dedicated;
+use crate::pools::refuse_capture_dedicated;
+use crate::recovery::ladder::climb_dedicated;
 use crate::recovery::oom::Tried;
 use crate::size_class::REQUEST_LIMIT;
 use crate::storage::{Memory, Storage};
@@ -245,7 +244,9 @@ impl Growable {
         let request = Request { requested, size: grown, pool: POOL, stream, tag: Tag::default(), is_regular: false };
         let range = base + self.size()..base + size;
         let place = Place::Dedicated { base, range };
-        climb_dedicated(allocator, &request, Tried::for_dedicated(self.size()), || try_fill(allocator, &request, &place))
+        climb_dedicated(allocator, &request, Tried::for_dedicated(self.size()), || {
+            try_fill(allocator, &request, &place)
+        })
     }
 
     /// Makes a stream's later work come after uses of memory.

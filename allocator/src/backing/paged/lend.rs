@@ -9,14 +9,14 @@
 use aquifer_device::Stream;
 
 use crate::allocator::Allocator;
-use crate::backing::headroom::{buyable, room};
+use crate::backing::growth::{buyable, room};
 use crate::backing::paged::carry_out::{carry_out, unless_capturing};
 use crate::backing::paged::fill::{Place, try_fill};
 use crate::core::pools::{PoolKey, Which};
 use crate::core::remap::commit::Committed;
-use crate::cross_stream::progress::{poll, synchronize_all};
+use crate::cross_stream::{poll, synchronize_all};
 use crate::error::AllocError;
-use crate::recovery::dedicated::climb_dedicated;
+use crate::recovery::ladder::climb_dedicated;
 use crate::recovery::oom::Tried;
 use crate::state::AllocatorState;
 use crate::tags::Tag;

@@ -17,23 +17,13 @@
 //! | `fill.rs` | maps memory at given addresses: of memory that grows, and of graphs that lent theirs |
 //! | `lend.rs` | lends the memory of idle graphs, and brings memory back before a launch |
 //! | `grow.rs` | serves a request: drafts, waits, plans, carries out, commits, and tries again |
-//! | `lingering.rs` | memory that moves before the device is done with it |
-//! | `wait.rs` | learning what the device is done with, or waiting for it |
-//! | `addresses.rs` | reserving addresses, and giving them back |
 //! | `gate.rs` | who may change mappings at a time |
 //! | `split.rs` | splitting frames that are partly in use, before a request is refused |
 //! | `trim.rs` | giving memory back to the device |
-//! | `progress_events.rs` | events recorded in time, so that the host knows what is done |
-//! | `peers.rs` | access of other devices |
 //! | `dedicated.rs` | memory outside of heaps, and its way back |
-//! | `dedicated_memory.rs` | what the handles of such memory share |
 //! | `growable.rs` | memory that grows in place |
 //! | `exportable.rs` | memory whose handle other processes can have |
 //! | `pin.rs` | memory that stays where it is, because others know its address |
-//! | `sleep.rs` | giving memory back, all or a part, and taking it again behind the same addresses |
-//! | `sleep_options.rs` | what sleeps and what wakes up |
-//! | `contents.rs`, `saved.rs` | its contents |
-//! | `probe.rs` | whether the device can map memory at all, and at several addresses at once |
 //!
 //! Invariants, in addition to those of holes in the heap:
 //! * **P1** A mapping is unmapped only when the last use through it is known done on the host, and
@@ -41,7 +31,7 @@
 //!   use. Trimming the pool itself is an exception, and so is what idle graphs lend (`lend.rs`).
 //! * **P2** A frame is in one place: mapped in one reservation, among the spares, or held by one
 //!   operation. A frame that its stream reused before the device was done with it may also be mapped
-//!   where it was before, at addresses that stay held until they are unmapped (`lingering.rs`).
+//!   where it was before, at addresses that stay held until they are unmapped (`trim.rs`).
 //!   While the allocator sleeps, nothing is mapped but what others know, and all other operations on
 //!   mappings wait or are refused.
 //! * **P3** `reserved` = mapped + spare frames + segments, at any time that no operation is in
@@ -54,33 +44,20 @@
 //! Locks: decisions are made under the allocator's lock. Driver calls, waits and observers run
 //! without it, only under the gate, which comes before it.
 
-pub(crate) mod addresses;
 pub(crate) mod carry_out;
-pub(crate) mod contents;
 pub(crate) mod dedicated;
-pub(crate) mod dedicated_memory;
 pub(crate) mod exportable;
 pub(crate) mod fill;
 pub(crate) mod gate;
 pub(crate) mod grow;
 pub(crate) mod growable;
 pub(crate) mod lend;
-pub(crate) mod lingering;
-pub(crate) mod peers;
 pub(crate) mod pin;
-pub(crate) mod probe;
-pub(crate) mod progress_events;
-pub(crate) mod saved;
 #[cfg(all(test, aquifer_shuttle))]
 pub(crate) mod schedules;
-pub(crate) mod sleep;
-pub(crate) mod sleep_options;
 pub(crate) mod split;
 pub(crate) mod trim;
-pub(crate) mod wait;
 
-pub use contents::Contents;
 pub use exportable::Exportable;
 pub use growable::Growable;
 pub use pin::PinnedMapping;
-pub use sleep_options::{Part, SleepOptions};

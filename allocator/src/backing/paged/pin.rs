@@ -1,16 +1,21 @@
-//! Pins: memory that other parties know by its address, such as a network card that registered it,
-//! stays where it is.
+//! Others that reach memory: pins for parties that know its address, such as a network card that
+//! registered it, and access of other devices.
 //!
 //! Pins are counted by granule, or by segment, so they may overlap. Memory of a live allocation
 //! moves only if its frame is split (`split.rs`); a pin prevents that, and keeps the memory in place
 //! after the allocation is dropped, until the other party has released it.
+//!
+//! Each mapping has its own list of devices with access. So a new peer is given access to all
+//! existing mappings, and to every later one by the list that operations on mappings use. The gate
+//! excludes those operations in between, so that no mapping is missed.
 
 use std::ops::Range;
 
-use aquifer_device::{Device, fork};
+use aquifer_device::{Device, DevicePtr, Operation, fork};
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
+use crate::backing::choose::try_mapping;
 use crate::error::AllocError;
 
 /// The memory that a pin keeps in place.
@@ -61,7 +66,7 @@ impl Allocator {
     /// [`RequestError::WrongDevice`](aquifer_device::RequestError::WrongDevice) for an allocation
     /// of another allocator; [`AllocError::Asleep`] while there is no memory.
     pub fn pin_mapping(&self, allocation: &Allocation) -> Result<PinnedMapping, AllocError> {
-        fork::check(aquifer_device::Operation::Map)?;
+        fork::check(Operation::Map)?;
         // Not while the self falls asleep, which looks at what is pinned once.
         let _gate = self.gate()?.shared();
         let mut shared = self.state().shared();
@@ -117,4 +122,56 @@ fn places(range: &Range<u64>, pinned: Pinned) -> impl Iterator<Item = u64> {
         Pinned::Nothing | Pinned::Segment => usize::MAX,
     };
     range.clone().step_by(step)
+}
+
+impl Allocator {
+    /// Lets the device with this ordinal read and write all memory of the allocator that is mapped,
+    /// now and later. Once is enough; again is nothing.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
+    /// let driver = SimDriver::new(SimConfig::default());
+    /// let peer = SimDriver::new(SimConfig::default().ordinal(1));
+    /// let device = Device::new(driver.clone());
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let before = allocator.alloc_bytes(5 << 20, device.default_stream())?;
+    /// allocator.enable_peer_access(1)?;
+    /// let after = allocator.alloc_bytes(50 << 20, device.default_stream())?;
+    /// for buffer in [before, after] {
+    ///     assert_eq!(driver.mapping_at(buffer.ptr()).unwrap().devices, [0, 1]);
+    /// }
+    /// # drop(peer);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Errors of the driver, such as a device that does not exist, or devices that cannot reach
+    /// each other: the peer is then not let into later mappings, though it may have access to some
+    /// of the present ones. [`AllocError::NotMapped`] where memory comes in segments.
+    pub fn enable_peer_access(&self, ordinal: u32) -> Result<(), AllocError> {
+        fork::check(Operation::SetAccess)?;
+        let _alone = self.gate()?.exclusive();
+        let shared = self.state().shared();
+        let Some(paged) = shared.paged() else {
+            return Err(self.not_mapped("access of peers"));
+        };
+        if paged.access.contains(&ordinal) {
+            return Ok(());
+        }
+        let (granule, options) = (paged.granule, paged.options);
+        let ranges = paged.mapped_ranges();
+        drop(shared);
+        if ranges.is_empty() {
+            // Better now than at the first growth. A device that is just full is taken to be able.
+            let tried = try_mapping(self.device(), granule, options, &[self.device().info().ordinal, ordinal]);
+            tried.map(|_| ()).or_else(|error| if error.is_out_of_memory() { Ok(()) } else { Err(error) })?;
+        }
+        for range in ranges {
+            self.device().driver().set_access(DevicePtr(range.start), range.end - range.start, &[ordinal])?;
+        }
+        self.state().shared().add_peer(ordinal);
+        Ok(())
+    }
 }

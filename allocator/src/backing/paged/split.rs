@@ -13,7 +13,7 @@
 //!
 //! Everything that may fail for lack of memory comes before the first frame is unmapped: the new
 //! frames are created, mapped at addresses of their own, and filled. If a driver call fails after
-//! that, live granules lack their mapping. They then *sleep* (`sleep.rs`), with their contents in
+//! that, live granules lack their mapping. They then *sleep* (`sleep/mod.rs`), with their contents in
 //! the new frames, and are woken up at once; if that fails, too, [`Allocator::wake`] wakes them.
 
 use std::ops::Range;
@@ -22,14 +22,14 @@ use aquifer_device::internal::MovesContents;
 use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions, RawPhysical, Reservation};
 
 use crate::allocator::Allocator;
-use crate::backing::headroom::{buyable, room};
+use crate::backing::growth::{buyable, room};
 use crate::backing::paged::carry_out::unmap_range;
-use crate::backing::paged::sleep::{list_unmapped, wake_ranges};
 use crate::config::SplitFrames;
 use crate::core::paged::frames::Frame;
 use crate::core::remap::split::{Replaced, Split, SplitDone, SplitOutcome, choose};
 use crate::error::AllocError;
 use crate::recovery::hooks::Hooks;
+use crate::sleep::{list_unmapped, wake_ranges};
 use crate::types::Request;
 
 /// The result of an attempt to split frames.
@@ -87,7 +87,7 @@ pub(crate) fn split_frames(allocator: &Allocator, request: &Request) -> Result<O
     let error = done.error.take();
     let mut guard = state.lock();
     let SplitOutcome { frames, copied, freed, unmapped } = guard.commit_split(&chosen, held, done);
-    let asleep: Vec<Range<u64>> = unmapped.iter().map(|absent| absent.range.clone()).collect();
+    let asleep: Vec<Range<u64>> = unmapped.iter().map(|one| one.range.clone()).collect();
     if !unmapped.is_empty() {
         list_unmapped(&mut guard, unmapped);
     }

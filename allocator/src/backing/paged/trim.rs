@@ -1,23 +1,30 @@
-//! Trimming: giving free frames and empty reservations back to the device.
+//! Trimming: giving free frames and empty reservations back to the device. And unmapping memory that
+//! moved before the device was done with it.
 //!
 //! Frames on their way back are not counted as reserved, because another thread may get their
 //! memory from the device, and count it, before this one has the lock again. The limit counts them
 //! until they are gone (`Core::leaving`).
+//!
+//! A stream may use its own free memory again at once, because its later work runs after the last
+//! use. Only the addresses have to wait: they may be unmapped once the host knows that the last use
+//! is done (P1). So where a request lacks memory and its own stream has free frames that are not
+//! done, these are mapped at the window in addition. Their earlier mappings *linger*: the addresses
+//! stay held in the heap, and later operations unmap them. Neither the host nor a stream waits, and
+//! nothing is taken from the device. The frames carry the tick of their last use to the new
+//! addresses, so they become free for other streams, or move once more, no earlier than before.
 
 use aquifer_device::{DeviceError, DevicePtr};
 
 use crate::allocator::Allocator;
-use crate::backing::paged::addresses::give_addresses_back;
 use crate::backing::paged::carry_out::{unless_capturing, unmap_range};
 use crate::backing::paged::dedicated::recycle_deferred_releases;
-use crate::backing::paged::lingering::unmap_lingering_at_gate;
 use crate::core::paged::frames::LooseFrames;
 use crate::core::pools::Which;
 use crate::core::remap::donors::BATCH;
 use crate::core::remap::trim::Trim;
-use crate::cross_stream::progress::synchronize_all;
+use crate::cross_stream::synchronize_all;
 use crate::error::AllocError;
-use crate::pools::lookup::{awaited_launches, wait_for_launched};
+use crate::pools::{awaited_launches, wait_for_launched};
 
 /// Gives free frames that no pool keeps back to the device, spare ones first, until at
 /// most `target` bytes are held from it or none is left. Returns how many bytes went back. Frames
@@ -145,3 +152,56 @@ pub(crate) fn synchronize_free(allocator: &Allocator, which: Which) -> Result<bo
     synchronize_all(&waits)?;
     Ok(!waits.is_empty() || !launched.ticks.is_empty() || launched.device.is_some())
 }
+
+/// Unmaps the mappings that linger although the device is known to be done with them.
+pub(crate) fn unmap_lingering(allocator: &Allocator) -> Result<(), AllocError> {
+    if !allocator.state().shared().has_lingering() {
+        return Ok(());
+    }
+    let _gate = allocator.gate()?.shared();
+    unmap_lingering_at_gate(allocator)
+}
+
+/// As [`unmap_lingering`]; the caller has the gate. Mappings that the driver refuses to unmap linger
+/// on. Returns the first error once all others are unmapped.
+pub(crate) fn unmap_lingering_at_gate(allocator: &Allocator) -> Result<(), AllocError> {
+    let captures = allocator.device().is_capturing();
+    let done = if captures { Vec::new() } else { allocator.state().shared().take_lingering() };
+    let mut failed = Ok(());
+    let mut unmapped = Vec::with_capacity(done.len());
+    for lingering in done {
+        // A capture that began meanwhile is no error.
+        let outcome = unmap_range(allocator.device(), allocator.hooks(), &lingering.range);
+        unmapped.push((lingering, outcome.is_ok()));
+        failed = failed.and(unless_capturing(outcome));
+    }
+    let mut unmapped = unmapped.into_iter().peekable();
+    while unmapped.peek().is_some() {
+        let mut guard = allocator.state().lock();
+        unmapped.by_ref().take(BATCH).for_each(|(lingering, gone)| guard.commit_unmapped(lingering, gone));
+        guard.account_for_granules();
+    }
+    Ok(failed?)
+}
+
+/// Gives back reservations of some pools in which nothing is mapped.
+pub(crate) fn give_addresses_back(allocator: &Allocator, which: Which) -> Result<(), AllocError> {
+    // This also gives back reservations that could not go back before.
+    allocator.device().settle();
+    let mut guard = allocator.state().lock();
+    let empty = guard.take_empty_reservations(which);
+    drop(guard);
+    let mut failed = Ok(());
+    for (addr, bytes) in empty {
+        if let Err(error) = allocator.device().driver().unreserve(DevicePtr(addr), bytes) {
+            let reservation = aquifer_device::Reservation { ptr: DevicePtr(addr), bytes, mapped: Vec::new() };
+            allocator.device().unreserve_later(reservation);
+            failed = Err(error.into());
+        }
+    }
+    failed
+}
+
+#[cfg(all(test, not(aquifer_shuttle)))]
+#[allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+mod tests;

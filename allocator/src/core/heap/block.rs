@@ -1,5 +1,10 @@
-//! Records of blocks, in a slab addressed by number.
+//! Records of blocks, in a slab addressed by number, and sets of blocks: one bit for each.
+//!
+//! A block that is given back is joined with those neighbours that are in the index. Most are not,
+//! and their bits are close together in the cache, where their records are not. So it is with the
+//! search for holes beside free blocks.
 
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::{Index, IndexMut};
 
 use crate::types::{After, BlockId, PoolId, StreamId, Use};
@@ -274,6 +279,146 @@ fn prefetch(block: &Block) {
         unsafe {
             _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(block).cast());
         }
+    }
+}
+
+/// A set of numbers, as long as the greatest that was ever in it.
+#[derive(Debug, Default)]
+pub(super) struct Members(Vec<u64>);
+
+impl Members {
+    #[inline]
+    fn place(id: impl Into<u32>) -> (usize, u64) {
+        let number: u32 = id.into();
+        (number as usize / 64, 1 << (number % 64))
+    }
+
+    #[inline]
+    pub(super) fn contains(&self, id: impl Into<u32>) -> bool {
+        let (word, bit) = Members::place(id);
+        self.0.get(word).is_some_and(|word| word & bit != 0)
+    }
+
+    #[inline]
+    pub(super) fn insert(&mut self, id: impl Into<u32>) {
+        let (word, bit) = Members::place(id);
+        if word >= self.0.len() {
+            self.grow(word);
+        }
+        self.0[word] |= bit;
+    }
+
+    #[cold]
+    fn grow(&mut self, word: usize) {
+        self.0.resize(word + 1, 0);
+    }
+
+    /// Takes out a number, which must be in the set.
+    #[inline]
+    pub(super) fn remove(&mut self, id: impl Into<u32>) {
+        let (word, bit) = Members::place(id);
+        self.0[word] &= !bit;
+    }
+
+    /// The numbers in the set, in order.
+    pub(super) fn iter(&self) -> impl Iterator<Item = u32> + '_ {
+        (0_u32..).zip(&self.0).flat_map(|(word, &bits)| {
+            let rest = std::iter::successors(Some(bits), |bits| Some(bits & bits.wrapping_sub(1)));
+            rest.take_while(|&bits| bits != 0).map(move |bits| word * u64::BITS + bits.trailing_zeros())
+        })
+    }
+
+    /// Number of members.
+    #[cfg(any(test, debug_assertions))]
+    pub(super) fn count(&self) -> usize {
+        self.0.iter().map(|word| word.count_ones() as usize).sum()
+    }
+}
+
+/// A set of holes.
+#[derive(Debug, Default)]
+pub(super) struct HoleIndex {
+    by_address: BTreeMap<(PoolId, StreamId, u64), BlockId>,
+    /// The same holes. Their bits are close together in the cache, where blocks' records are not.
+    members: Members,
+}
+
+impl HoleIndex {
+    pub(super) fn insert(&mut self, pool: PoolId, stream: StreamId, addr: u64, id: BlockId) {
+        self.by_address.insert((pool, stream, addr), id);
+        self.members.insert(id);
+    }
+
+    /// Takes out the hole of a pool and stream at an address, which must be in the set.
+    pub(super) fn remove(&mut self, pool: PoolId, stream: StreamId, addr: u64) {
+        let id = self.by_address.remove(&(pool, stream, addr));
+        id.into_iter().for_each(|id| self.members.remove(id));
+    }
+
+    pub(super) fn contains(&self, id: BlockId) -> bool {
+        self.members.contains(id)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.by_address.len()
+    }
+
+    /// The holes of a pool in a stream's regions, by address.
+    pub(super) fn of(&self, pool: PoolId, stream: StreamId) -> impl Iterator<Item = BlockId> + '_ {
+        self.by_address.range((pool, stream, 0)..=(pool, stream, u64::MAX)).map(|(_, &id)| id)
+    }
+
+    /// Every hole, pool by pool.
+    #[cfg(test)]
+    pub(super) fn iter(&self) -> impl Iterator<Item = BlockId> + '_ {
+        self.by_address.values().copied()
+    }
+
+    /// True if a hole is in the set, at its place.
+    #[cfg(any(test, debug_assertions))]
+    pub(super) fn is_noted(&self, pool: PoolId, stream: StreamId, addr: u64, id: BlockId) -> bool {
+        self.by_address.get(&(pool, stream, addr)) == Some(&id) && self.members.contains(id)
+    }
+
+    /// True if no other blocks are taken for holes.
+    #[cfg(any(test, debug_assertions))]
+    pub(super) fn is_consistent(&self) -> bool {
+        self.members.count() == self.by_address.len()
+    }
+}
+
+/// The strays, and blocks that were.
+#[derive(Debug, Default)]
+pub(super) struct Strays {
+    /// True if memory passes between streams.
+    shares: bool,
+    pub(super) queue: VecDeque<BlockId>,
+    noted: Members,
+}
+
+impl Strays {
+    pub(super) fn new(shares: bool) -> Strays {
+        Strays { shares, ..Strays::default() }
+    }
+
+    #[cold]
+    pub(super) fn note(&mut self, id: BlockId) {
+        if self.shares && !self.noted.contains(id) {
+            self.noted.insert(id);
+            self.queue.push_back(id);
+        }
+    }
+
+    pub(super) fn take(&mut self) -> Option<BlockId> {
+        let id = self.queue.pop_front()?;
+        self.noted.remove(id);
+        Some(id)
+    }
+
+    /// True if a stray is noted, or need not be.
+    #[cfg(any(test, debug_assertions))]
+    pub(super) fn has(&self, id: BlockId) -> bool {
+        !self.shares || self.noted.contains(id)
     }
 }
 

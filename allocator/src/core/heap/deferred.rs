@@ -19,7 +19,7 @@
 //! * blocks of a stream are merged in the order in which they were given back, which is the order of
 //!   their ticks.
 
-use super::recent::RecentUse;
+use super::last_use::RecentUse;
 use super::{Block, Heap, Owner, State, moves};
 use crate::size_class::SMALL_SIZE;
 use crate::types::{After, BlockId, PoolId, StreamId};

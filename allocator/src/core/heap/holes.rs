@@ -10,8 +10,7 @@
 //! belongs to the region's stream. A block of another owner merges with those only once it is done;
 //! until then its own tick counts for all of it.
 
-use super::last_use::{Granules, LastUses};
-use super::recent::RecentUse;
+use super::last_use::{Granules, LastUses, RecentUse};
 use super::{Block, Heap, Region, State};
 use crate::types::{After, BlockId, PoolId, StreamId};
 

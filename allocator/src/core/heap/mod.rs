@@ -19,42 +19,35 @@
 //! reserved: memory grows in a stream's own regions, so that blocks of different streams mostly do
 //! not lie side by side. A request may be served from any of them.
 
-mod block;
-#[cfg(any(test, debug_assertions))]
-mod check;
-mod deferred;
-mod hole_index;
-mod holes;
-mod index;
-mod irregular;
-mod last_use;
-mod members;
-mod moves;
-mod pools;
-mod recent;
-mod search;
-mod strays;
-mod walk;
-
 use std::collections::BTreeSet;
+
+use deferred::Deferred;
+use last_use::{Granules, RecentUses};
+use moves::{Joined, Piece, Taken};
+use pools::Pools;
 
 use crate::tags::Tag;
 use crate::types::{After, BlockId, PoolId, StreamId};
 
 pub(crate) use block::{Block, Slab, State};
-use deferred::Deferred;
-use hole_index::HoleIndex;
+use block::{HoleIndex, Members, Strays};
 pub(crate) use holes::Holding;
 pub(crate) use index::{IndexView, Key};
-use last_use::Granules;
 pub(crate) use last_use::LastUses;
-use members::Members;
-use moves::{Joined, Piece, Taken};
-use pools::Pools;
 pub(crate) use pools::{HeapPoolOptions, Owner};
-use recent::RecentUses;
-use strays::Strays;
 pub(crate) use walk::{Passed, Walk};
+
+mod block;
+#[cfg(any(test, debug_assertions))]
+mod check;
+mod deferred;
+mod holes;
+mod index;
+mod last_use;
+mod moves;
+mod pools;
+mod strays;
+mod walk;
 
 /// A contiguous range of device addresses.
 #[derive(Clone, Debug)]
@@ -368,5 +361,37 @@ impl Heap {
     #[inline]
     fn region_mut(&mut self, number: u32) -> &mut Region {
         self.regions[number as usize].as_mut().unwrap_or_else(|| unreachable!("block of a removed region"))
+    }
+}
+
+impl Heap {
+    /// True if size and kind of a live block follow from its requested bytes, and no other stream
+    /// uses it. Its record is not read.
+    #[inline]
+    pub(crate) fn is_regular(&self, id: BlockId) -> bool {
+        !self.irregular.contains(id)
+    }
+
+    pub(crate) fn make_irregular(&mut self, id: BlockId) {
+        self.irregular.insert(id);
+    }
+
+    /// Marks a live block that other streams use, too.
+    pub(crate) fn mark_used_elsewhere(&mut self, id: BlockId) {
+        self.blocks[id].used_elsewhere = true;
+        self.make_irregular(id);
+    }
+
+    /// Takes that mark away.
+    pub(crate) fn unmark_used_elsewhere(&mut self, id: BlockId) {
+        self.blocks[id].used_elsewhere = false;
+    }
+
+    /// Forgets that a block was irregular, as it is about to be freed.
+    #[inline]
+    pub(crate) fn forget_irregular(&mut self, id: BlockId) {
+        if self.irregular.contains(id) {
+            self.irregular.remove(id);
+        }
     }
 }

@@ -4,9 +4,8 @@
 //! facts about regions are kept by [`super::Heap`]; what it needs for them is returned rather than
 //! read again.
 
-use super::block::{Block, Records, State};
+use super::block::{Block, Members, Records, State};
 use super::index::Bins;
-use super::members::Members;
 use crate::types::{After, BlockId, StreamId};
 
 /// The piece that is taken from a free block.

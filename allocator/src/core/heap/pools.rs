@@ -4,8 +4,8 @@
 
 use std::ops::{Index, IndexMut};
 
+use super::block::Members;
 use super::index::Bins;
-use super::members::Members;
 use crate::types::{PoolId, StreamId};
 
 /// A pool of the heap: requests of a pool are served from its own blocks. There are a small and a

@@ -1,53 +1,16 @@
-//! Strays: free blocks in a region of another stream than their owner.
+//! Free blocks of other streams; and strays: free blocks in a region of another stream than their
+//! owner.
 //!
 //! A stream that was served from another one's region may use that memory again at once. Once it is
 //! known done, it belongs to the region's stream, so that free neighbours become one block again.
 //! That is found out when a request finds no block: a bounded number of strays is looked at each
 //! time. Programs of one stream have none.
 
-use std::collections::VecDeque;
-
-use super::members::Members;
 use super::{Heap, State};
-use crate::types::{After, BlockId, PoolId, StreamId, Use};
+use crate::types::{After, BlockId, PoolId, StreamId, Use, latest_by_stream};
 
 /// The most strays that are looked at in one go.
 const LOOKS: usize = 64;
-
-/// The strays, and blocks that were.
-#[derive(Debug, Default)]
-pub(super) struct Strays {
-    /// True if memory passes between streams.
-    shares: bool,
-    queue: VecDeque<BlockId>,
-    noted: Members,
-}
-
-impl Strays {
-    pub(super) fn new(shares: bool) -> Strays {
-        Strays { shares, ..Strays::default() }
-    }
-
-    #[cold]
-    pub(super) fn note(&mut self, id: BlockId) {
-        if self.shares && !self.noted.contains(id) {
-            self.noted.insert(id);
-            self.queue.push_back(id);
-        }
-    }
-
-    fn take(&mut self) -> Option<BlockId> {
-        let id = self.queue.pop_front()?;
-        self.noted.remove(id);
-        Some(id)
-    }
-
-    /// True if a stray is noted, or need not be.
-    #[cfg(any(test, debug_assertions))]
-    pub(super) fn has(&self, id: BlockId) -> bool {
-        !self.shares || self.noted.contains(id)
-    }
-}
 
 impl Heap {
     fn is_stray(&self, id: BlockId) -> bool {
@@ -86,6 +49,42 @@ impl Heap {
     /// True if there are strays, as far as is known.
     pub(crate) fn has_strays(&self) -> bool {
         !self.strays.queue.is_empty()
+    }
+}
+
+/// How many blocks of one owner are considered, smallest first.
+const CANDIDATES: usize = 32;
+
+impl Heap {
+    /// The smallest block of a pool that has at least `size` bytes, belongs to another stream, and
+    /// has a tick that is at most the result of `until` for its owner.
+    pub(crate) fn best_of_others(
+        &self,
+        stream: StreamId,
+        pool: PoolId,
+        size: u64,
+        until: impl Fn(StreamId) -> After,
+    ) -> Option<BlockId> {
+        let others = self.indexes(pool).filter(|(owner, _)| owner.stream != stream);
+        let best = others.filter_map(|(owner, index)| {
+            let mut candidates = index.iter_from_first_fit(size).take(CANDIDATES).peekable();
+            candidates.peek()?;
+            let until = until(owner.stream);
+            candidates.find(|key| key.size() >= size && self.blocks[key.block()].after <= until)
+        });
+        Some(best.min()?.block())
+    }
+
+    /// The latest tick of each other stream that has blocks of a pool which are large enough; and of
+    /// the owners of strays.
+    pub(crate) fn ticks_of_others(&self, stream: StreamId, pool: PoolId, size: u64) -> Vec<Use> {
+        let others = self.indexes(pool).filter(|(owner, _)| owner.stream != stream);
+        let uses = others.flat_map(|(_, index)| {
+            let keys = index.iter_from_first_fit(size).take(CANDIDATES).filter(|key| key.size() >= size);
+            keys.map(|key| self.blocks[key.block()].last_use()).collect::<Vec<_>>()
+        });
+        let of_strays = self.ticks_of_strays().filter(|&(_, of)| of == pool).map(|(last_use, _)| last_use);
+        latest_by_stream(uses.chain(of_strays)).collect()
     }
 }
 

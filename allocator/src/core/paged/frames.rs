@@ -33,7 +33,7 @@ impl Frame {
     }
 }
 
-/// Addresses at which frames are mapped that moved elsewhere (`lingering.rs`).
+/// Addresses at which frames are mapped that moved elsewhere (`trim.rs`).
 #[derive(Debug)]
 pub(crate) struct Lingering {
     pub(crate) block: BlockId,

@@ -5,15 +5,13 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
-use aquifer_device::internal::HostBuffer;
 use aquifer_device::{DevicePtr, PhysicalOptions, RawPhysical, Reservation};
 
-use crate::core::paged::capacity::Capacity;
 use crate::core::paged::deferred_release::DeferredReleases;
 use crate::core::paged::frames::{Frame, Lingering, LooseFrames, granules_of};
-use crate::core::paged::pins::Pins;
 use crate::core::paged::places::Places;
-use crate::core::sleep::absent::{Absent, Cordon, united, within};
+use crate::core::paged::{Capacity, Pins};
+use crate::core::sleep::{Sleep, within};
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
 use crate::types::{BlockId, PoolId, StreamId};
@@ -42,17 +40,7 @@ pub(crate) struct Paged {
     pub(crate) owned_bytes: u64,
     /// Memory that such owners gave up.
     pub(crate) deferred_release: DeferredReleases,
-    /// True while the whole allocator sleeps.
-    pub(crate) is_asleep: bool,
-    /// Memory that sleeps, by address. A thread that works on the list may have taken it out.
-    pub(crate) absent: Vec<Absent>,
-    /// The addresses that sleep: ranges that do not touch, by address.
-    pub(crate) sleeping: Vec<Range<u64>>,
-    /// True if some of it is memory outside of heaps. None such is recycled then.
-    pub(crate) dedicated_sleeps: bool,
-    pub(crate) cordon: Cordon,
-    /// Pinned host memory for the contents of the next sleep.
-    pub(crate) host_buffers: Vec<HostBuffer>,
+    pub(crate) sleep: Sleep,
     /// Frames that are mapped nowhere.
     pub(crate) spares: LooseFrames,
     /// Mappings that cannot be used and that the driver has not unmapped so far.
@@ -99,7 +87,7 @@ impl Stuck {
 
 /// Memory of a reservation that may sleep.
 #[derive(Debug)]
-pub(crate) struct Asleep {
+pub(crate) struct MaySleep {
     /// First address of the reservation.
     pub(crate) base: u64,
     pub(crate) range: Range<u64>,
@@ -144,12 +132,7 @@ impl Paged {
             owned: BTreeMap::new(),
             owned_bytes: 0,
             deferred_release: DeferredReleases::new(granule),
-            is_asleep: false,
-            absent: Vec::new(),
-            sleeping: Vec::new(),
-            dedicated_sleeps: false,
-            cordon: Cordon::default(),
-            host_buffers: Vec::new(),
+            sleep: Sleep::default(),
             spares,
             stuck: VecDeque::new(),
             lingering: Vec::new(),
@@ -297,21 +280,8 @@ impl Paged {
 
     /// The same, and those that have none only until the allocator wakes up.
     pub(crate) fn held_within(&self, range: &Range<u64>) -> Vec<Range<u64>> {
-        let absent = within(&self.sleeping, range).into_iter().flat_map(|part| self.unmapped_within(&part));
-        self.mapped_within(range).into_iter().chain(absent).collect()
-    }
-
-    /// True if the memory at any of these addresses sleeps.
-    pub(crate) fn sleeps(&self, range: &Range<u64>) -> bool {
-        !self.sleeping.is_empty() && !within(&self.sleeping, range).is_empty()
-    }
-
-    /// Notes which addresses sleep: those of the list of absent memory, and of the parts of it that
-    /// were taken out.
-    pub(crate) fn note_sleeping(&mut self, taken: [&[Absent]; 2]) {
-        let absent = || self.absent.iter().chain(taken.into_iter().flatten());
-        self.dedicated_sleeps = absent().any(|absent| absent.is_dedicated);
-        self.sleeping = united(absent().map(|absent| absent.range.clone()).collect());
+        let sleeping = within(self.sleep.addresses(), range).into_iter().flat_map(|part| self.unmapped_within(&part));
+        self.mapped_within(range).into_iter().chain(sleeping).collect()
     }
 
     /// The contiguous parts of a range, within a reservation, that have no memory.
@@ -321,13 +291,13 @@ impl Paged {
 
     /// The frames that may sleep, by address, each with its reservation. Pinned frames stay, and
     /// exportable memory.
-    pub(crate) fn may_sleep<'a>(&'a self, pins: &'a Pins) -> impl Iterator<Item = Asleep> + 'a {
+    pub(crate) fn may_sleep<'a>(&'a self, pins: &'a Pins) -> impl Iterator<Item = MaySleep> + 'a {
         let may_sleep = self.reservations.iter().filter(|(_, mapped)| mapped.purpose != Purpose::Exportable);
         let frames = may_sleep.flat_map(|(&base, mapped)| {
             mapped.places.all().map(move |(place, frame)| {
                 let start = base + place as u64 * mapped.granule;
                 let range = start..start + frame.granules() * mapped.granule;
-                Asleep { base, range, kind: mapped.kind, is_dedicated: mapped.purpose != Purpose::Heap }
+                MaySleep { base, range, kind: mapped.kind, is_dedicated: mapped.purpose != Purpose::Heap }
             })
         });
         frames.filter(|frame| !pins.are_in(frame.range.clone()) && !self.is_unusable(frame.base, frame.range.start))
@@ -352,7 +322,7 @@ impl Paged {
 
     /// The contiguous ranges of memory outside of heaps. Each comes with its owner's record, whose
     /// `size` is the part that the owner has, from the first address on. Memory counts even while
-    /// it is absent.
+    /// it sleeps.
     pub(crate) fn dedicated(&self) -> impl Iterator<Item = (Range<u64>, Owned)> + '_ {
         self.owned.iter().flat_map(|(&base, owned)| {
             let end = base + self.reservations.get(&base).map_or(0, |mapped| mapped.bytes);
@@ -373,9 +343,9 @@ impl Paged {
     /// object to give back.
     pub(crate) fn into_memory(mut self) -> (Vec<Reservation>, Vec<RawPhysical>) {
         let mut loose = Vec::new();
-        for absent in std::mem::take(&mut self.absent) {
-            let (mapped, others) = absent.frames.split_at(absent.mapped);
-            self.put_all(absent.range.start, mapped);
+        for sleeping in self.sleep.take_ranges() {
+            let (mapped, others) = sleeping.frames.split_at(sleeping.mapped);
+            self.put_all(sleeping.range.start, mapped);
             loose.extend(others.iter().map(|frame| frame.physical));
         }
         let mut reservations = Vec::with_capacity(self.reservations.len());

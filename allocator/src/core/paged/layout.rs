@@ -7,7 +7,7 @@
 //! from frames that fit nowhere: those are *broken*, that is, released, and others made of the
 //! memory.
 //!
-//! Frames that are still mapped elsewhere (`lingering.rs`) are never broken. They come before all
+//! Frames that are still mapped elsewhere (`../remap/trim.rs`) are never broken. They come before all
 //! others, whatever their size; only those are chosen that have room ([`FrameRoom`]).
 
 use super::frames::{LooseFrames, sizes};

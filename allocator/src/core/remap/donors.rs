@@ -4,7 +4,7 @@
 //! addresses, and steady programs find their memory where they left it; those larger than what is
 //! still wanted are passed over, unless nothing else helps. Granules whose last use is not known
 //! done are counted by the tick that would let them move; those of the request's own stream may
-//! serve it before that (`lingering.rs`). While a stream captures, nothing moves: unmapping might
+//! serve it before that (`trim.rs`). While a stream captures, nothing moves: unmapping might
 //! break the capture.
 
 use std::cmp::Reverse;

@@ -63,7 +63,7 @@ impl Core {
     }
 
     /// Serves what a draft would take from the device from memory that the request's own stream may use
-    /// again at once although the device is not done with it (`lingering.rs`).
+    /// again at once although the device is not done with it (`trim.rs`).
     pub(crate) fn reuse_unfinished(&mut self, request: &Request, draft: &mut Draft) {
         let Some(paged) = self.paged.as_ref().filter(|paged| paged.may_alias && !request.pool.is_private()) else {
             return;

@@ -13,7 +13,7 @@ use crate::core::paged::layout::Largest;
 use crate::core::pools::{PoolKey, Private, Which};
 use crate::core::remap::donors::{Donor, Donors};
 use crate::core::remap::plan::{Remap, Target, Work};
-use crate::core::sleep::absent::{outside, united, within};
+use crate::core::sleep::{outside, united, within};
 use crate::types::{BlockId, PoolId, StreamId};
 
 /// What a pool has lent.

@@ -9,7 +9,6 @@ pub(crate) mod commit;
 pub(crate) mod donors;
 pub(crate) mod draft;
 pub(crate) mod lend;
-pub(crate) mod lingering;
 pub(crate) mod plan;
 pub(crate) mod split;
 pub(crate) mod trim;

@@ -10,7 +10,7 @@ use crate::core::Core;
 use crate::core::paged::frames::{Frame, granules_of};
 use crate::core::pools::Which;
 use crate::core::remap::donors::Donor;
-use crate::core::sleep::absent::{Absent, ContentsPlace};
+use crate::core::sleep::{ContentsPlace, SleepingRange};
 use crate::history::Action;
 use crate::size_class::PoolKind;
 use crate::types::Use;
@@ -131,7 +131,7 @@ pub(crate) struct SplitOutcome {
     pub(crate) copied: u64,
     pub(crate) freed: u64,
     /// Live memory that lacks its mapping. It is to be listed as asleep.
-    pub(crate) unmapped: Vec<Absent>,
+    pub(crate) unmapped: Vec<SleepingRange>,
 }
 
 impl Core {
@@ -172,7 +172,16 @@ impl Core {
                 }
                 paged.in_hands += granules_of(&frames);
                 let (is_dedicated, place, largest, saved) = (false, ContentsPlace::InFrames, 1, Vec::new());
-                outcome.unmapped.push(Absent { range, kind, is_dedicated, frames, mapped, place, largest, saved });
+                outcome.unmapped.push(SleepingRange {
+                    range,
+                    kind,
+                    is_dedicated,
+                    frames,
+                    mapped,
+                    place,
+                    largest,
+                    saved,
+                });
             }
         }
         if let Some(paged) = &mut self.paged {

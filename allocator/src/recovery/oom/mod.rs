@@ -1,5 +1,5 @@
-//! The out-of-memory report: the request, the memory at that time (`seen.rs`), and what helps
-//! (`advice.rs`).
+//! The out-of-memory report (`report.rs`): the request, the memory at that time and what follows from it
+//! (`seen.rs`), and the words of what helps (`advice.rs`).
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,7 +8,7 @@ use std::time::Duration;
 use aquifer_device::MemoryInfo;
 use seen::Seen;
 
-use crate::accounting::attribute::attribute;
+use crate::accounting::summary::attribute;
 use crate::allocator::Allocator;
 use crate::backing::growth::growth_bytes;
 use crate::core::Core;

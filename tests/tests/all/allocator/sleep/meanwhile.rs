@@ -78,7 +78,7 @@ fn access_guards_and_reservations_end_before_their_memory_goes() {
 /// thread.
 fn kept_awake(slept: Result<u64, AllocError>) -> (u64, u64, u64, bool) {
     let Err(AllocError::KeptAwake(by)) = slept else { panic!("{slept:?}") };
-    (by.access_guards, by.reservations, by.awake, by.is_this_thread)
+    (by.access_guards, by.reservations, by.wake_locks, by.is_this_thread)
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Contents of memory that sleeps (`sleep.rs`), in pinned host memory or in a file.
+//! Contents of memory that sleeps, in pinned host memory or in a file.
 //!
 //! Copies to pinned host memory are enqueued one behind the other, and waited for together. Those
 //! to and from a file go through two pieces of pinned host memory: while the host writes or reads
@@ -15,8 +15,8 @@ use aquifer_device::fork::{self, Mutex};
 use aquifer_device::internal::{HostBuffer, MovesContents};
 use aquifer_device::{Device, DeviceError, DevicePtr, Stream};
 
-use crate::backing::paged::contents::Contents;
 use crate::error::AllocError;
+use crate::sleep::options::Contents;
 
 /// Bytes of a piece of pinned host memory on the way to and from a file.
 const CHUNK: usize = 8 << 20;
@@ -26,12 +26,12 @@ const CHUNK: usize = 8 << 20;
 pub(crate) struct Saved {
     pub(crate) addr: u64,
     pub(crate) bytes: u64,
-    kept: Kept,
+    kept: Place,
 }
 
 /// Where contents are.
 #[derive(Clone, Debug)]
-enum Kept {
+enum Place {
     /// They are zeros.
     Zeros,
     Host(Arc<Mutex<HostBuffer>>, usize),
@@ -65,9 +65,9 @@ impl Saved {
         }
         let from = part.start - self.addr;
         let kept = match &self.kept {
-            Kept::Zeros => Kept::Zeros,
-            Kept::Host(buffer, at) => Kept::Host(buffer.clone(), at + size(from)),
-            Kept::File(file, at) => Kept::File(file.clone(), at + from),
+            Place::Zeros => Place::Zeros,
+            Place::Host(buffer, at) => Place::Host(buffer.clone(), at + size(from)),
+            Place::File(file, at) => Place::File(file.clone(), at + from),
         };
         Some(Saved { addr: part.start, bytes: part.end - part.start, kept })
     }
@@ -106,11 +106,11 @@ impl<'a> Mover<'a> {
         for (range, contents) in pieces {
             let (addr, bytes) = (range.start, range.end - range.start);
             let kept = match (contents, &host) {
-                (Contents::Zero, _) => Kept::Zeros,
+                (Contents::Zero, _) => Place::Zeros,
                 (Contents::SaveToHost, Some(buffer)) => {
                     buffer.lock().download(at, DevicePtr(addr), size(bytes), &self.stream)?;
                     at += size(bytes);
-                    Kept::Host(buffer.clone(), at - size(bytes))
+                    Place::Host(buffer.clone(), at - size(bytes))
                 }
                 (Contents::SaveToFile(path), _) => self.save_to_file(path, range)?,
                 _ => continue,
@@ -136,7 +136,7 @@ impl<'a> Mover<'a> {
         Ok(buffer)
     }
 
-    fn save_to_file(&mut self, path: &Path, range: &Range<u64>) -> Result<Kept, AllocError> {
+    fn save_to_file(&mut self, path: &Path, range: &Range<u64>) -> Result<Place, AllocError> {
         let (file, start) = match self.files.get(path) {
             Some((file, length)) => (file.clone(), *length),
             None => {
@@ -154,7 +154,7 @@ impl<'a> Mover<'a> {
             self.write(&file, filled.replace((chunk, bytes)))?;
         }
         self.write(&file, filled)?;
-        Ok(Kept::File(file, start))
+        Ok(Place::File(file, start))
     }
 
     /// Writes the first bytes of a chunk to a file, once they have arrived from the device.
@@ -181,14 +181,14 @@ impl<'a> Mover<'a> {
     pub(crate) fn restore(&mut self, saved: &Saved) -> Result<(), AllocError> {
         let _moves = MovesContents::begin();
         match &saved.kept {
-            Kept::Zeros => self.stream.fill(DevicePtr(saved.addr), 0, saved.bytes)?,
-            Kept::Host(buffer, at) => {
+            Place::Zeros => self.stream.fill(DevicePtr(saved.addr), 0, saved.bytes)?,
+            Place::Host(buffer, at) => {
                 if self.buffers.last().is_none_or(|last| !Arc::ptr_eq(last, buffer)) {
                     self.buffers.push(buffer.clone());
                 }
                 buffer.lock().upload(*at, DevicePtr(saved.addr), size(saved.bytes), &self.stream)?;
             }
-            Kept::File(file, at) => {
+            Place::File(file, at) => {
                 let failed = |error| failed("read", &file.path, error);
                 (&file.file).seek(SeekFrom::Start(*at)).map_err(failed)?;
                 for (addr, bytes) in chunks(&(saved.addr..saved.addr + saved.bytes)) {

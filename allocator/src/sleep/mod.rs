@@ -1,20 +1,23 @@
 //! Sleep: mapped memory goes back to the device, all of it or a part, while its addresses, and
 //! every live allocation there, stay what they are.
 //!
-//! *Absent* memory is listed by range, with its frames as long as they are not released, and its
-//! contents if they were saved. Granules that lie wholly in free blocks leave the list once they
-//! have no frames, and become holes: they are neither saved nor brought back. So waking up needs
-//! memory only for the granules of live blocks and of graphs' pools. `asleep.rs` chooses what
-//! sleeps and what wakes up.
+//! What sleeps is listed by range (`core/sleep/`), with its frames as long as they are not released,
+//! and its contents if they were saved (`contents.rs`). Granules that lie wholly in free blocks leave
+//! the list once they have no frames, and become holes: they are neither saved nor brought back. So
+//! waking up needs memory only for the granules of live blocks and of graphs' pools.
 //!
 //! Falling asleep and waking up work on that list and note each step in it, so either can stop
 //! anywhere: if falling asleep is interrupted, waking up undoes it; if waking up is interrupted, it
 //! is continued where it stopped. Saved contents are kept until their memory is back in use.
 //!
 //! While all memory sleeps, nothing is mapped, moved, trimmed or allocated, and frees only change
-//! the heap. While a part sleeps, the cordon (`cordon.rs`) keeps it apart from the rest. Segments,
-//! exportable memory and frames with pinned granules stay where they are, because others know their
-//! addresses.
+//! the heap. While a part sleeps, it is isolated from the rest. Segments, exportable memory and
+//! frames with pinned granules stay where they are, because others know their addresses.
+//! `wake_lock.rs` says what prevents sleep.
+
+pub(crate) mod contents;
+pub(crate) mod options;
+pub(crate) mod wake_lock;
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -24,23 +27,21 @@ use aquifer_device::{DeviceError, DevicePtr, PhysicalOptions};
 use crate::allocator::Allocator;
 use crate::backing::paged::carry_out::unmap_range;
 use crate::backing::paged::lend::lend;
-use crate::backing::paged::lingering::unmap_lingering_at_gate;
-use crate::backing::paged::saved::{Mover, UsedBuffers};
-use crate::backing::paged::sleep_options::{Part, SleepOptions};
+use crate::backing::paged::trim::unmap_lingering_at_gate;
 use crate::backing::trim::trim_idle_pools;
 use crate::core::paged::frames::{Frame, granules_of, sizes};
-use crate::core::sleep::absent::{Absent, ContentsPlace};
-use crate::core::sleep::choose::Falling;
-use crate::core::sleep::wake::{Waking, Woken};
+use crate::core::sleep::steps::{Falling, Waking, Woken};
+use crate::core::sleep::{ContentsPlace, SleepingRange};
 use crate::error::AllocError;
 use crate::format::Bytes;
-use crate::keep_awake::kept_awake_by;
 use crate::open::trim_others;
-use crate::state::awake::Kept;
-use crate::state::guard::StateGuard;
-use crate::state::special;
+use crate::sleep::contents::{Mover, UsedBuffers};
+use crate::state::{StateGuard, special};
 use crate::sync::atomic::Ordering;
 use crate::sync::pause_for;
+
+pub use options::{Contents, Part, SleepOptions};
+pub use wake_lock::WakeLock;
 
 fn try_sleep(allocator: &Allocator, options: &SleepOptions) -> Result<u64, AllocError> {
     let _one_at_a_time = allocator.gate()?.sleep();
@@ -49,7 +50,7 @@ fn try_sleep(allocator: &Allocator, options: &SleepOptions) -> Result<u64, Alloc
     }
     let mut given = 0;
     if options.are_for_all() {
-        allocator.state().quiesce().map_err(|kept| kept_awake(allocator, kept))?;
+        allocator.state().quiesce()?;
         given = allocator.trim_to(0)?;
     }
     let _alone = allocator.gate()?.exclusive();
@@ -58,7 +59,7 @@ fn try_sleep(allocator: &Allocator, options: &SleepOptions) -> Result<u64, Alloc
         allocator.device().synchronize()?;
         unmap_lingering_at_gate(allocator)?;
     }
-    let falling = fall_asleep(allocator, options).map_err(|kept| kept_awake(allocator, kept))?;
+    let falling = fall_asleep(allocator, options)?;
     match give_back(allocator, &falling) {
         Ok(released) => Ok(given + released),
         Err(error) => {
@@ -71,11 +72,6 @@ fn try_sleep(allocator: &Allocator, options: &SleepOptions) -> Result<u64, Alloc
             Err(error)
         }
     }
-}
-
-#[cold]
-fn kept_awake(allocator: &Allocator, kept: [Kept; 4]) -> AllocError {
-    AllocError::KeptAwake(Box::new(kept_awake_by(allocator.state(), kept)))
 }
 
 impl Allocator {
@@ -143,13 +139,13 @@ impl Allocator {
                 Err(AllocError::KeptAwake(by))
                     if !by.is_this_thread && until.is_none_or(|until| Instant::now() < until) =>
                 {
-                    // No lock is held here: threads that keep the self awake may need any before
+                    // No lock is held here: threads that keep the allocator awake may need any before
                     // they end that.
                     if options.are_for_all() {
                         self.state().refuse_wake_locks();
                     }
                     let mut delay = Duration::from_micros(50);
-                    while self.state().kept().is_some() && until.is_none_or(|until| Instant::now() < until) {
+                    while self.state().wake_counts().is_some() && until.is_none_or(|until| Instant::now() < until) {
                         pause_for(delay);
                         delay = (2 * delay).min(Duration::from_millis(5));
                     }
@@ -170,7 +166,7 @@ impl Allocator {
     /// Bytes of addresses that sleep: they have no memory, and access guards there are refused.
     pub fn sleeping_bytes(&self) -> u64 {
         let shared = self.state().shared();
-        let sleeping = shared.paged().into_iter().flat_map(|paged| &paged.sleeping);
+        let sleeping = shared.paged().into_iter().flat_map(|paged| paged.sleep.addresses());
         sleeping.map(|range| range.end - range.start).sum()
     }
 
@@ -253,24 +249,31 @@ fn wake_up_alone(allocator: &Allocator, waking: &Waking) -> Result<(), AllocErro
 }
 
 /// Chooses what sleeps, and has others refused there from now on: allocations if it is everything,
-/// access guards of that memory in any case. Returns what keeps the allocator awake, if anything
-/// does.
-fn fall_asleep(allocator: &Allocator, options: &SleepOptions) -> Result<Vec<Falling>, [Kept; 4]> {
+/// access guards of that memory in any case.
+///
+/// # Errors
+/// When anything keeps the allocator awake.
+fn fall_asleep(allocator: &Allocator, options: &SleepOptions) -> Result<Vec<Falling>, AllocError> {
     let state = allocator.state();
     state.begin_deciding();
     let mut guard = state.lock();
     // If everything sleeps, nothing has kept the allocator awake since it became quiescing.
-    let kept = if options.are_for_all() { None } else { state.kept() };
-    let chosen = kept.map_or_else(|| Ok(guard.begin_sleep(options)), Err);
+    let counts = if options.are_for_all() { None } else { state.wake_counts() };
+    if let Some(counts) = counts {
+        state.end_deciding(&guard);
+        drop(guard);
+        return Err(state.kept_awake(counts));
+    }
+    let chosen = guard.begin_sleep(options);
     if options.are_for_all() {
         state.special().fetch_or(special::ASLEEP, Ordering::Relaxed);
-    } else if chosen.is_ok() {
-        guard.lift_cordon();
-        guard.put_cordon_up();
+    } else {
+        guard.end_isolation();
+        guard.isolate_sleeping();
         guard.show_waiting();
     }
     state.end_deciding(&guard);
-    chosen
+    Ok(chosen)
 }
 
 /// Saves contents, unmaps, and releases frames. Returns how many bytes went back to the device.
@@ -284,7 +287,7 @@ fn give_back(allocator: &Allocator, falling: &[Falling]) -> Result<u64, AllocErr
         mover.finish()?;
         allocator.state().shared().keep_host_buffers(spare);
         for (one, saved) in falling.iter().zip(saved) {
-            allocator.state().shared().change_absent(one.range.start, |absent| absent.saved = saved);
+            allocator.state().shared().change_sleeping(one.range.start, |one| one.saved = saved);
         }
     }
     for one in falling {
@@ -292,31 +295,31 @@ fn give_back(allocator: &Allocator, falling: &[Falling]) -> Result<u64, AllocErr
         allocator
             .state()
             .shared()
-            .change_absent(one.range.start, |absent| (absent.mapped, absent.place) = (0, ContentsPlace::Elsewhere));
+            .change_sleeping(one.range.start, |one| (one.mapped, one.place) = (0, ContentsPlace::Elsewhere));
     }
-    Ok(release_absent(allocator)?)
+    Ok(release_sleeping(allocator)?)
 }
 
-/// Releases the frames of absent memory that are not mapped, and spare ones. Returns how many
+/// Releases the frames of sleeping ranges that are not mapped, and spare ones. Returns how many
 /// bytes.
-fn release_absent(allocator: &Allocator) -> Result<u64, DeviceError> {
+fn release_sleeping(allocator: &Allocator) -> Result<u64, DeviceError> {
     let mut shared = allocator.state().shared();
     let granule = shared.paged().map_or(0, |paged| paged.granule);
-    let Some((mut absent, mut spares)) = shared.begin_release_absent() else { return Ok(0) };
+    let Some((mut ranges, mut spares)) = shared.begin_release_sleeping() else { return Ok(0) };
     drop(shared);
     let mut released = 0;
-    let unmapped = absent.iter_mut().filter(|absent| absent.may_release());
-    let lists = unmapped.map(|absent| &mut absent.frames).chain([&mut spares]);
+    let unmapped = ranges.iter_mut().filter(|one| one.may_release());
+    let lists = unmapped.map(|one| &mut one.frames).chain([&mut spares]);
     let failed = lists.map(|frames| release_all(allocator, frames, &mut released)).find_map(Result::err);
     let mut guard = allocator.state().lock();
-    guard.commit_release_absent(absent, spares, released);
+    guard.commit_release_sleeping(ranges, spares, released);
     show_list(&guard);
     failed.map_or(Ok(released * granule), Err)
 }
 
 /// Lists memory as asleep that lacks its mapping, with its contents in frames. No thread takes an
 /// access guard meanwhile.
-pub(super) fn list_unmapped(guard: &mut StateGuard, unmapped: Vec<Absent>) {
+pub(crate) fn list_unmapped(guard: &mut StateGuard, unmapped: Vec<SleepingRange>) {
     guard.state.begin_deciding();
     guard.list_unmapped(unmapped);
     show_list(guard);
@@ -329,7 +332,7 @@ fn show_list(guard: &StateGuard) {
 }
 
 /// Wakes up what is listed at some ranges. The gates are held.
-pub(super) fn wake_ranges(allocator: &Allocator, ranges: Vec<Range<u64>>) -> Result<(), AllocError> {
+pub(crate) fn wake_ranges(allocator: &Allocator, ranges: Vec<Range<u64>>) -> Result<(), AllocError> {
     bring_back(allocator, &Waking::Ranges(ranges))
 }
 
@@ -344,20 +347,20 @@ fn release_all(allocator: &Allocator, frames: &mut Vec<Frame>, released: &mut u6
     Ok(())
 }
 
-/// Maps memory at absent ranges, and wakes up what was asleep there. With success, only what was
+/// Maps memory at sleeping ranges, and wakes up what was asleep there. With success, only what was
 /// not to wake up sleeps on.
 fn bring_back(allocator: &Allocator, waking: &Waking) -> Result<(), AllocError> {
     let mut guard = allocator.state().lock();
-    let Some(Woken { mut absent, staying, granule, options, access }) = guard.begin_waking(waking) else {
+    let Some(Woken { mut ranges, staying, granule, options, access }) = guard.begin_waking(waking) else {
         return Ok(());
     };
     guard.show_waiting();
     drop(guard);
-    let brought = create_absent(allocator, &mut absent, granule, options)
-        .and_then(|()| restore(allocator, &mut absent, granule, &access));
-    absent.extend(staying);
+    let brought = create_frames(allocator, &mut ranges, granule, options)
+        .and_then(|()| restore(allocator, &mut ranges, granule, &access));
+    ranges.extend(staying);
     let mut guard = allocator.state().lock();
-    guard.end_waking(absent, brought.is_ok());
+    guard.end_waking(ranges, brought.is_ok());
     if brought.is_ok() {
         allocator.state().special().fetch_and(!special::ASLEEP, Ordering::Relaxed);
     }
@@ -370,22 +373,21 @@ fn bring_back(allocator: &Allocator, waking: &Waking) -> Result<(), AllocError> 
     brought
 }
 
-/// Creates the frames that absent memory lacks. If the device lacks memory, those created go back.
-fn create_absent(
+/// Creates the frames that sleeping ranges lack. If the device lacks memory, those created go back.
+fn create_frames(
     allocator: &Allocator,
-    absent: &mut [Absent],
+    ranges: &mut [SleepingRange],
     granule: u64,
     options: PhysicalOptions,
 ) -> Result<(), AllocError> {
     allocator.device().settle();
-    let lacking: u64 = absent.iter().map(|absent| absent.places(granule) - granules_of(&absent.frames)).sum();
+    let lacking: u64 = ranges.iter().map(|one| one.lacks(granule)).sum();
     allocator.state().shared().begin_growing(lacking * granule);
     let (mut created, mut failed) = (0, None);
-    'all: for absent in absent.iter_mut() {
-        let lacking = absent.places(granule) - granules_of(&absent.frames);
-        for size in sizes(lacking, absent.largest) {
+    'all: for one in ranges.iter_mut() {
+        for size in sizes(one.lacks(granule), one.largest) {
             match allocator.device().driver().create_physical(u64::from(size) * granule, options) {
-                Ok(physical) => absent.frames.push(Frame::new(physical, size)),
+                Ok(physical) => one.frames.push(Frame::new(physical, size)),
                 Err(error) => {
                     let free = allocator.device().memory_info().map_or(0, |memory| memory.free);
                     failed = Some((error, free + created * granule));
@@ -397,8 +399,8 @@ fn create_absent(
     }
     let mut released = 0;
     if failed.is_some() {
-        for absent in absent.iter_mut().filter(|absent| absent.may_release()) {
-            if let Err(error) = release_all(allocator, &mut absent.frames, &mut released) {
+        for one in ranges.iter_mut().filter(|one| one.may_release()) {
+            if let Err(error) = release_all(allocator, &mut one.frames, &mut released) {
                 tracing::debug!(%error, "memory is kept for another attempt to wake up");
             }
         }
@@ -416,38 +418,43 @@ fn create_absent(
     Err(error.of_request("the memory still sleeps").with_detail(detail).into())
 }
 
-/// Maps absent memory and restores its contents. All of it leaves the list, or nothing.
-fn restore(allocator: &Allocator, absent: &mut Vec<Absent>, granule: u64, access: &[u32]) -> Result<(), AllocError> {
+/// Maps sleeping ranges and restores their contents. All of it leaves the list, or nothing.
+fn restore(
+    allocator: &Allocator,
+    ranges: &mut Vec<SleepingRange>,
+    granule: u64,
+    access: &[u32],
+) -> Result<(), AllocError> {
     let driver = allocator.device().driver();
-    if absent.iter().any(|absent| absent.mapped > 0 && absent.place == ContentsPlace::Elsewhere) {
+    if ranges.iter().any(|one| one.mapped > 0 && one.place == ContentsPlace::Elsewhere) {
         // The last attempt may have failed while waiting for its copies.
         allocator.device().synchronize()?;
     }
-    for absent in absent.iter_mut().filter(|absent| absent.place != ContentsPlace::InPlace) {
-        let Range { start, end } = absent.range;
-        let mut at = start + granules_of(&absent.frames[..absent.mapped]) * granule;
-        for frame in &absent.frames[absent.mapped..] {
+    for one in ranges.iter_mut().filter(|one| one.place != ContentsPlace::InPlace) {
+        let Range { start, end } = one.range;
+        let mut at = start + granules_of(&one.frames[..one.mapped]) * granule;
+        for frame in &one.frames[one.mapped..] {
             let bytes = frame.granules() * granule;
             driver.map(DevicePtr(at), bytes, frame.physical)?;
-            absent.mapped += 1;
+            one.mapped += 1;
             at += bytes;
         }
         driver.set_access(DevicePtr(start), end - start, access)?;
     }
-    let lost = absent.iter().filter(|absent| absent.place == ContentsPlace::Elsewhere);
-    for absent in lost.clone() {
-        allocator.state().tell_witness(|witness| witness.lost(absent.range.clone()));
+    let lost = ranges.iter().filter(|one| one.place == ContentsPlace::Elsewhere);
+    for one in lost.clone() {
+        allocator.state().tell_witness(|witness| witness.lost(one.range.clone()));
     }
-    let mut saved = lost.flat_map(|absent| &absent.saved).peekable();
+    let mut saved = lost.flat_map(|one| &one.saved).peekable();
     let (mut spare, mut used) = (Vec::new(), UsedBuffers::default());
     if saved.peek().is_some() {
         let mut mover = Mover::new(allocator.device(), &mut spare)?;
         saved.try_for_each(|saved| mover.restore(saved))?;
         used = mover.finish()?;
     }
-    let mapped = allocator.state().lock().commit_mapped(absent);
+    let mapped = allocator.state().lock().commit_mapped(ranges);
     // This removes files.
-    absent.clear();
+    ranges.clear();
     allocator.state().shared().keep_host_buffers(used.into_spare());
     mapped.iter().for_each(|range| allocator.hooks().mapped(range.start, range.end - range.start));
     Ok(())

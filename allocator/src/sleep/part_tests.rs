@@ -311,7 +311,8 @@ fn a_thousand_cycles_leave_nothing_behind() {
     let keeps = |setup: &Setup| {
         let shared = setup.allocator.state().shared();
         let paged = shared.paged().unwrap();
-        let lists = (paged.absent.len(), paged.sleeping.len(), shared.used_elsewhere(), shared.waiting().is_empty());
+        let sleeping = (paged.sleep.is_any(), paged.sleep.addresses().len());
+        let lists = (sleeping, shared.used_elsewhere(), shared.waiting().is_empty());
         drop(shared);
         let sim = &setup.sim;
         (setup.allocator.memory_reserved(), sim.held_bytes(), format!("{:?}", sim.live_objects()), lists)

@@ -1,5 +1,5 @@
-//! The index: bins of similar sizes, each a linked list through its blocks' own records, last
-//! in first out.
+//! The indexes of free blocks, of which the heap has one for each pool and owner: bins of similar sizes,
+//! each a linked list through its blocks' own records, last in first out.
 //!
 //! Putting a block in and taking it out cost the same however many blocks there are: a bit, a head,
 //! and the links of at most two other blocks. A block whose size changes within its bin stays where
@@ -8,7 +8,7 @@
 //!
 //! Guarantees about the block that is chosen for a request:
 //! * a block is found whenever any block is large enough;
-//! * bins are so narrow ([`super::sizes`]) that the blocks of one bin differ by at most 1/64. A
+//! * bins are so narrow ([`bin_of`]) that the blocks of one bin differ by at most 1/64. A
 //!   request looks at the first [`CANDIDATES`] blocks of the bin of its own size and takes the
 //!   first that is large enough. If there is none, it takes any block of the next occupied bin, all
 //!   of which are large enough. So the block is at most 1/64 larger than the best fit, unless the
@@ -20,8 +20,8 @@
 //!   [`BlockId::NONE`] at both ends;
 //! * a bin's bit is set exactly when its list is not empty.
 
-use super::sizes::{BINS, Occupied, bin_of};
 use crate::core::heap::block::{Block, Records, Slab};
+use crate::size_class::MIN_BLOCK;
 use crate::types::BlockId;
 
 /// How many blocks of a request's own bin, some of which may be too small, are looked at before the
@@ -29,7 +29,7 @@ use crate::types::BlockId;
 const CANDIDATES: usize = 4;
 
 #[derive(Debug)]
-pub(in crate::core::heap) struct Bins {
+pub(super) struct Bins {
     /// The first block of each bin.
     heads: [BlockId; BINS],
     occupied: Occupied,
@@ -42,7 +42,7 @@ impl Default for Bins {
 }
 
 impl Bins {
-    pub(in crate::core::heap) fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.occupied.is_empty()
     }
 
@@ -133,7 +133,7 @@ impl Bins {
 impl Bins {
     /// The block to serve a request of `size` bytes from, if any is large enough.
     #[inline]
-    pub(in crate::core::heap) fn choose(&self, blocks: &Records<'_>, size: u64) -> Option<BlockId> {
+    pub(super) fn choose(&self, blocks: &Records<'_>, size: u64) -> Option<BlockId> {
         let own = bin_of(size);
         let bin = self.occupied.first_from(own)?;
         let head = *self.heads.get(bin)?;
@@ -142,24 +142,163 @@ impl Bins {
 
     /// Puts a free block in.
     #[inline]
-    pub(in crate::core::heap) fn insert(&mut self, blocks: &mut Records<'_>, id: BlockId) {
+    pub(super) fn insert(&mut self, blocks: &mut Records<'_>, id: BlockId) {
         self.link(blocks, id, bin_of(blocks[id].size));
     }
 
     /// Takes out a block of this size, which must be in the index.
     #[inline]
-    pub(in crate::core::heap) fn remove(&mut self, blocks: &mut Records<'_>, id: BlockId, size: u64) {
+    pub(super) fn remove(&mut self, blocks: &mut Records<'_>, id: BlockId, size: u64) {
         self.unlink(blocks, id, bin_of(size));
     }
 
     /// Updates the index after the size of a block in it changed, which was `before`.
     #[inline]
-    pub(in crate::core::heap) fn changed(&mut self, blocks: &mut Records<'_>, id: BlockId, before: u64) {
+    pub(super) fn changed(&mut self, blocks: &mut Records<'_>, id: BlockId, before: u64) {
         let (bin, before) = (bin_of(blocks[id].size), bin_of(before));
         if bin != before {
             self.unlink(blocks, id, before);
             self.link(blocks, id, bin);
         }
+    }
+}
+
+/// An index and the blocks in it, for iteration.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct IndexView<'a> {
+    index: &'a Bins,
+    blocks: &'a Slab,
+}
+
+impl<'a> IndexView<'a> {
+    pub(super) fn new(index: &'a Bins, blocks: &'a Slab) -> IndexView<'a> {
+        IndexView { index, blocks }
+    }
+
+    fn key(self, id: BlockId) -> Key {
+        Key::of(id, &self.blocks[id])
+    }
+
+    /// The first block in the index's order that has at least `size` bytes: bins in ascending order
+    /// of their sizes.
+    pub(crate) fn first_fit(self, size: u64) -> Option<Key> {
+        self.index.first_fit(self.blocks, size).map(|id| self.key(id))
+    }
+
+    /// The blocks in the index's order, from [`IndexView::first_fit`] on.
+    pub(crate) fn iter_from_first_fit(self, size: u64) -> impl Iterator<Item = Key> + 'a {
+        self.index.iter_from_first_fit(self.blocks, size).map(move |id| self.key(id))
+    }
+
+    /// Every block of at least `size` bytes, not 0, in the index's order.
+    pub(crate) fn iter_from(self, size: u64) -> impl Iterator<Item = Key> + 'a {
+        self.index.iter_from(self.blocks, size).map(move |id| self.key(id))
+    }
+
+    /// Number of blocks.
+    #[cfg(any(test, debug_assertions))]
+    pub(crate) fn len(self) -> usize {
+        self.index.iter_from(self.blocks, 1).count()
+    }
+
+    /// True if a free block is in the index.
+    #[cfg(any(test, debug_assertions))]
+    pub(crate) fn contains(self, id: BlockId) -> bool {
+        self.index.contains(self.blocks, id)
+    }
+}
+
+/// Binary logarithm of the number of bins per doubling.
+pub(super) const SUB_BITS: u32 = 6;
+const SUB: u64 = 1 << SUB_BITS;
+/// Number of bins. Blocks from 16 TiB on share the last one.
+pub(super) const BINS: usize = 2048;
+
+/// The bin of a size, not 0: one for each multiple of [`MIN_BLOCK`] up to [`SUB`] of them, then
+/// [`SUB`] bins a doubling. All sizes of a bin are smaller than all of the next one.
+///
+/// Round sizes are the greatest of their bin, not the least, because segments have round sizes, and
+/// the rest should be in the same bin when a little is cut off.
+#[inline]
+pub(super) fn bin_of(size: u64) -> usize {
+    let last = size.wrapping_sub(1) / MIN_BLOCK;
+    let exponent = (last | SUB).ilog2() - SUB_BITS;
+    let bin = u64::from(exponent) * SUB + (last >> exponent);
+    usize::try_from(bin).unwrap_or(usize::MAX).min(BINS - 1)
+}
+
+/// The occupied bins: one bit for each bin, and one bit for each word of those bits.
+#[derive(Debug, Default)]
+pub(super) struct Occupied {
+    bins: [u64; BINS / 64],
+    words: u64,
+}
+
+impl Occupied {
+    /// Notes whether a bin is occupied.
+    #[inline]
+    pub(super) fn set_to(&mut self, bin: usize, occupied: bool) {
+        let with = |word: u64, bit: usize, is_set: bool| word & !(1 << bit) | u64::from(is_set) << bit;
+        let word = &mut self.bins[bin / 64];
+        *word = with(*word, bin % 64, occupied);
+        self.words = with(self.words, bin / 64, *word != 0);
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.words == 0
+    }
+
+    /// The first occupied bin from `from` on.
+    #[inline]
+    pub(super) fn first_from(&self, from: usize) -> Option<usize> {
+        let word = from / 64;
+        let here = self.bins.get(word)? & (u64::MAX << (from % 64));
+        // Without a branch on its position, which follows no pattern.
+        let later = (self.words & (u64::MAX << 1 << word)).trailing_zeros() as usize;
+        let beyond = self.bins.get(later).copied().unwrap_or(0);
+        let (word, bits) = std::hint::select_unpredictable(here != 0, (word, here), (later, beyond));
+        (bits != 0).then(|| word * 64 + bits.trailing_zeros() as usize)
+    }
+}
+
+/// The key of a free block: its size, then its address. The block's number is stored in the low
+/// bits.
+///
+/// From the top: 41 bits of size and 55 bits of address, both in units of [`MIN_BLOCK`], and 32
+/// bits of block number. That is any address, and sizes below 2^50 bytes: no device holds more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Key(u128);
+
+/// The lowest bit of the address.
+const ADDRESS: u32 = 32;
+/// The lowest bit of the size.
+const SIZE: u32 = ADDRESS + u64::BITS - MIN_BLOCK.ilog2();
+
+impl Key {
+    /// The least size in bytes that a key cannot hold.
+    const SIZES_END: u64 = MIN_BLOCK << (u128::BITS - SIZE);
+
+    #[inline]
+    pub(crate) fn new(size: u64, addr: u64, block: BlockId) -> Key {
+        debug_assert!(size.is_multiple_of(MIN_BLOCK) && addr.is_multiple_of(MIN_BLOCK) && size < Self::SIZES_END);
+        Key(u128::from(size / MIN_BLOCK) << SIZE | u128::from(addr / MIN_BLOCK) << ADDRESS | u128::from(block.0))
+    }
+
+    #[inline]
+    pub(super) fn of(id: BlockId, block: &Block) -> Key {
+        Key::new(block.size, block.addr, id)
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "the low 32 bits are the block number")]
+    #[inline]
+    pub(crate) fn block(self) -> BlockId {
+        BlockId(self.0 as u32)
+    }
+
+    /// Size of the block in bytes.
+    #[inline]
+    pub(crate) fn size(self) -> u64 {
+        (self.0 >> SIZE) as u64 * MIN_BLOCK
     }
 }
 
@@ -255,5 +394,51 @@ mod tests {
             prop_assert_eq!(held.len(), model.len());
             prop_assert_eq!(held.into_iter().collect::<BTreeSet<_>>(), model.clone());
         }
+    }
+}
+
+#[cfg(test)]
+mod sizes_tests {
+    use super::*;
+
+    #[test]
+    fn bins_are_contiguous_and_ordered() {
+        let mut last = bin_of(MIN_BLOCK);
+        for units in 2..100_000 {
+            let bin = bin_of(units * MIN_BLOCK);
+            assert!(bin == last || bin == last + 1, "units {units}");
+            last = bin;
+        }
+        assert_eq!((bin_of(MIN_BLOCK), bin_of(u64::MAX)), (0, BINS - 1));
+        let mib = 1 << 20;
+        assert!([2, 20, 32, 64].iter().all(|n| bin_of(n * mib) == bin_of(n * mib - 1)), "round sizes end their bins");
+        assert!(bin_of((16 << 40) - 1) < BINS);
+    }
+
+    #[test]
+    fn a_bin_is_at_most_a_64th_of_its_sizes_wide() {
+        let mut least = 1_u64;
+        for units in 1..1_u64 << 20 {
+            if bin_of(units * MIN_BLOCK) != bin_of(least * MIN_BLOCK) {
+                least = units;
+            }
+            assert!((units - least) << SUB_BITS <= least, "{least} and {units} share a bin");
+        }
+    }
+}
+
+#[cfg(test)]
+mod key_tests {
+    use super::*;
+
+    #[test]
+    fn sizes_then_addresses_decide_wherever_memory_is() {
+        let high = u64::MAX - MIN_BLOCK + 1;
+        for addr in [0, 1 << 57, 3 << 58, high] {
+            let (small, large) = (Key::new(MIN_BLOCK, addr, BlockId(7)), Key::new(2 * MIN_BLOCK, 0, BlockId(7)));
+            assert!(small < large);
+            assert_eq!((small.size(), small.block()), (MIN_BLOCK, BlockId(7)));
+        }
+        assert!(Key::new(MIN_BLOCK, 1 << 57, BlockId(0)) < Key::new(MIN_BLOCK, high, BlockId(0)));
     }
 }

@@ -9,13 +9,13 @@
 //! two actions; when a record is read, it becomes one entry for each of its actions. The ring has a
 //! place for each entry that is to be kept, so the latest entries are always there.
 
-use clock::Stamp;
+use std::sync::LazyLock;
+use std::time::{SystemTime, UNIX_EPOCH};
+
 use serde::Serialize;
 
 use crate::tags::Tag;
 use crate::types::StreamId;
-
-mod clock;
 
 /// Kind of a history entry, under PyTorch's names of trace actions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -167,7 +167,7 @@ impl History {
     /// entries.
     pub(crate) fn record(&mut self, capacity: usize, skip: &[Action]) {
         if capacity > 0 {
-            clock::prepare();
+            Stamp::prepare();
         }
         self.capacity = capacity;
         self.skipped = skip.iter().fold(0, |bits, &action| bits | Actions::one(action).0);
@@ -245,6 +245,43 @@ impl History {
     }
 }
 
+/// A moment, as a value of the counter.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Stamp(u64);
+
+/// The counter, and a moment whose wall-clock time is known.
+struct Anchor {
+    clock: quanta::Clock,
+    stamp: u64,
+    since_1970_us: u64,
+}
+
+static ANCHOR: LazyLock<Anchor> = LazyLock::new(|| {
+    let clock = quanta::Clock::new();
+    let stamp = clock.raw();
+    let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    Anchor { clock, stamp, since_1970_us: u64::try_from(since_1970.as_micros()).unwrap_or(u64::MAX) }
+});
+
+impl Stamp {
+    /// Measures the counter's rate, if that was not done yet: it takes a millisecond or so, which no
+    /// allocation should wait for.
+    pub(crate) fn prepare() {
+        LazyLock::force(&ANCHOR);
+    }
+
+    #[inline]
+    pub(crate) fn now() -> Stamp {
+        Stamp(ANCHOR.clock.raw())
+    }
+
+    /// Microseconds since 1970.
+    pub(crate) fn time_us(self) -> u64 {
+        let since_anchor = ANCHOR.clock.delta_as_nanos(ANCHOR.stamp, self.0) / 1000;
+        ANCHOR.since_1970_us.saturating_add(since_anchor)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -290,5 +327,25 @@ mod tests {
         assert_eq!((sizes(&history), history.overwritten()), (vec![(Alloc, 13)], 0));
         history.record(0, &[]);
         assert!(sizes(&history).is_empty() && !history.is_on());
+    }
+}
+
+#[cfg(test)]
+mod clock_tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    #[test]
+    fn stamps_are_as_far_apart_as_the_events() {
+        Stamp::prepare();
+        let (wall, clock) = (SystemTime::now().duration_since(UNIX_EPOCH).unwrap(), Instant::now());
+        let first = Stamp::now();
+        std::thread::sleep(Duration::from_millis(20));
+        let second = Stamp::now();
+        let passed = u64::try_from(clock.elapsed().as_micros()).unwrap();
+        let between = second.time_us() - first.time_us();
+        assert!(between >= 19_900 && between <= passed + passed / 100 + 100, "{between} of {passed}");
+        assert!(u128::from(first.time_us()).abs_diff(wall.as_micros()) < 1_000_000);
     }
 }

@@ -1,0 +1,209 @@
+//! Memory that more than one stream uses, and how far streams got.
+//!
+//! **Reuse.** Stream S may use a free block of another stream once the block's tick is known done on
+//! the host, or once S's later work is ordered after that tick. Both can be learned without waiting.
+//! Making S wait would couple the streams, so it is done only where the policy says so, or as a rung
+//! of the ladder before memory runs out. It is counted and traced. Other streams' blocks are tried
+//! only when a stream's own free blocks do not serve a request, just before memory would be taken
+//! from the device.
+//!
+//! **Waiting blocks** (`core/waiting.rs`). While blocks wait, allocations ask how far the streams got,
+//! with at most one driver query for each stream. With mapped memory they ask only while a 64th of
+//! what is reserved waits. As long as no stream gets further, fewer allocations ask: down to one in
+//! four. Allocations that find no memory otherwise ask in any case. If a request would fail
+//! otherwise, the host waits for the streams instead.
+//!
+//! **Progress events.** Before memory can move, the host must know that its last use is done, which
+//! takes an event. An event recorded only when memory has to move would complete only after
+//! everything queued before it. So a stream records one whenever much was given back since the last
+//! one, within a budget (`core/policy.rs`).
+//!
+//! Asking may record an event, and both call the driver, so neither happens under a lock of the
+//! allocator. A stream that cannot be asked now is skipped: its memory becomes free later.
+
+use std::sync::Arc;
+
+use aquifer_device::internal::Timeline;
+use aquifer_device::{DeviceError, ErrorKind, Stream};
+
+use crate::allocator::Allocator;
+use crate::core::pools::Which;
+use crate::error::AllocError;
+use crate::types::{After, Granted, Request, Use};
+
+/// Serves the request from blocks of other streams, or from what they give back, without waiting.
+pub(crate) fn reuse_of_others(allocator: &Allocator, request: &Request) -> Result<Option<Granted>, AllocError> {
+    let mut guard = allocator.state().lock();
+    if let Some(granted) = guard.take_done(request) {
+        return Ok(Some(granted));
+    }
+    let ticks = guard.others_wait_for(request);
+    if ticks.is_empty() && guard.waiting().is_empty() {
+        return Ok(None);
+    }
+    let own = guard.streams.timeline(request.stream).cloned();
+    drop(guard);
+    poll(&ticks)?;
+    let clock = own.map(|timeline| timeline.clock()).unwrap_or_default();
+    let mut guard = allocator.state().lock();
+    guard.end_waits_ordered(request.stream, &clock);
+    guard.show_waiting();
+    if let Some(granted) = guard.take_done(request) {
+        return Ok(Some(granted));
+    }
+    Ok(guard.take_ordered(request, &clock))
+}
+
+/// Serves the request from a block of another stream, for which it makes the request's stream wait.
+pub(crate) fn wait_for_other(allocator: &Allocator, request: &Request) -> Result<Option<Granted>, AllocError> {
+    let guard = allocator.state().lock();
+    let Some(own) = guard.streams.timeline(request.stream).cloned() else { return Ok(None) };
+    let Some(Use { stream: owner, after }) = guard.last_use_of_best(request) else { return Ok(None) };
+    let Some(other) = guard.streams.timeline(owner).cloned() else { return Ok(None) };
+    drop(guard);
+    if let Err(error) = own.wait_for(&other, after.last_tick()) {
+        return if cannot_be_asked(&error) { Ok(None) } else { Err(error.into()) };
+    }
+    let clock = own.clock();
+    let mut guard = allocator.state().lock();
+    // Another thread may have taken the block meanwhile; any block that is ordered now will do.
+    let Some(granted) = guard.take_ordered(request, &clock) else { return Ok(None) };
+    guard.counters.cross_stream_waits.add(1);
+    drop(guard);
+    tracing::debug!(
+        target: "aquifer::wait",
+        stream = request.stream.0,
+        waits_for = owner.0,
+        bytes = request.size,
+        "a stream was made to wait for another one to reuse its memory"
+    );
+    Ok(Some(granted))
+}
+
+/// Asks how far the streams got that waiting blocks depend on, and frees the blocks that need not
+/// wait any more.
+pub(crate) fn poll_waiting(allocator: &Allocator) -> Result<(), AllocError> {
+    let pending = allocator.state().shared().waited_for(Which::All);
+    poll(&pending)?;
+    let got_further = allocator.state().shared().note_asked();
+    if got_further {
+        let mut guard = allocator.state().lock();
+        guard.end_waits();
+        guard.show_waiting();
+    }
+    Ok(())
+}
+
+/// Waits on the host for the streams that freed memory still depends on, in some pools, so that it
+/// becomes free and merges. Returns true if there was anything to wait for. Skips streams that
+/// cannot be waited for now.
+pub(crate) fn synchronize_pending(allocator: &Allocator, which: Which) -> Result<bool, AllocError> {
+    let mut waited = false;
+    // Twice, because a block that waited may become a stray, with a tick of its own stream.
+    for _ in 0..2 {
+        let mut guard = allocator.state().lock();
+        let waits = !guard.waiting().is_empty() || guard.heap().has_strays();
+        let mut pending = guard.waited_for(which);
+        pending.extend(guard.strays_wait_for(which));
+        if !waits {
+            break;
+        }
+        if !waited && !pending.is_empty() {
+            guard.counters.num_sync_all_streams.add(1);
+        }
+        drop(guard);
+        waited = true;
+        synchronize_all(&pending)?;
+        let mut guard = allocator.state().lock();
+        guard.end_waits();
+        guard.show_waiting();
+        while guard.return_strays() {}
+    }
+    Ok(waited)
+}
+
+/// Asks how far streams got. Skips streams that cannot be asked now.
+pub(crate) fn poll(pending: &[(Arc<Timeline>, After)]) -> Result<(), AllocError> {
+    for (timeline, after) in pending {
+        let n = after.last_tick();
+        match timeline.cover(n).and_then(|()| timeline.is_done(n)) {
+            Ok(_) => {}
+            Err(error) if cannot_be_asked(&error) => {
+                tracing::debug!(%error, stream = timeline.id(), "a stream could not be asked how far it got");
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+/// Waits on the host until the given work is done. Skips streams that cannot be waited for now.
+pub(crate) fn synchronize_all(pending: &[(Arc<Timeline>, After)]) -> Result<(), AllocError> {
+    for (timeline, after) in pending {
+        match timeline.synchronize(after.last_tick()) {
+            Err(error) if !cannot_be_asked(&error) => return Err(error.into()),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// True if the error only means that a stream cannot be asked or waited for now: it captures, or it
+/// is gone without a last event.
+pub(crate) fn cannot_be_asked(error: &DeviceError) -> bool {
+    matches!(error.kind, ErrorKind::Capture | ErrorKind::InvalidUse)
+}
+
+/// Waits on the host until the timeline has got this far. Returns false if that cannot be done now.
+pub(crate) fn stall_for(allocator: &Allocator, timeline: &Timeline, after: After) -> Result<bool, AllocError> {
+    tracing::debug!(target: "aquifer::wait", stream = timeline.id(), "the host waits so that memory can move");
+    allocator.state().shared().counters.num_sync_all_streams.add(1);
+    match timeline.synchronize(after.last_tick()) {
+        Ok(()) => Ok(true),
+        Err(error) if cannot_be_asked(&error) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Records an event on the stream.
+#[cold]
+pub(crate) fn record_progress(stream: &Stream) {
+    let timeline = stream.timeline();
+    // A stream that captures, or one that is gone, records none. The host then learns in other ways
+    // what is done there.
+    if let Err(error) = timeline.cover(timeline.now()) {
+        tracing::debug!(%error, stream = stream.id(), "no progress event could be recorded");
+    }
+}
+
+#[cfg(all(test, not(aquifer_shuttle)))]
+#[allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+mod tests {
+    use aquifer_device::Device;
+    use aquifer_sim::{SimConfig, SimDriver};
+
+    use super::*;
+    use crate::config::Config;
+    use crate::state::special;
+    use crate::sync::atomic::Ordering;
+
+    #[test]
+    fn a_little_that_waits_is_freed_though_requests_are_served_without_it() {
+        let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
+        let allocator = Allocator::new(&device, Config::default()).unwrap();
+        let (one, two) = (device.stream().unwrap(), device.stream().unwrap());
+        drop(allocator.alloc_bytes(512 << 20, &one).unwrap());
+        let block = allocator.alloc_bytes(1000, &one).unwrap();
+        two.wait_for(&one.tick()).unwrap();
+        two.fill(block.ptr(), 1, 1000).unwrap();
+        block.record_stream(&two).unwrap();
+        drop(block);
+        drop(allocator.alloc_bytes(4 << 20, &one).unwrap());
+        two.synchronize().unwrap();
+        for _ in 0..200 {
+            drop(allocator.alloc_bytes(4 << 20, &one).unwrap());
+        }
+        assert_eq!(allocator.stats().active.all.current, 0);
+        assert_eq!(allocator.state().special().load(Ordering::Relaxed) & special::WAITING, 0);
+    }
+}

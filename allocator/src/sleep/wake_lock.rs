@@ -1,0 +1,455 @@
+//! Wake locks: what keeps an allocator awake. Access guards on its memory and reservations have one,
+//! and so do callers of [`Allocator::keep_awake`].
+//!
+//! Work that is about to be enqueued has no tick yet, so waiting for the device does not wait for
+//! it. So an allocator sleeps only if nothing keeps it awake, and from then on nothing may begin to
+//! (invariant A9). A caller that waits for that makes the allocator *quiescing* first: nothing new
+//! may keep it awake. Threads that keep it awake may go on meanwhile, also with further access
+//! guards, because they could not end otherwise; and so may work for which memory was reserved.
+//!
+//! A newcomer counts itself before it reads the flags; a thread that puts the allocator to sleep
+//! sets a flag before it reads the counts. These accesses are sequentially consistent, so at least
+//! one of the two sees the other. It reads the counts and decides under the allocator's
+//! lock, and a newcomer that sees a flag looks under it, so it learns what was decided.
+//!
+//! A thread that splits frames (`backing/paged/split.rs`) sets a flag, too, and then reads the counts of
+//! access guards and reservations. A newcomer that sees it waits until the split has ended.
+//!
+//! A thread that waits for the allocator to wake up checks the state under a lock. Waking takes the
+//! same lock between the change of the state and the notification, so none is missed.
+
+use std::cell::RefCell;
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use aquifer_device::DevicePtr;
+#[cfg(aquifer_shuttle)]
+use shuttle::thread_local;
+
+use crate::allocator::Allocator;
+use crate::core::Core;
+use crate::core::heap::State;
+use crate::error::{AllocError, KeptAwakeBy, UsedAllocation};
+use crate::state::{AllocatorState, WakeLocks};
+use crate::sync::atomic::Ordering;
+use crate::sync::pause;
+use crate::tags::Tag;
+
+thread_local! {
+    /// The wake locks and splits of this thread.
+    static HERE: RefCell<Vec<(&'static AllocatorState, Kind)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Flag: nothing new may keep the allocator awake. It sleeps, or is about to.
+const REFUSING: u32 = 1;
+/// Flag: a newcomer is to look under the allocator's lock, because a part sleeps, or a
+/// thread is about to decide what sleeps.
+const LOOKING: u32 = 2;
+/// Flag: a newcomer waits until a split of frames has ended.
+const SPLITTING: u32 = 4;
+/// How often a split looks whether access guards of other threads have ended; they are short.
+const SPLIT_LOOKS: u32 = 40;
+
+/// The purpose of a wake lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    AccessGuard,
+    Reservation,
+    /// [`Allocator::keep_awake`].
+    Caller,
+    /// None: a thread splits frames. It is not counted.
+    Split,
+}
+
+/// The low bits of a count are the number of wake locks; the others are the sum of the addresses
+/// that they are for, in units of [`UNIT`]. So the address is known of a wake lock that is alone,
+/// and counting one costs one atomic operation. The sum may wrap.
+const NUMBER_BITS: u32 = 26;
+/// The most wake locks, so that the number keeps to its bits.
+const NUMBER_MAX: u64 = 1 << (NUMBER_BITS - 1);
+/// Allocations lie at multiples of it.
+const UNIT: u64 = 512;
+
+/// The number of wake locks that a count says.
+fn number(count: u64) -> u64 {
+    count % (1 << NUMBER_BITS)
+}
+
+/// A count of one in what keeps an allocator awake. While there is any, on any thread, the allocator
+/// does not give its memory back.
+pub(crate) struct Count {
+    state: &'static AllocatorState,
+    kind: Kind,
+    /// What it added to the count.
+    added: u64,
+}
+
+impl Count {
+    /// `memory` is what is to be used; empty for any.
+    ///
+    /// # Errors
+    /// When the allocator sleeps, or is about to, and this thread does not keep it awake already.
+    pub(crate) fn new(state: &'static AllocatorState, kind: Kind, memory: &Range<u64>) -> Result<Count, AllocError> {
+        loop {
+            state.wait_for_split()?;
+            // Checked before counting, too, so that a thread that is refused and tries again and
+            // again does not keep the allocator awake.
+            if state.refuses(memory) {
+                return Err(AllocError::Asleep);
+            }
+            let added = ((memory.start / UNIT) << NUMBER_BITS) + 1;
+            let before = state.wake_locks.counts[kind as usize].fetch_add(added, Ordering::SeqCst);
+            let count = Count { state, kind, added };
+            if number(before) >= NUMBER_MAX {
+                return Err(state.kept_awake(state.wake_counts().unwrap_or_default()));
+            }
+            if !state.has_flag(SPLITTING) {
+                return if state.refuses(memory) { Err(AllocError::Asleep) } else { Ok(count) };
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Count {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Count").field("kind", &self.kind).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Count {
+    fn drop(&mut self) {
+        self.state.wake_locks.counts[self.kind as usize].fetch_sub(self.added, Ordering::SeqCst);
+    }
+}
+
+/// Keeps an allocator from falling asleep while a thread works in several steps. Made by
+/// [`Allocator::keep_awake`].
+#[must_use = "it ends when it is dropped"]
+pub struct WakeLock {
+    state: &'static AllocatorState,
+    kind: Kind,
+    /// `None` for an access guard of a reservation, where the reservation keeps the allocator
+    /// awake.
+    _count: Option<Count>,
+    /// Keeps the allocator state in use by this allocator where no memory does.
+    _allocator: Option<Allocator>,
+    /// Bound to its thread.
+    _thread: PhantomData<*const ()>,
+}
+
+impl WakeLock {
+    /// The wake lock of an access guard on some memory; empty for any.
+    pub(crate) fn of_guard(state: &'static AllocatorState, memory: &Range<u64>) -> Result<WakeLock, AllocError> {
+        let count = Count::new(state, Kind::AccessGuard, memory)?;
+        Ok(WakeLock::noted(state, Kind::AccessGuard, Some(count), None))
+    }
+
+    /// Keeps the allocators of all this memory awake, for access guards on it.
+    pub(crate) fn of_all(
+        memory: impl Iterator<Item = (&'static AllocatorState, Range<u64>)>,
+    ) -> Result<Vec<WakeLock>, AllocError> {
+        let mut all: Vec<WakeLock> = Vec::new();
+        for (state, range) in memory {
+            if !all.iter().any(|one| std::ptr::eq(one.state, state)) {
+                all.push(WakeLock::of_guard(state, &range)?);
+            } else if state.refuses(&range) {
+                return Err(AllocError::Asleep);
+            }
+        }
+        Ok(all)
+    }
+
+    /// The wake lock of an access guard of a reservation.
+    pub(crate) fn of_reservation(state: &'static AllocatorState) -> WakeLock {
+        WakeLock::noted(state, Kind::Reservation, None, None)
+    }
+
+    fn noted(
+        state: &'static AllocatorState,
+        kind: Kind,
+        count: Option<Count>,
+        allocator: Option<Allocator>,
+    ) -> WakeLock {
+        note(state, kind);
+        WakeLock { state, kind, _count: count, _allocator: allocator, _thread: PhantomData }
+    }
+}
+
+impl fmt::Debug for WakeLock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WakeLock").field("kind", &self.kind).finish_non_exhaustive()
+    }
+}
+
+impl Drop for WakeLock {
+    fn drop(&mut self) {
+        forget(self.state, self.kind);
+    }
+}
+
+/// Notes a wake lock of this thread.
+fn note(state: &'static AllocatorState, kind: Kind) {
+    // Fails only on a thread that is ending, which puts nothing to sleep any more.
+    let _ = HERE.try_with(|here| here.borrow_mut().push((state, kind)));
+}
+
+/// Forgets a wake lock of this thread.
+fn forget(state: &'static AllocatorState, kind: Kind) {
+    let _ = HERE.try_with(|here| {
+        let mut here = here.borrow_mut();
+        let last = here.iter().rposition(|&(other, of)| std::ptr::eq(other, state) && of == kind);
+        if let Some(at) = last {
+            here.swap_remove(at);
+        }
+    });
+}
+
+impl AllocatorState {
+    /// The number of wake locks of this thread of some kinds.
+    fn wake_locks_here(&'static self, is_wanted: impl Fn(Kind) -> bool) -> usize {
+        let is_own = |&&(state, kind): &&(&'static AllocatorState, Kind)| std::ptr::eq(state, self) && is_wanted(kind);
+        HERE.try_with(|here| here.borrow().iter().filter(is_own).count()).unwrap_or(0)
+    }
+
+    #[inline]
+    fn has_flag(&self, flags: u32) -> bool {
+        self.wake_locks.flags.load(Ordering::SeqCst) & flags != 0
+    }
+
+    /// True if the allocator sleeps, or is about to.
+    pub(crate) fn is_quiescing(&self) -> bool {
+        self.has_flag(REFUSING)
+    }
+
+    /// True if the calling thread may not begin to keep the allocator awake.
+    pub(crate) fn refuses_wake_locks(&'static self) -> bool {
+        self.is_quiescing() && self.wake_locks_here(|kind| kind != Kind::Split) == 0
+    }
+
+    /// True if the calling thread may not begin to keep the allocator awake for the use of some
+    /// memory.
+    #[inline]
+    fn refuses(&'static self, memory: &Range<u64>) -> bool {
+        self.has_flag(REFUSING | LOOKING) && self.refuses_now(memory)
+    }
+
+    #[cold]
+    fn refuses_now(&'static self, memory: &Range<u64>) -> bool {
+        // A thread that decides what sleeps has this lock.
+        let shared = self.shared();
+        self.refuses_wake_locks() || shared.paged().is_some_and(|paged| paged.sleep.has(memory))
+    }
+
+    /// Makes the allocator quiescing, for a caller that waits until it may sleep.
+    pub(crate) fn refuse_wake_locks(&self) {
+        self.wake_locks.flags.fetch_or(REFUSING, Ordering::SeqCst);
+    }
+
+    /// Has newcomers look under the allocator's lock, for a caller that takes that lock
+    /// next, and decides with [`AllocatorState::wake_counts`] what sleeps.
+    pub(crate) fn begin_deciding(&self) {
+        self.wake_locks.flags.fetch_or(LOOKING, Ordering::SeqCst);
+    }
+
+    /// Ends [`AllocatorState::begin_deciding`], under that lock. Newcomers go on looking while a
+    /// part sleeps.
+    pub(crate) fn end_deciding(&self, core: &Core) {
+        if core.paged().is_none_or(|paged| paged.sleep.addresses().is_empty()) {
+            self.wake_locks.flags.fetch_and(!LOOKING, Ordering::SeqCst);
+        }
+    }
+
+    /// The counts of wake locks by [`Kind`], if there are any.
+    pub(crate) fn wake_counts(&self) -> Option<[u64; 3]> {
+        let counts = self.wake_locks.counts.each_ref().map(|count| count.load(Ordering::SeqCst));
+        counts.iter().any(|&count| number(count) > 0).then_some(counts)
+    }
+
+    /// Makes the allocator quiescing if nothing keeps it awake; otherwise the error says what does.
+    pub(crate) fn quiesce(&'static self) -> Result<(), AllocError> {
+        self.begin_deciding();
+        let shared = self.shared();
+        let counts = self.wake_counts();
+        if counts.is_none() {
+            self.refuse_wake_locks();
+        }
+        self.end_deciding(&shared);
+        drop(shared);
+        counts.map_or(Ok(()), |counts| Err(self.kept_awake(counts)))
+    }
+
+    /// Ends quiescing: others may keep the allocator awake again.
+    pub(crate) fn end_quiescing(&self) {
+        self.lower_flag(REFUSING);
+    }
+
+    fn lower_flag(&self, flag: u32) {
+        self.wake_locks.flags.fetch_and(!flag, Ordering::SeqCst);
+        drop(self.wake_locks.waking.lock());
+        self.wake_locks.woken.notify_all();
+    }
+
+    /// Has newcomers wait until the result is dropped. `None` if another thread has an access guard,
+    /// or if memory is reserved for work, and that does not end at once: such work may be enqueued
+    /// at any time.
+    pub(crate) fn begin_split(&'static self) -> Option<Splitting> {
+        note(self, Kind::Split);
+        self.wake_locks.flags.fetch_or(SPLITTING, Ordering::SeqCst);
+        let splitting = Splitting(self);
+        let own = self.wake_locks_here(|kind| kind == Kind::AccessGuard) as u64;
+        let count = |kind| number(self.wake_locks.counts[kind as usize].load(Ordering::SeqCst));
+        for _ in 0..SPLIT_LOOKS {
+            if count(Kind::AccessGuard) == own && count(Kind::Reservation) == 0 {
+                return Some(splitting);
+            }
+            pause();
+        }
+        None
+    }
+
+    /// # Errors
+    /// When the split is this thread's own, in an observer of mappings.
+    #[inline]
+    fn wait_for_split(&'static self) -> Result<(), AllocError> {
+        if self.has_flag(SPLITTING) { self.wait_for_end_of_split() } else { Ok(()) }
+    }
+
+    #[cold]
+    fn wait_for_end_of_split(&'static self) -> Result<(), AllocError> {
+        if self.wake_locks_here(|kind| kind == Kind::Split) > 0 {
+            return Err(AllocError::Observing);
+        }
+        let mut waking = self.wake_locks.waking.lock();
+        while self.has_flag(SPLITTING) {
+            self.wake_locks.woken.wait(&mut waking);
+        }
+        Ok(())
+    }
+
+    /// The error for a caller that asked the allocator to sleep.
+    #[cold]
+    pub(crate) fn kept_awake(&'static self, counts: [u64; 3]) -> AllocError {
+        let [access_guards, reservations, wake_locks] = counts.map(number);
+        let alone = counts.into_iter().filter(|&count| number(count) == 1 && count >> NUMBER_BITS != 0);
+        let allocations = alone.filter_map(|count| used_at(self, (count >> NUMBER_BITS) * UNIT)).collect();
+        let is_this_thread = self.wake_locks_here(|kind| kind != Kind::Split) > 0;
+        let by = KeptAwakeBy { access_guards, reservations, wake_locks, is_this_thread, allocations };
+        AllocError::KeptAwake(Box::new(by))
+    }
+}
+
+/// A split of frames under way: see [`AllocatorState::begin_split`].
+#[derive(Debug)]
+pub(crate) struct Splitting(&'static AllocatorState);
+
+impl Drop for Splitting {
+    fn drop(&mut self) {
+        forget(self.0, Kind::Split);
+        self.0.lower_flag(SPLITTING);
+    }
+}
+
+impl Allocator {
+    /// Keeps the allocator awake until the result is dropped: [`Allocator::sleep`] fails or waits
+    /// until then.
+    /// It is for work in several steps that would be in vain if the allocator slept in between,
+    /// such as allocating memory and then using it. Work that bypasses access guards may use the
+    /// memory meanwhile, too.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use aquifer_allocator::{AllocError, Allocator, Config, Contents, SleepOptions};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::SimDriver;
+    /// let device = Device::new(SimDriver::new(Default::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let stream = device.stream()?;
+    /// let awake = allocator.keep_awake()?;
+    /// let control = std::thread::spawn({
+    ///     let allocator = allocator.clone();
+    ///     let options = SleepOptions::all(Contents::SaveToHost).waiting(Duration::from_secs(60));
+    ///     move || allocator.sleep(options) // waits for the request to be served
+    /// });
+    /// let request = allocator.alloc_bytes(4 << 20, &stream)?;
+    /// stream.fill(request.ptr(), 7, 4 << 20)?;
+    /// drop(awake);
+    /// assert_eq!(control.join().unwrap()?, 4 << 20);
+    /// assert!(matches!(allocator.keep_awake(), Err(AllocError::Asleep)));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`AllocError::Asleep`] when the allocator sleeps, or is about to and this thread does not
+    /// keep it awake already.
+    pub fn keep_awake(&self) -> Result<WakeLock, AllocError> {
+        aquifer_device::fork::check(aquifer_device::Operation::Map)?;
+        let count = Count::new(self.state(), Kind::Caller, &(0..0))?;
+        Ok(WakeLock::noted(self.state(), Kind::Caller, Some(count), Some(self.kept_open())))
+    }
+
+    /// Waits until the allocator is awake, for at most `timeout`. Returns true if it is awake, and
+    /// false if it sleeps still, or is about to sleep. A thread that keeps it awake itself does not
+    /// wait. It may fall asleep again before this returns, so requests after it are still to be
+    /// tried again, unless [`Allocator::keep_awake`] succeeds first.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use aquifer_allocator::{AllocError, Allocator, Config, Contents};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::SimDriver;
+    /// let device = Device::new(SimDriver::new(Default::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let stream = device.stream()?;
+    /// allocator.sleep(Contents::SaveToHost)?;
+    /// assert!(!allocator.wait_awake(Duration::from_millis(1)));
+    /// let control = std::thread::spawn({
+    ///     let allocator = allocator.clone();
+    ///     move || allocator.wake()
+    /// });
+    /// let request = loop {
+    ///     match allocator.alloc_bytes(4 << 20, &stream) {
+    ///         Err(AllocError::Asleep) if allocator.wait_awake(Duration::from_secs(60)) => {}
+    ///         done => break done?,
+    ///     }
+    /// };
+    /// # drop(request);
+    /// # control.join().unwrap()?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[doc(hidden)]
+    pub fn wait_awake(&self, timeout: Duration) -> bool {
+        let state = self.state();
+        let WakeLocks { waking, woken, .. } = &*state.wake_locks;
+        // `None` is later than any clock tells.
+        let until = Instant::now().checked_add(timeout);
+        let mut waking = waking.lock();
+        while state.refuses_wake_locks() {
+            match until {
+                None => woken.wait(&mut waking),
+                Some(until) if woken.wait_until(&mut waking, until).timed_out() => return !state.refuses_wake_locks(),
+                Some(_) => {}
+            }
+        }
+        true
+    }
+}
+
+/// The live allocation at an address.
+fn used_at(state: &'static AllocatorState, addr: u64) -> Option<UsedAllocation> {
+    let owned = state.shared().paged().and_then(|paged| paged.owned.get(&addr).copied());
+    let mut found = owned.map(|owned| (addr, owned.requested, owned.tag, owned.stream));
+    state.walk(|_, passed| {
+        let block = &passed.block;
+        if block.state == State::Live && block.range().contains(&addr) {
+            found = Some((block.addr, block.requested, Tag(block.tag), block.owner));
+        }
+    });
+    found.map(|(addr, bytes, tag, stream)| UsedAllocation {
+        ptr: DevicePtr(addr),
+        bytes,
+        tag: tag.name(),
+        stream: stream.0,
+    })
+}
