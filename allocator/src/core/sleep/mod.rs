@@ -1,6 +1,7 @@
 //! What of mapped memory sleeps, and where its contents are. `steps.rs` decides what falls asleep and
 //! what wakes up.
 
+pub(crate) mod staying;
 pub(crate) mod steps;
 
 use std::ops::Range;
