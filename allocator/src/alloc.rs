@@ -179,9 +179,7 @@ pub(crate) fn grant_uncached(
 /// bytes.
 #[cold]
 fn zero_or_refuse(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<(), AllocError> {
-    if stream.device_id() != allocator.inner().device.id() {
-        return Err(AllocError::wrong_device("stream", stream.device_id(), allocator.inner().device.id()));
-    }
+    allocator.check_stream(stream)?;
     if bytes >= REQUEST_LIMIT {
         return Err(AllocError::TooLarge { requested: bytes });
     }

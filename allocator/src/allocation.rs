@@ -8,7 +8,7 @@ use std::panic::Location;
 use aquifer_device::{Device, DevicePtr, Operation, Stream, fork};
 
 use crate::error::AllocError;
-use crate::state::AllocatorState;
+use crate::state::{AllocatorState, StateGuard};
 use crate::types::{BlockId, StreamId};
 
 /// Bit of [`Allocation::stream`], set if the device has a witness that watches how work uses the
@@ -83,11 +83,7 @@ impl Allocation {
             return Ok(());
         }
         let mut shared = self.state.shared();
-        let device_id = shared.device().map(Device::id);
-        if device_id != Some(stream.device_id()) {
-            return Err(AllocError::wrong_device("stream", stream.device_id(), device_id.unwrap_or(u32::MAX)));
-        }
-        let stream = shared.stream(stream);
+        let stream = known(&mut shared, stream)?;
         shared.note_use(self.block, stream);
         Ok(())
     }
@@ -110,17 +106,9 @@ impl Allocation {
         if block == BlockId::NONE {
             return Ok(());
         }
-        let mut shared = state.shared();
-        let device_id = shared.device().map(Device::id);
-        if device_id != Some(stream.device_id()) {
-            drop(shared);
-            state.free(block, own, None, bytes);
-            return Err(AllocError::wrong_device("stream", stream.device_id(), device_id.unwrap_or(u32::MAX)));
-        }
-        let on = shared.stream(stream);
-        drop(shared);
-        state.free(block, own, Some(on), bytes);
-        Ok(())
+        let on = known(&mut state.shared(), stream);
+        state.free(block, own, on.as_ref().ok().copied(), bytes);
+        on.map(drop)
     }
 
     /// Its block, if it has one.
@@ -132,6 +120,15 @@ impl Allocation {
     pub(crate) fn into_block(mut self) -> (&'static AllocatorState, BlockId) {
         (self.state, std::mem::replace(&mut self.block, BlockId::NONE))
     }
+}
+
+/// The number of a stream of the allocator's device, which becomes known.
+fn known(shared: &mut StateGuard, stream: &Stream) -> Result<StreamId, AllocError> {
+    let needed = shared.device().map_or(u32::MAX, Device::id);
+    if needed != stream.device_id() {
+        return Err(AllocError::wrong_device("stream", stream.device_id(), needed));
+    }
+    Ok(shared.stream(stream))
 }
 
 const _: () = assert!(size_of::<Option<Allocation>>() == 32, "two handles fill a cache line");

@@ -68,7 +68,7 @@ pub(crate) fn wait_for_other(allocator: &Allocator, request: &Request) -> Result
     let mut guard = allocator.state().lock();
     // Another thread may have taken the block meanwhile; any block that is ordered now will do.
     let Some(granted) = guard.take_ordered(request, &clock) else { return Ok(None) };
-    guard.counters.cross_stream_waits.add(1);
+    guard.counters.events.cross_stream_waits += 1;
     drop(guard);
     tracing::debug!(
         target: "aquifer::wait",
@@ -109,7 +109,7 @@ pub(crate) fn synchronize_pending(allocator: &Allocator, which: Which) -> Result
             break;
         }
         if !waited && !pending.is_empty() {
-            guard.counters.num_sync_all_streams.add(1);
+            guard.counters.events.num_sync_all_streams += 1;
         }
         drop(guard);
         waited = true;
@@ -157,7 +157,7 @@ pub(crate) fn cannot_be_asked(error: &DeviceError) -> bool {
 /// Waits on the host until the timeline has got this far. Returns false if that cannot be done now.
 pub(crate) fn stall_for(allocator: &Allocator, timeline: &Timeline, after: After) -> Result<bool, AllocError> {
     tracing::debug!(target: "aquifer::wait", stream = timeline.id(), "the host waits so that memory can move");
-    allocator.state().shared().counters.num_sync_all_streams.add(1);
+    allocator.state().shared().counters.events.num_sync_all_streams += 1;
     match timeline.synchronize(after.last_tick()) {
         Ok(()) => Ok(true),
         Err(error) if cannot_be_asked(&error) => Ok(false),

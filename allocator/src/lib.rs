@@ -74,7 +74,7 @@ mod sync;
 mod tags;
 mod types;
 
-pub use accounting::{Attribution, Fragmentation, FreeSizes, MemoryStats, PoolStats, Stat, unusable_index};
+pub use accounting::{Attribution, Fragmentation, FreeSizes, MemoryStats, PoolStats, Stat};
 pub use allocation::Allocation;
 pub use allocator::{ALIGNMENT, Allocator};
 pub use backing::{Exportable, Growable, PinnedMapping, Refusal};
@@ -97,7 +97,6 @@ pub use tags::TagScope;
 pub mod internal {
     use crate::Allocator;
 
-    pub use crate::storage::ranges::resolve;
     pub use crate::storage::record::AccessRecord;
     pub use crate::storage::{Outlived, Pass};
 

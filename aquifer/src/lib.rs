@@ -188,6 +188,7 @@ mod open;
 mod params;
 mod pinned;
 mod prefetch;
+mod ranges;
 mod spill;
 pub mod tensor;
 pub mod transfer;
@@ -234,7 +235,8 @@ pub mod device {
 pub mod memory {
     pub use aquifer_allocator::{
         Advice, AllocError, Allocation, Attribution, Config, Contents, Growable, HistoryOptions, KeptBy, MemoryStats,
-        OomReport, Part, PoolOptions, PoolStats, PrivatePool, Registration, SleepOptions, Snapshot, Stat, StayingAwake, TagScope,
+        OomReport, Part, PoolOptions, PoolStats, PrivatePool, Registration, SleepOptions, Snapshot, Stat, StayingAwake,
+        TagScope,
     };
 }
 

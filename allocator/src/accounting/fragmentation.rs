@@ -7,23 +7,8 @@ use crate::allocator::Allocator;
 use crate::core::Core;
 use crate::core::heap::{Block, Passed, Region, State};
 use crate::format::Bytes;
-use crate::size_class::{self, PoolKind};
+use crate::size_class;
 use crate::types::BlockId;
-
-/// The share of free memory that a request of `size` bytes cannot use: 0 when every free block
-/// would serve it, 1 when none would or nothing is free.
-///
-/// Source: the *unusable free space index*, M. Gorman and A. Whitcroft, "The What, The Why and the
-/// Where To of Anti-Fragmentation", Ottawa Linux Symposium 2006; here for any size instead of
-/// powers of two.
-#[expect(clippy::cast_precision_loss, reason = "a ratio")]
-pub fn unusable_index(free_blocks: impl Iterator<Item = u64>, size: u64) -> f64 {
-    // Wider than the sizes, which a caller may choose freely.
-    let (free, usable) = free_blocks.map(u128::from).fold((0_u128, 0_u128), |(free, usable), block| {
-        (free + block, usable + if block >= size.into() { block } else { 0 })
-    });
-    if free == 0 { 1.0 } else { (free - usable) as f64 / free as f64 }
-}
 
 /// How fragmented an allocator's memory is. Sizes are bytes.
 ///
@@ -70,7 +55,8 @@ pub struct Fragmentation {
     /// External fragmentation: the share of free bytes outside the largest free block, 0 to 1; 0
     /// when nothing is free.
     pub external: f64,
-    /// The share of free bytes that the request cannot use, 0 to 1: [`unusable_index`].
+    /// The share of free bytes that the request cannot use, 0 to 1: those in blocks smaller than it. 1 if
+    /// nothing is free.
     pub unusable: f64,
     /// Free blocks by power of two, smallest first; sizes without a block are left out.
     pub free_sizes: Vec<FreeSizes>,
@@ -88,19 +74,15 @@ pub struct FreeSizes {
     pub bytes: u64,
 }
 
-pub(crate) fn measure(allocator: &Allocator, request_bytes: u64, counts: impl Fn(PoolKind) -> bool) -> Fragmentation {
+fn measure(allocator: &Allocator, request_bytes: u64) -> Fragmentation {
     let request_bytes = size_class::round_checked(request_bytes).unwrap_or(u64::MAX);
     let mut found = Fragmentation { request_bytes, ..Fragmentation::default() };
     let mut free = Free { request_bytes, ..Free::default() };
     let shared = allocator.state().shared();
-    add_shared(&shared, &mut found, &mut free, &counts);
+    add_shared(&shared, &mut found, &mut free);
     let is_asleep = shared.is_asleep();
     drop(shared);
-    allocator.state().walk(|shared, passed| {
-        if counts(passed.block.pool.kind()) {
-            add_block(shared, &mut found, &mut free, passed);
-        }
-    });
+    allocator.state().walk(|shared, passed| add_block(shared, &mut found, &mut free, passed));
     free.tell(&mut found);
     if is_asleep {
         (found.releasable_segments, found.releasable_bytes) = (0, 0);
@@ -109,17 +91,11 @@ pub(crate) fn measure(allocator: &Allocator, request_bytes: u64, counts: impl Fn
 }
 
 /// Adds what is not in heaps, and how much of mapped memory is held.
-fn add_shared(core: &Core, found: &mut Fragmentation, free: &mut Free, counts: &impl Fn(PoolKind) -> bool) {
+fn add_shared(core: &Core, found: &mut Fragmentation, free: &mut Free) {
     let Some(paged) = core.paged() else { return };
-    for kind in [PoolKind::Small, PoolKind::Large].into_iter().filter(|&kind| counts(kind)) {
-        found.reserved_bytes += paged.mapped_bytes[kind as usize];
-    }
-    if !counts(PoolKind::Large) {
-        return;
-    }
     found.address_bytes += paged.dedicated_address_bytes();
     found.spare_bytes = paged.spare_bytes();
-    found.reserved_bytes += found.spare_bytes;
+    found.reserved_bytes += paged.mapped_bytes.iter().sum::<u64>() + found.spare_bytes;
     for (range, owned) in paged.dedicated() {
         found.segments += 1;
         found.allocated_bytes += owned.size;
@@ -291,12 +267,7 @@ impl Allocator {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn fragmentation(&self, request_bytes: u64) -> Fragmentation {
-        measure(self, request_bytes, |_| true)
-    }
-
-    /// As [`Allocator::fragmentation`], for the pools of one kind.
-    pub fn fragmentation_in(&self, kind: PoolKind, request_bytes: u64) -> Fragmentation {
-        measure(self, request_bytes, |other| other == kind)
+        measure(self, request_bytes)
     }
 }
 
@@ -383,15 +354,5 @@ mod tests {
             let live: u64 = kept.iter().map(Allocation::bytes).sum();
             assert_eq!(allocator.fragmentation(0).allocated_bytes, live);
         }
-    }
-
-    #[test]
-    fn the_unusable_index_is_the_share_of_blocks_too_small() {
-        assert!((unusable_index([1, 2, 5].into_iter(), 2) - 0.125).abs() < f64::EPSILON);
-        assert!((unusable_index([1, 2, 5].into_iter(), 6) - 1.0).abs() < f64::EPSILON);
-        assert!(unusable_index([1, 2, 5].into_iter(), 0).abs() < f64::EPSILON);
-        assert!((unusable_index([].into_iter(), 0) - 1.0).abs() < f64::EPSILON);
-        assert!((unusable_index([u64::MAX, 5, u64::MAX].into_iter(), 6) - 0.0).abs() < 1e-9);
-        assert!((unusable_index([u64::MAX, u64::MAX - 1].into_iter(), u64::MAX) - 0.5).abs() < 1e-9);
     }
 }

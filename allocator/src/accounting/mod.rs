@@ -6,9 +6,8 @@
 pub(crate) mod attribution;
 pub(crate) mod fragmentation;
 pub(crate) mod memory_stats;
-pub(crate) mod summary;
 
 pub use crate::core::counters::{PoolStats, Stat};
 pub use attribution::Attribution;
-pub use fragmentation::{Fragmentation, FreeSizes, unusable_index};
+pub use fragmentation::{Fragmentation, FreeSizes};
 pub use memory_stats::MemoryStats;

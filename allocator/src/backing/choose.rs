@@ -3,7 +3,7 @@
 
 use aquifer_device::{Attribute, Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions, RawPhysical, Reservation};
 
-use crate::backing::paged::carry_out::unless_capturing;
+use crate::backing::paged::carry_out::{release, unless_capturing};
 use crate::config::{Backing, Config, GRANULE_MIN};
 use crate::core::paged::granules::{Ability, Paged};
 use crate::error::{AllocError, WhySegments};
@@ -77,8 +77,8 @@ pub(crate) fn try_mapping(
     let physical = device.driver().create_physical(granule, options)?;
     let mut still_mapped = false;
     let outcome = map_one(device, granule, physical, devices, &mut still_mapped);
-    if !still_mapped && device.driver().release_physical(physical).is_err() {
-        device.release_later(physical);
+    if !still_mapped {
+        release(device, physical);
     }
     outcome
 }

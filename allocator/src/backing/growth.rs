@@ -75,13 +75,8 @@ pub(crate) fn buyable(allocator: &Allocator, core: &Core, room: &Room) -> (u64, 
     if by_room < by_limit { (by_room, Refusal::Headroom) } else { (by_limit, Refusal::Limit) }
 }
 
-/// How an attempt to grow ended.
-pub(crate) enum Growth {
-    /// The request was served.
-    Grown(Granted),
-    /// The device, or a limit, does not have that much.
-    Refused(Refusal),
-}
+/// How an attempt to take memory from the device ended.
+pub(crate) type Growth = Result<Granted, Refusal>;
 
 /// Size of the segment for a request: its own size without caching, where nothing is shared.
 pub(crate) fn segment_bytes(allocator: &Allocator, size: u64) -> u64 {

@@ -37,7 +37,7 @@ pub(crate) fn grow_segment_of(allocator: &Allocator, request: &Request, bytes: u
         return Err(AllocError::Asleep);
     }
     if let Some(refusal) = begin_growing(allocator, bytes)? {
-        return Ok(Growth::Refused(refusal));
+        return Ok(Err(refusal));
     }
     let allocated = allocator.device().alloc(bytes);
     let mut guard = allocator.state().lock();
@@ -46,9 +46,9 @@ pub(crate) fn grow_segment_of(allocator: &Allocator, request: &Request, bytes: u
         Ok(ptr) => {
             allocator.state().tell_witness(|witness| witness.managed(ptr.range(bytes)));
             let first = guard.add_segment(request, ptr.0, bytes);
-            Ok(Growth::Grown(guard.take(request, first)))
+            Ok(Ok(guard.take(request, first)))
         }
-        Err(error) if error.is_out_of_memory() => Ok(Growth::Refused(Refusal::Device)),
+        Err(error) if error.is_out_of_memory() => Ok(Err(Refusal::Device)),
         Err(error) => Err(error.into()),
     }
 }

@@ -1,19 +1,36 @@
 //! Giving unused memory back to the device, of either backing: whole segments (`segments.rs`), then
-//! granules (`paged/trim.rs`). If that does not suffice, the host waits for the streams that still
-//! use memory which was given back here, after which more may go.
+//! free frames and empty reservations. If that does not suffice, the host waits for the streams that
+//! still use memory which was given back here, after which more may go.
+//!
+//! Frames on their way back are not counted as reserved, because another thread may get their
+//! memory from the device, and count it, before this one has the lock again. The limit counts them
+//! until they are gone (`Core::leaving`).
+//!
+//! **Memory that moved before the device was done with it.** A stream may use its own free memory
+//! again at once, because its later work runs after the last use. Only the addresses have to wait:
+//! they may be unmapped once the host knows that the last use is done (P1). So where a request lacks
+//! memory and its own stream has free frames that are not done, these are mapped at the window in
+//! addition. Their earlier mappings *linger*: the addresses stay held in the heap, and later
+//! operations unmap them. Neither the host nor a stream waits, and nothing is taken from the device.
+//! The frames carry the tick of their last use to the new addresses, so they become free for other
+//! streams, or move once more, no earlier than before.
 
 use std::cmp::Reverse;
 
-use aquifer_device::{Operation, fork};
+use aquifer_device::{DeviceError, DevicePtr, Operation, fork};
 
 use crate::allocator::Allocator;
-use crate::backing::paged::trim::{synchronize_free, trim_paged, trim_pools};
+use crate::backing::paged::carry_out::{unless_capturing, unmap_range, unreserve};
+use crate::backing::paged::dedicated::recycle_deferred_releases;
 use crate::backing::segments::release_where;
 use crate::core::Core;
+use crate::core::paged::frames::LooseFrames;
 use crate::core::pools::Which;
+use crate::core::remap::donors::BATCH;
+use crate::core::remap::trim::Trim;
 use crate::cross_stream::{synchronize_all, synchronize_pending};
 use crate::error::AllocError;
-use crate::pools::poll_launches;
+use crate::pools::{awaited_launches, poll_launches, wait_for_launched};
 use crate::types::BlockId;
 
 impl Allocator {
@@ -83,3 +100,173 @@ fn excess(core: &Core, bytes: u64, which: Which) -> Vec<BlockId> {
     });
     segments
 }
+
+/// Gives free frames that no pool keeps back to the device, spare ones first, until at
+/// most `target` bytes are held from it or none is left. Returns how many bytes went back. Frames
+/// that are not known done stay.
+pub(crate) fn trim_paged(allocator: &Allocator, target: u64) -> Result<u64, AllocError> {
+    let recycled = recycle_deferred_releases(allocator)?;
+    Ok(recycled + trim_pools(allocator, target, Which::Unpromised)?)
+}
+
+/// Gives free frames of some pools back to the device, until at most `target` bytes are held from it or
+/// none is left: spare ones first if the default pools are among them. Returns how many bytes went
+/// back. Dedicated memory stays.
+pub(crate) fn trim_pools(allocator: &Allocator, target: u64, which: Which) -> Result<u64, AllocError> {
+    let stuck = take_stuck_back(allocator);
+    let _gate = allocator.gate()?.shared();
+    let shared = allocator.state().shared();
+    let Some(granule) = shared.paged().map(|paged| paged.granule) else { return Ok(0) };
+    if shared.is_asleep() {
+        return Ok(0);
+    }
+    drop(shared);
+    let mut trim = Trim::default();
+    let mut below = Some(u64::MAX);
+    while below.is_some() {
+        below = allocator.state().lock().begin_trim(&mut trim, below, target, which);
+    }
+    if target > 0 {
+        // A frame that is larger than what is still too much, if there is one.
+        allocator.state().lock().begin_trim(&mut trim, None, target, which);
+    }
+    let (mut unmapped, mut failed) = (0, None);
+    for (range, frames) in &trim.ranges {
+        if let Err(error) = unmap_range(allocator.device(), allocator.hooks(), range) {
+            failed = unless_capturing(Err(error)).err();
+            break;
+        }
+        unmapped += 1;
+        trim.loose.extend(frames.iter().copied());
+    }
+    let (released, failed) = release_frames(allocator, &mut trim.loose, failed);
+    commit_trim(allocator, trim, unmapped);
+    // The device gets released memory back only once it is mapped nowhere.
+    let lingering = unmap_lingering_at_gate(allocator);
+    let addresses = give_addresses_back(allocator, if which.has_default() { Which::All } else { which });
+    match failed {
+        Some(error) => Err(error.into()),
+        None => stuck.and(lingering).and(addresses).map(|()| released * granule),
+    }
+}
+
+/// Accounts for a trim of which the driver unmapped the first `unmapped` ranges; the loose frames
+/// are still here.
+fn commit_trim(allocator: &Allocator, trim: Trim, unmapped: usize) {
+    let Trim { donors, ranges, loose, bytes } = trim;
+    let mut left = donors.into_iter().zip(ranges).enumerate().peekable();
+    loop {
+        let mut guard = allocator.state().lock();
+        for (at, (donor, (_, frames))) in left.by_ref().take(BATCH) {
+            guard.commit_trimmed(donor, &frames, at < unmapped);
+        }
+        if left.peek().is_some() {
+            continue;
+        }
+        guard.commit_trim(bytes, &loose);
+        return;
+    }
+}
+
+/// Unmaps stuck mappings, which the driver refused to unmap when they failed. Their frames become
+/// spare. Such a frame may also be mapped where it was before, so mappings that linger go first, and
+/// nothing is taken back while the device may use memory through one. Mappings that the driver still
+/// refuses to unmap stay as they are. Returns the first error.
+pub(crate) fn take_stuck_back(allocator: &Allocator) -> Result<(), AllocError> {
+    let _gate = allocator.gate()?.shared();
+    let lingering = unmap_lingering_at_gate(allocator);
+    if allocator.state().shared().may_use_lingering() {
+        return lingering;
+    }
+    let count = allocator.state().shared().paged().map_or(0, |paged| paged.stuck.len());
+    (0..count).map(|_| take_one_back(allocator)).fold(lingering, Result::and)
+}
+
+/// Unmaps the mappings that have been stuck for longest.
+fn take_one_back(allocator: &Allocator) -> Result<(), AllocError> {
+    let Some(stuck) = allocator.state().shared().take_stuck() else { return Ok(()) };
+    let (mut unmapped, mut failed) = (0, None);
+    for frame in stuck.frames.iter().rev() {
+        failed = allocator.device().unmap(DevicePtr(frame.start), frame.end - frame.start).err();
+        if failed.is_some() {
+            break;
+        }
+        unmapped += 1;
+    }
+    allocator.state().lock().commit_stuck(stuck, unmapped);
+    Ok(unless_capturing(failed.map_or(Ok(()), Err))?)
+}
+
+/// Releases frames until none is left or a call fails. Returns how many granules were released, and
+/// the error.
+fn release_frames(
+    allocator: &Allocator,
+    loose: &mut LooseFrames,
+    mut failed: Option<DeviceError>,
+) -> (u64, Option<DeviceError>) {
+    let before = loose.granules();
+    while failed.is_none()
+        && let Some(frame) = loose.pop()
+    {
+        failed = allocator.device().driver().release_physical(frame.physical).inspect_err(|_| loose.add(frame)).err();
+    }
+    (before - loose.granules(), failed)
+}
+
+/// Waits until the free memory in some pools is known done, and the launches that closed pools
+/// among them wait for. Returns true if anything was not known done. Skips streams that cannot be
+/// waited for now.
+pub(crate) fn synchronize_free(allocator: &Allocator, which: Which) -> Result<bool, AllocError> {
+    let of = if let Which::Of(key) | Which::UnusedOf(key) = which { Some(key) } else { None };
+    let launched = awaited_launches(allocator, of);
+    wait_for_launched(allocator, &launched)?;
+    let waits = allocator.state().lock().free_not_done(which);
+    synchronize_all(&waits)?;
+    Ok(!waits.is_empty() || !launched.ticks.is_empty() || launched.device.is_some())
+}
+
+/// Unmaps the mappings that linger although the device is known to be done with them.
+pub(crate) fn unmap_lingering(allocator: &Allocator) -> Result<(), AllocError> {
+    if !allocator.state().shared().has_lingering() {
+        return Ok(());
+    }
+    let _gate = allocator.gate()?.shared();
+    unmap_lingering_at_gate(allocator)
+}
+
+/// As [`unmap_lingering`]; the caller has the gate. Mappings that the driver refuses to unmap linger
+/// on. Returns the first error once all others are unmapped.
+pub(crate) fn unmap_lingering_at_gate(allocator: &Allocator) -> Result<(), AllocError> {
+    let captures = allocator.device().is_capturing();
+    let done = if captures { Vec::new() } else { allocator.state().shared().take_lingering() };
+    let mut failed = Ok(());
+    let mut unmapped = Vec::with_capacity(done.len());
+    for lingering in done {
+        // A capture that began meanwhile is no error.
+        let outcome = unmap_range(allocator.device(), allocator.hooks(), &lingering.range);
+        unmapped.push((lingering, outcome.is_ok()));
+        failed = failed.and(unless_capturing(outcome));
+    }
+    let mut unmapped = unmapped.into_iter().peekable();
+    while unmapped.peek().is_some() {
+        let mut guard = allocator.state().lock();
+        unmapped.by_ref().take(BATCH).for_each(|(lingering, gone)| guard.commit_unmapped(lingering, gone));
+        guard.account_for_granules();
+    }
+    Ok(failed?)
+}
+
+/// Gives back reservations of some pools in which nothing is mapped.
+pub(crate) fn give_addresses_back(allocator: &Allocator, which: Which) -> Result<(), AllocError> {
+    // This also gives back reservations that could not go back before.
+    allocator.device().settle();
+    let mut guard = allocator.state().lock();
+    let empty = guard.take_empty_reservations(which);
+    drop(guard);
+    let unreserved = empty.into_iter().map(|(addr, bytes)| unreserve(allocator.device(), DevicePtr(addr), bytes));
+    Ok(unreserved.fold(Ok(()), Result::and)?)
+}
+
+#[cfg(all(test, not(aquifer_shuttle)))]
+#[allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+mod tests;

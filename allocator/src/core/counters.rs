@@ -24,26 +24,32 @@ pub(crate) struct Counters {
     active_peaks: ActivePeaks,
     pub(crate) segment: PooledCounter,
     pub(crate) reserved_bytes: PooledCounter,
-    pub(crate) num_alloc_retries: Counter,
-    pub(crate) num_ooms: Counter,
-    pub(crate) num_sync_all_streams: Counter,
-    pub(crate) num_device_alloc: Counter,
-    pub(crate) num_device_free: Counter,
-    pub(crate) num_oom_rejections: Counter,
+    pub(crate) events: Events,
+}
+
+/// How often something happened since the last reset.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Events {
+    pub(crate) num_alloc_retries: u64,
+    pub(crate) num_ooms: u64,
+    pub(crate) num_sync_all_streams: u64,
+    pub(crate) num_device_alloc: u64,
+    pub(crate) num_device_free: u64,
+    pub(crate) num_oom_rejections: u64,
     /// How often memory moved. Not in PyTorch.
-    pub(crate) remaps: Counter,
+    pub(crate) remaps: u64,
     /// How many granules moved. Not in PyTorch.
-    pub(crate) granules_moved: Counter,
+    pub(crate) granules_moved: u64,
     /// How many frames were split so that a request found memory. Not in PyTorch.
-    pub(crate) frames_split: Counter,
+    pub(crate) frames_split: u64,
     /// Bytes that idle graphs lent. Not in PyTorch.
-    pub(crate) graph_bytes_lent: Counter,
+    pub(crate) graph_bytes_lent: u64,
     /// Bytes that were brought back for launches of them. Not in PyTorch.
-    pub(crate) graph_bytes_returned: Counter,
+    pub(crate) graph_bytes_returned: u64,
     /// Blocks reused by another stream than the one that freed them. Not in PyTorch.
-    pub(crate) cross_stream_reuses: Counter,
+    pub(crate) cross_stream_reuses: u64,
     /// Those of them that cost a wait. Not in PyTorch.
-    pub(crate) cross_stream_waits: Counter,
+    pub(crate) cross_stream_waits: u64,
 }
 
 /// Peaks of active blocks and bytes while any block was waiting: for the small pool, the large
@@ -125,28 +131,9 @@ impl Counters {
         ]
     }
 
-    fn plain(&mut self) -> [&mut Counter; 13] {
-        [
-            &mut self.num_alloc_retries,
-            &mut self.num_ooms,
-            &mut self.num_sync_all_streams,
-            &mut self.num_device_alloc,
-            &mut self.num_device_free,
-            &mut self.num_oom_rejections,
-            &mut self.remaps,
-            &mut self.granules_moved,
-            &mut self.frames_split,
-            &mut self.graph_bytes_lent,
-            &mut self.graph_bytes_returned,
-            &mut self.cross_stream_reuses,
-            &mut self.cross_stream_waits,
-        ]
-    }
-
     /// Sets every peak to the current value.
     pub(crate) fn reset_peaks(&mut self) {
         self.pooled().into_iter().for_each(PooledCounter::reset_peak);
-        self.plain().into_iter().for_each(Counter::reset_peak);
         self.active_peaks = ActivePeaks::default();
         self.note_active_peaks();
     }
@@ -154,7 +141,7 @@ impl Counters {
     /// Starts every accumulated value from zero.
     pub(crate) fn reset_accumulated(&mut self) {
         self.pooled().into_iter().for_each(PooledCounter::reset_accumulated);
-        self.plain().into_iter().for_each(Counter::reset_accumulated);
+        self.events = Events::default();
     }
 }
 

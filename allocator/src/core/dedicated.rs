@@ -16,7 +16,7 @@ use crate::types::{Request, StreamId, Use};
 
 /// Deferred memory while the driver unmaps it.
 pub(crate) struct Recycling {
-    pub(crate) deferred_release: DeferredRelease,
+    pub(crate) piece: DeferredRelease,
     pub(crate) purpose: Purpose,
     pub(crate) frames: Vec<Frame>,
 }
@@ -26,27 +26,26 @@ impl Core {
     pub(crate) fn begin_recycling(&mut self) -> Option<Recycling> {
         let Core { paged, streams, .. } = self;
         let paged = paged.as_mut().filter(|paged| paged.sleep.allows_recycling())?;
-        let deferred_release = paged.deferred_release.take_done(|stream| streams.known_done(stream))?;
-        let purpose = paged.purpose_of(deferred_release.base)?;
-        let frames = paged
-            .forget_mapped(deferred_release.range.start, deferred_release.range.end - deferred_release.range.start);
-        Some(Recycling { deferred_release, purpose, frames })
+        let piece = paged.deferred_release.take_done(|stream| streams.known_done(stream))?;
+        let purpose = paged.purpose_of(piece.base)?;
+        let frames = paged.forget_mapped(piece.range.start, piece.range.end - piece.range.start);
+        Some(Recycling { piece, purpose, frames })
     }
 
     /// Accounts for deferred memory after the driver unmapped it, or failed to. Returns the frames that
     /// are of no use to others, with their bytes.
     pub(crate) fn commit_recycling(&mut self, leaving: Recycling, unmapped: bool) -> Vec<(RawPhysical, u64)> {
-        let Recycling { deferred_release, purpose, frames } = leaving;
+        let Recycling { piece, purpose, frames } = leaving;
         let Some(paged) = &mut self.paged else { return Vec::new() };
-        let Range { start, end } = deferred_release.range;
+        let Range { start, end } = piece.range;
         if !unmapped {
             paged.put_all(start, &frames);
-            paged.deferred_release.put_back(deferred_release);
+            paged.deferred_release.put_back(piece);
             return Vec::new();
         }
         paged.mapped_bytes[PoolKind::Large as usize] -= end - start;
-        let stream = paged.owned.get(&deferred_release.base).map_or(StreamId::default(), |owned| owned.stream);
-        paged.deferred_release.forget(deferred_release.base);
+        let stream = paged.owned.get(&piece.base).map_or(StreamId::default(), |owned| owned.stream);
+        paged.deferred_release.forget(piece.base);
         let frames = if purpose == Purpose::Exportable {
             frames.into_iter().map(|frame| (frame.physical, end - start)).collect()
         } else {
@@ -54,7 +53,7 @@ impl Core {
             Vec::new()
         };
         self.note_mapping(Action::SegmentUnmap, POOL, stream, start, end - start);
-        self.counters.num_device_free.add(1);
+        self.counters.events.num_device_free += 1;
         self.account_for_granules();
         frames
     }
@@ -138,7 +137,7 @@ impl Core {
         paged.put_all(base, &[Frame::new(physical, 1)]);
         paged.mapped_bytes[PoolKind::Large as usize] += request.size;
         paged.owned.insert(base, Owned { stream: request.stream, tag: request.tag, ..Owned::default() });
-        self.counters.num_device_alloc.add(1);
+        self.counters.events.num_device_alloc += 1;
         self.account_for_granules();
         self.note_mapping(Action::SegmentMap, POOL, request.stream, base, request.size);
         self.set_owned(base, request.size, request.requested);
@@ -164,7 +163,7 @@ impl Core {
     pub(crate) fn put_back_retired(&mut self, base: u64, mut from: u64, end: u64, retaken: Vec<DeferredRelease>) {
         let Some(paged) = &mut self.paged else { return };
         let known = retaken.iter().chain(paged.deferred_release.of(base));
-        let mut known: Vec<Range<u64>> = known.map(|deferred_release| deferred_release.range.clone()).collect();
+        let mut known: Vec<Range<u64>> = known.map(|piece| piece.range.clone()).collect();
         known.sort_by_key(|range| range.start);
         known.push(end..end);
         for next in known {
@@ -173,6 +172,6 @@ impl Core {
             }
             from = next.end;
         }
-        retaken.into_iter().for_each(|deferred_release| paged.deferred_release.add(deferred_release));
+        retaken.into_iter().for_each(|piece| paged.deferred_release.add(piece));
     }
 }

@@ -24,10 +24,6 @@ pub(crate) struct Growing {
 }
 
 impl Growing {
-    pub(crate) fn now(&self) -> u64 {
-        self.now
-    }
-
     pub(crate) fn begin(&mut self, bytes: u64) {
         self.now += bytes;
         self.begun = self.begun.wrapping_add(bytes);

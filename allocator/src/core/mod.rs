@@ -128,7 +128,7 @@ impl Core {
 
     /// Bytes held from the device, on their way back there, and about to be taken.
     pub(crate) fn held_at_most(&self) -> u64 {
-        self.reserved.saturating_add(self.leaving).saturating_add(self.growing.now())
+        self.reserved.saturating_add(self.leaving).saturating_add(self.growing.now)
     }
 
     /// Bytes that threads are about to take.

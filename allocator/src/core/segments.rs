@@ -4,6 +4,7 @@ use crate::core::Core;
 use crate::core::heap::{Block, Heap, Region, State};
 use crate::core::paged::granules::Purpose;
 use crate::core::pools::{Private, Which};
+use crate::core::remap::donors::Donor;
 use crate::history::{Action, Subject};
 use crate::tags::Tag;
 use crate::types::{After, BlockId, PoolId, Request, StreamId};
@@ -37,7 +38,7 @@ impl Chosen {
 
 impl Core {
     pub(crate) fn add_segment(&mut self, request: &Request, addr: u64, bytes: u64) -> BlockId {
-        self.counters.num_device_alloc.add(1);
+        self.counters.events.num_device_alloc += 1;
         self.count_segment(request.pool, request.stream, request.tag, addr, bytes);
         self.pools.note_region(request.pool);
         self.heap_with_pool(request.pool).add_region(addr, bytes, request.stream, request.pool)
@@ -108,12 +109,12 @@ impl Core {
     pub(crate) fn segment_released(&mut self, region: &Region) {
         self.leaving -= region.bytes;
         self.pools.forget_region(region.pool);
-        self.counters.num_device_free.add(1);
+        self.counters.events.num_device_free += 1;
     }
 
     /// Wholly free segments of one pool of the heap that are not pinned.
     pub(crate) fn whole_segments_in(&self, pool: PoolId) -> impl Iterator<Item = BlockId> + '_ {
-        let blocks = self.heap.free_blocks(pool).map(|key| key.block());
+        let blocks = self.heap.free_blocks(pool).map(|key| key.block);
         blocks.filter(move |&id| self.is_whole_segment(self.heap.block(id)))
     }
 
@@ -138,6 +139,14 @@ impl Core {
     pub(crate) fn pools_among(&self, which: Which) -> impl Iterator<Item = PoolId> + '_ {
         let default = [PoolId::SMALL, PoolId::LARGE].into_iter().filter(move |_| which.has_default());
         default.chain(self.pools.with_regions(which))
+    }
+
+    /// Notes in the history that held memory is mapped or unmapped. Returns its pool.
+    pub(crate) fn note_donor(&mut self, action: Action, donor: &Donor) -> PoolId {
+        let region = self.heap.region_of(donor.block);
+        let (pool, stream) = (region.pool, region.stream);
+        self.note_mapping(action, pool, stream, donor.addr, donor.bytes);
+        pool
     }
 
     pub(crate) fn note_mapping(&mut self, action: Action, pool: PoolId, stream: StreamId, addr: u64, bytes: u64) {

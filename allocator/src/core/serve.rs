@@ -89,7 +89,7 @@ impl Core {
     fn take_of_others(&mut self, request: &Request, until: impl Fn(&Streams, StreamId) -> After) -> Option<Granted> {
         let until = |owner| until(&self.streams, owner);
         let best = self.heap.best_of_others(request.stream, request.pool, request.size, until)?;
-        self.counters.cross_stream_reuses.add(1);
+        self.counters.events.cross_stream_reuses += 1;
         Some(self.take(request, best))
     }
 

@@ -13,8 +13,8 @@ use aquifer_device::{AnnouncedCapture, DevicePtr, Operation, Stream, fork};
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::backing::paged::lend::Busy;
-use crate::backing::paged::trim::{synchronize_free, trim_pools};
 use crate::backing::segments::release_where;
+use crate::backing::trim::{synchronize_free, trim_pools};
 use crate::core::heap::{Passed, State};
 use crate::core::pools::{PoolKey, PoolOptions, Private, Which};
 use crate::cross_stream::{poll, synchronize_pending};
@@ -140,6 +140,10 @@ impl PrivatePool {
         self.routed(|allocator| allocator.alloc_raw(bytes, stream))
     }
 
+    pub(crate) fn lends_when_idle(&self) -> bool {
+        self.allocator.state().shared().pools.find(self.key).is_some_and(|private| private.options.lends_when_idle)
+    }
+
     pub(crate) fn allocator(&self) -> &Allocator {
         &self.allocator
     }
@@ -171,8 +175,8 @@ impl PrivatePool {
     /// A pool of another allocator; for memory that was lent, as [`Allocator::alloc_bytes`].
     pub fn hold_for_capture(&self, allocator: &Allocator, stream: &Stream) -> Result<impl Sized + use<>, AllocError> {
         self.check_allocator(allocator)?;
-        let busy = Busy::begin(self.allocator.state(), self.key);
-        while busy.has_lent() {
+        let (busy, lent) = Busy::begin(self.allocator.state(), self.key);
+        if lent > 0 {
             busy.bring_back(allocator, stream)?;
         }
         Ok(busy)
@@ -327,9 +331,7 @@ impl Allocator {
     /// not capture; errors of the driver.
     pub fn capture(&self, stream: &Stream, pool: &PrivatePool) -> Result<CaptureRoute, AllocError> {
         fork::check(Operation::CaptureStatus)?;
-        if stream.device_id() != self.device().id() {
-            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
-        }
+        self.check_stream(stream)?;
         pool.check_allocator(self)?;
         stream.end_abandoned_captures()?;
         let announced = if stream.is_capturing() { None } else { Some(stream.announce_capture()?) };

@@ -87,7 +87,7 @@ impl Allocator {
     #[track_caller]
     pub fn free_raw_on(&self, ptr: DevicePtr, stream: &Stream) -> Result<(), AllocError> {
         fork::check(Operation::Free)?;
-        check_stream(self, stream)?;
+        self.check_stream(stream)?;
         if ptr.0 == 0 {
             return Ok(());
         }
@@ -108,7 +108,7 @@ impl Allocator {
     /// device.
     pub fn record_stream_raw(&self, ptr: DevicePtr, stream: &Stream) -> Result<(), AllocError> {
         fork::check(Operation::Record)?;
-        check_stream(self, stream)?;
+        self.check_stream(stream)?;
         if ptr.0 == 0 {
             return Ok(());
         }
@@ -124,11 +124,6 @@ impl Allocator {
         let state = self.state();
         state.look_at_raw(ptr, |block| state.shared().heap().block(block).size)
     }
-}
-
-fn check_stream(allocator: &Allocator, stream: &Stream) -> Result<(), AllocError> {
-    let (theirs, ours) = (stream.device_id(), allocator.device().id());
-    if theirs == ours { Ok(()) } else { Err(AllocError::wrong_device("stream", theirs, ours)) }
 }
 
 /// Notes that a stream uses a live block, which no other thread can free meanwhile.

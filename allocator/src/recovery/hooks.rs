@@ -62,25 +62,26 @@ struct State {
 
 impl Hooks {
     pub(crate) fn add_reclaimer(self: &Arc<Self>, priority: i32, name: &str, reclaim: Reclaim) -> Registration {
-        let mut state = self.state.lock();
-        let number = state.number();
-        let reclaimer = Reclaimer { number, priority, name: name.to_owned(), reclaim };
-        state.reclaimers.insert((Reverse(priority), number), reclaimer);
-        Registration { hooks: self.clone(), priority, number }
+        self.register(priority, |state, number| {
+            let reclaimer = Reclaimer { number, priority, name: name.to_owned(), reclaim };
+            state.reclaimers.insert((Reverse(priority), number), reclaimer);
+        })
     }
 
     pub(crate) fn add_observer(self: &Arc<Self>, observe: Observer) -> Registration {
-        let mut state = self.state.lock();
-        let number = state.number();
-        state.observers.insert(number, observe);
-        Registration { hooks: self.clone(), priority: 0, number }
+        self.register(0, |state, number| drop(state.observers.insert(number, observe)))
     }
 
     pub(crate) fn add_mapping_observer(self: &Arc<Self>, observe: MappingObserver) -> Registration {
+        self.register(0, |state, number| drop(state.mapping_observers.insert(number, observe)))
+    }
+
+    fn register(self: &Arc<Self>, priority: i32, add: impl FnOnce(&mut State, u64)) -> Registration {
         let mut state = self.state.lock();
-        let number = state.number();
-        state.mapping_observers.insert(number, observe);
-        Registration { hooks: self.clone(), priority: 0, number }
+        state.next += 1;
+        let number = state.next;
+        add(&mut state, number);
+        Registration { hooks: self.clone(), priority, number }
     }
 
     pub(crate) fn about_to_unmap(&self, addr: u64, bytes: u64) {
@@ -131,13 +132,6 @@ impl Hooks {
         for observe in observers {
             contained(&"an observer of out-of-memory errors", move || observe(report));
         }
-    }
-}
-
-impl State {
-    fn number(&mut self) -> u64 {
-        self.next += 1;
-        self.next
     }
 }
 

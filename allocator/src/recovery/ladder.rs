@@ -29,13 +29,13 @@
 //! rungs, and none across a driver call, a wait, a reclaimer or an observer.
 
 use crate::allocator::Allocator;
-use crate::backing::growth::{Growth, growth_bytes};
+use crate::backing::growth::growth_bytes;
 use crate::backing::paged::grow::grow_paged;
 use crate::backing::paged::lend::lend;
 use crate::backing::paged::split::{Outcome, split_frames};
-use crate::backing::paged::trim::{synchronize_free, take_stuck_back, trim_paged};
 use crate::backing::segments::{grow_segment, release_where};
 use crate::backing::trim::trim_idle_pools;
+use crate::backing::trim::{synchronize_free, take_stuck_back, trim_paged};
 use crate::config::CrossStream;
 use crate::core::limits::Refusal;
 use crate::core::pools::Which;
@@ -81,7 +81,7 @@ fn climb_rungs(allocator: &Allocator, request: &Request, tried: &mut Tried) -> R
         return Ok(Some(granted));
     }
     if allocator.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
-        allocator.state().shared().counters.num_oom_rejections.add(1);
+        allocator.state().shared().counters.events.num_oom_rejections += 1;
         return Ok(None);
     }
     let later: [fn(&Allocator, &Request, &mut Tried) -> Rung; 9] = [
@@ -118,13 +118,7 @@ fn try_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung
         Some(_) => grow_paged(allocator, request)?,
         None => grow_segment(allocator, request)?,
     };
-    match growth {
-        Growth::Grown(granted) => Ok(Some(granted)),
-        Growth::Refused(refusal) => {
-            tried.refusal = Some(refusal);
-            Ok(None)
-        }
-    }
+    Ok(growth.map_err(|refusal| tried.refusal = Some(refusal)).ok())
 }
 
 /// Takes a block of a private pool that lends on OOM, unless a graph may use it. A request for a
@@ -179,7 +173,7 @@ fn release_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried)
     tried.released += release_where(allocator, |core| core.releasable())?;
     synchronize_free(allocator, Which::All)?;
     tried.released += release_granules_for(allocator, request, tried)?;
-    allocator.state().shared().counters.num_alloc_retries.add(1);
+    allocator.state().shared().counters.events.num_alloc_retries += 1;
     match try_grow(allocator, request, tried)? {
         None => release_idle_pools_and_grow(allocator, request, tried),
         served => Ok(served),
@@ -341,14 +335,14 @@ pub(crate) fn climb_dedicated<T>(
     }
     // The calls that make room would break the capture.
     refuse_unannounced_capture(allocator, request.stream)?;
-    while tried.refusal != Some(Refusal::Addresses) && lend(allocator, request.size, false)? > 0 {
+    if tried.refusal != Some(Refusal::Addresses) && lend(allocator, request.size, false)? > 0 {
         match attempt()? {
             Ok(served) => return Ok(served),
             Err(refusal) => tried.refusal = Some(refusal),
         }
     }
     if allocator.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
-        allocator.state().shared().counters.num_oom_rejections.add(1);
+        allocator.state().shared().counters.events.num_oom_rejections += 1;
         return Err(out_of_memory(allocator, request, tried));
     }
     let mut reclaimers = ask_reclaimers(allocator, request);
@@ -357,7 +351,7 @@ pub(crate) fn climb_dedicated<T>(
         let lacks_addresses = tried.refusal == Some(Refusal::Addresses);
         let target = if lacks_addresses { 0 } else { may_stay_beside(allocator, request.size) };
         tried.released += allocator.trim_to(target)?;
-        allocator.state().shared().counters.num_alloc_retries.add(1);
+        allocator.state().shared().counters.events.num_alloc_retries += 1;
         match attempt()? {
             Ok(served) => return Ok(served),
             Err(refusal) => tried.refusal = Some(refusal),
@@ -370,7 +364,7 @@ pub(crate) fn climb_dedicated<T>(
                 Err(refusal) => tried.refusal = Some(refusal),
             }
         }
-        while !lacks_addresses && lend(allocator, request.size, true)? > 0 {
+        if !lacks_addresses && lend(allocator, request.size, true)? > 0 {
             match attempt()? {
                 Ok(served) => return Ok(served),
                 Err(refusal) => tried.refusal = Some(refusal),

@@ -22,14 +22,14 @@ pub(crate) mod wake_lock;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use aquifer_device::{DeviceError, DevicePtr, PhysicalOptions};
+use aquifer_device::{DeviceError, PhysicalOptions};
 
 use crate::allocator::Allocator;
-use crate::backing::paged::carry_out::unmap_range;
+use crate::backing::paged::carry_out::{map_frames, unmap_range};
 use crate::backing::paged::lend::lend;
-use crate::backing::paged::trim::unmap_lingering_at_gate;
 use crate::backing::trim::trim_idle_pools;
-use crate::core::paged::frames::{Frame, granules_of, sizes};
+use crate::backing::trim::unmap_lingering_at_gate;
+use crate::core::paged::frames::{Frame, sizes};
 use crate::core::sleep::steps::{Falling, Waking, Woken};
 use crate::core::sleep::{ContentsPlace, SleepingRange};
 use crate::error::AllocError;
@@ -454,21 +454,12 @@ fn restore(
     granule: u64,
     access: &[u32],
 ) -> Result<(), AllocError> {
-    let driver = allocator.device().driver();
     if ranges.iter().any(|one| one.mapped > 0 && one.place == ContentsPlace::Elsewhere) {
         // The last attempt may have failed while waiting for its copies.
         allocator.device().synchronize()?;
     }
     for one in ranges.iter_mut().filter(|one| one.place != ContentsPlace::InPlace) {
-        let Range { start, end } = one.range;
-        let mut at = start + granules_of(&one.frames[..one.mapped]) * granule;
-        for frame in &one.frames[one.mapped..] {
-            let bytes = frame.granules() * granule;
-            driver.map(DevicePtr(at), bytes, frame.physical)?;
-            one.mapped += 1;
-            at += bytes;
-        }
-        driver.set_access(DevicePtr(start), end - start, access)?;
+        map_frames(allocator.device(), one.range.start, granule, &one.frames, &mut one.mapped, access)?;
     }
     let lost = ranges.iter().filter(|one| one.place == ContentsPlace::Elsewhere);
     for one in lost.clone() {

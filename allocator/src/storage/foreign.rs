@@ -5,38 +5,13 @@ use std::fmt;
 use aquifer_device::fork::Mutex;
 use aquifer_device::{DevicePtr, Tick};
 
-use crate::allocator::Allocator;
-
 pub(super) type Release = Box<dyn FnOnce(&[Tick]) + Send>;
 
 /// Memory that another library owns, and how to give it back.
 pub(crate) struct Foreign {
     pub(super) ptr: DevicePtr,
     pub(super) bytes: u64,
-    pub(super) allocator: Allocator,
     pub(super) release: Mutex<Option<Release>>,
-}
-
-impl Foreign {
-    pub(super) fn ptr(&self) -> DevicePtr {
-        self.ptr
-    }
-
-    pub(super) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    pub(super) fn allocator(&self) -> &Allocator {
-        &self.allocator
-    }
-
-    /// Gives the memory back. Work until these ticks may still use it.
-    pub(super) fn release(&self, ticks: &[Tick]) {
-        let release = self.release.lock().take();
-        if let Some(release) = release {
-            release(ticks);
-        }
-    }
 }
 
 impl fmt::Debug for Foreign {
@@ -56,7 +31,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::{AccessGuard, Config};
+    use crate::{AccessGuard, Allocator, Config};
 
     #[test]
     fn imported_memory_is_ordered_and_goes_back_with_the_ticks_of_its_uses() {

@@ -67,6 +67,8 @@ pub struct GraphUses {
     /// The allocator state that serves the capture, and the pool that does.
     state: &'static AllocatorState,
     pool: PoolKey,
+    /// True if the pool may lend memory of idle graphs.
+    lends: bool,
     /// Bytes in live blocks of the pool when the capture began, by stream.
     live_before: BTreeMap<StreamId, u64>,
     device_id: u32,
@@ -116,6 +118,7 @@ impl GraphUses {
             graph: launches.number(),
             state: pool.allocator().state(),
             pool: pool.key(),
+            lends: pool.lends_when_idle(),
             live_before: pool.contents().1,
             device_id: stream.device_id(),
             noted: Mutex::default(),
@@ -227,17 +230,17 @@ impl GraphUses {
     /// to; for memory that was lent, as [`Allocator::alloc_bytes`]: what is not back yet stays lent, and
     /// this can be tried again.
     pub fn begin_launch(&self, allocator: &Allocator, stream: &Stream) -> Result<impl Sized + use<>, AllocError> {
-        let busy = Busy::begin(self.state, self.pool);
+        let busy = self.lends.then(|| Busy::begin(self.state, self.pool));
         let ranges: Vec<Range<u64>> = self.noted.lock().ranges.iter().map(|(&start, &end)| start..end).collect();
-        loop {
-            let awake = WakeLock::of_all(ranges.iter().map(|range| (self.state, range.clone())))?;
-            if !busy.has_lent() {
-                return Ok((awake, busy));
-            }
+        let keep_awake = || WakeLock::of_all(ranges.iter().map(|range| (self.state, range.clone())));
+        let mut awake = keep_awake()?;
+        if let Some((busy, 1..)) = &busy {
             // Room is made without keeping the allocator awake, as for requests.
             drop(awake);
             busy.bring_back(allocator, stream)?;
+            awake = keep_awake()?;
         }
+        Ok((awake, busy))
     }
 }
 

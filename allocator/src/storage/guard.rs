@@ -5,17 +5,24 @@
 //! caller goes on, has no tick yet. Until it has one, its memory is reserved, and a thread that
 //! takes a conflicting access guard with it waits on the host.
 //!
+//! A thread that holds the lock on the uses of a storage and takes it again would wait for itself. So a
+//! thread that takes the lock leaves its mark ([`crate::sync::Holder`]). The mark is read only if the
+//! lock is not free, and a thread that finds its own mark gets an error instead of waiting.
+//!
 //! Invariants: reservations that conflict never hold at the same time; a thread that waits for a
 //! reservation holds no lock, so that it does not keep another thread from ending the reservation.
 
+use std::ops::{Deref, DerefMut};
+use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use aquifer_device::{AccessKind, Stream, Tick};
+use parking_lot::MutexGuard;
 
 use crate::error::AllocError;
 use crate::sleep::wake_lock::{Count, Kind, WakeLock};
-use crate::storage::held::LockedUses;
-use crate::storage::{GraphUses, Storage};
+use crate::storage::{GraphUses, Storage, Uses};
 
 /// A stream's access guard on some memory: the scope in which the stream enqueues work that uses
 /// the memory.
@@ -160,7 +167,7 @@ impl<'a> AccessGuard<'a> {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
         stream.end_abandoned_captures()?;
-        let awake = WakeLock::of_reservation(storage.memory().state());
+        let awake = WakeLock::of_reservation(storage.allocator().state());
         let mut held = storage.hold()?;
         held.order(storage.memory(), stream, kind)?;
         Ok(AccessGuard { held: vec![(held, kind, stream)], _awake: vec![awake] })
@@ -305,5 +312,112 @@ impl Drop for Reservation {
             return;
         }
         self.storage.end_reservation(self.kind);
+    }
+}
+
+/// The uses of a storage, locked.
+#[derive(Debug)]
+pub(crate) struct LockedUses<'a> {
+    storage: &'a Storage,
+    uses: MutexGuard<'a, Uses>,
+}
+
+// Uses are changed after the driver calls that may panic.
+impl UnwindSafe for LockedUses<'_> {}
+impl RefUnwindSafe for LockedUses<'_> {}
+
+impl Storage {
+    /// Locks the uses of the memory.
+    ///
+    /// # Errors
+    /// [`AllocError::AccessHeld`] if this very thread holds the lock, as it does during an access
+    /// guard.
+    pub(crate) fn hold(&self) -> Result<LockedUses<'_>, AllocError> {
+        let uses = match self.uses.try_lock() {
+            Some(uses) => uses,
+            None if self.holder.is_this_thread() => return Err(AllocError::AccessHeld),
+            None => self.uses.lock(),
+        };
+        self.holder.mark();
+        Ok(LockedUses { storage: self, uses })
+    }
+
+    /// Waits until no reservation conflicts with an access of this kind, and locks the uses of the
+    /// memory.
+    ///
+    /// # Errors
+    /// As [`Storage::hold`].
+    pub(crate) fn lock_unreserved(&self, kind: AccessKind) -> Result<LockedUses<'_>, AllocError> {
+        let mut held = self.hold()?;
+        held.wait_unreserved(kind);
+        Ok(held)
+    }
+
+    /// Ends a reservation: now or, if this very thread has an access guard on the memory, at the
+    /// end of that guard.
+    pub(crate) fn end_reservation(&self, kind: AccessKind) {
+        match self.hold() {
+            Ok(mut held) => held.record.end_reservation(kind),
+            Err(_) => {
+                self.holder.ended.fetch_add(1, Ordering::Relaxed);
+                return;
+            }
+        }
+        self.unreserved.notify_all();
+    }
+}
+
+impl LockedUses<'_> {
+    /// Whether these are the uses of the given storage.
+    pub(crate) fn is_of(&self, storage: &Storage) -> bool {
+        std::ptr::eq(self.storage, storage)
+    }
+
+    /// Waits until no reservation conflicts with an access of this kind. The lock is released
+    /// meanwhile.
+    pub(crate) fn wait_unreserved(&mut self, kind: AccessKind) {
+        while self.uses.record.is_reserved_against(kind) {
+            self.storage.holder.unmark();
+            self.storage.unreserved.wait(&mut self.uses);
+            self.storage.holder.mark();
+        }
+    }
+
+    /// Ends the reservations that were dropped during the access guard. Reservations that hold at
+    /// the same time are all of one kind.
+    #[cold]
+    fn end_reservations(&mut self) {
+        for _ in 0..self.storage.holder.ended.swap(0, Ordering::Relaxed) {
+            let kind = if self.uses.record.is_reserved_against(AccessKind::Read) {
+                AccessKind::Write
+            } else {
+                AccessKind::Read
+            };
+            self.uses.record.end_reservation(kind);
+        }
+        self.storage.unreserved.notify_all();
+    }
+}
+
+impl Deref for LockedUses<'_> {
+    type Target = Uses;
+
+    fn deref(&self) -> &Uses {
+        &self.uses
+    }
+}
+
+impl DerefMut for LockedUses<'_> {
+    fn deref_mut(&mut self) -> &mut Uses {
+        &mut self.uses
+    }
+}
+
+impl Drop for LockedUses<'_> {
+    fn drop(&mut self) {
+        if self.storage.holder.ended.load(Ordering::Relaxed) > 0 {
+            self.end_reservations();
+        }
+        self.storage.holder.unmark();
     }
 }

@@ -37,9 +37,7 @@ use crate::sync::Holder;
 pub(crate) mod foreign;
 pub(crate) mod graph_uses;
 mod guard;
-pub(crate) mod held;
 mod pass;
-pub(crate) mod ranges;
 pub(crate) mod record;
 
 pub use graph_uses::GraphUses;
@@ -54,6 +52,7 @@ use record::AccessRecord;
 /// an [`crate::AccessGuard`] orders later work.
 pub struct Storage {
     memory: Memory,
+    allocator: Allocator,
     device_id: u32,
     pub(crate) uses: Mutex<Uses>,
     /// Notified when a reservation ends.
@@ -66,7 +65,7 @@ pub struct Storage {
 #[derive(Debug)]
 pub(crate) enum Memory {
     /// A block of a heap, whose allocator stays open as long.
-    Block(Allocation, Allocator),
+    Block(Allocation),
     /// Memory outside of heaps.
     Dedicated(Arc<DedicatedMemory>),
     /// Memory that another library owns.
@@ -101,8 +100,8 @@ impl Allocator {
     /// As [`Allocator::alloc_storage`], whatever pass the thread is in.
     #[track_caller]
     fn alloc_plain(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
-        let memory = Memory::Block(self.alloc_aligned(bytes, alignment, stream)?, self.kept_open());
-        Ok(Arc::new(Storage::new(memory, stream)))
+        let memory = Memory::Block(self.alloc_aligned(bytes, alignment, stream)?);
+        Ok(Arc::new(Storage::new(memory, self, stream)))
     }
 
     /// Makes a storage of an allocation of this allocator. The memory counts as written by the work
@@ -113,13 +112,12 @@ impl Allocator {
     /// When the stream belongs to another device, or the allocation to another allocator. The
     /// allocation is then dropped.
     pub fn storage_of(&self, allocation: Allocation, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
-        if stream.device_id() != self.device().id() {
-            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
-        }
+        self.check_stream(stream)?;
         allocation.record_stream(stream)?;
-        let storage = Storage::new(Memory::Block(allocation, self.kept_open()), stream);
-        storage.check_allocator("allocation", self)?;
-        Ok(Arc::new(storage))
+        if !std::ptr::eq(allocation.state(), self.state()) {
+            return Err(AllocError::wrong_allocator("allocation", stream.device_id(), self.device().id()));
+        }
+        Ok(Arc::new(Storage::new(Memory::Block(allocation), self, stream)))
     }
 
     /// Makes a storage of memory that another library owns. The allocator does not count it.
@@ -142,13 +140,13 @@ impl Allocator {
         stream: &Stream,
         release: impl FnOnce(&[Tick]) + Send + 'static,
     ) -> Result<Arc<Storage>, AllocError> {
-        if stream.device_id() != self.device().id() {
+        if let Err(error) = self.check_stream(stream) {
             release(&[]);
-            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
+            return Err(error);
         }
         let release: Mutex<Option<Release>> = Mutex::new(Some(Box::new(release)));
-        let foreign = Foreign { ptr, bytes, allocator: self.kept_open(), release };
-        Ok(Arc::new(Storage::new(Memory::Foreign(foreign), stream)))
+        let memory = Memory::Foreign(Foreign { ptr, bytes, release });
+        Ok(Arc::new(Storage::new(memory, self, stream)))
     }
 }
 
@@ -168,7 +166,7 @@ impl Storage {
     /// A storage of memory that work of `stream` may use from now on. The stream must be known to
     /// the memory as a user.
     #[inline]
-    pub(crate) fn new(memory: Memory, stream: &Stream) -> Storage {
+    pub(crate) fn new(memory: Memory, allocator: &Allocator, stream: &Stream) -> Storage {
         let uses = Uses {
             record: AccessRecord::new(stream.tick()),
             free: Vec::new(),
@@ -177,34 +175,31 @@ impl Storage {
             recorded: Vec::new(),
         };
         let (uses, unreserved, holder) = (Mutex::new(uses), Condvar::new(), Holder::default());
-        Storage { memory, device_id: stream.device_id(), uses, unreserved, holder }
+        let allocator = allocator.kept_open();
+        Storage { memory, allocator, device_id: stream.device_id(), uses, unreserved, holder }
     }
 
     /// The first address; null for zero bytes.
     pub fn ptr(&self) -> DevicePtr {
         match &self.memory {
-            Memory::Block(allocation, _) => allocation.ptr(),
+            Memory::Block(allocation) => allocation.ptr(),
             Memory::Dedicated(memory) => memory.ptr(),
-            Memory::Foreign(memory) => memory.ptr(),
+            Memory::Foreign(memory) => memory.ptr,
         }
     }
 
     /// The size in bytes, as requested.
     pub fn bytes(&self) -> u64 {
         match &self.memory {
-            Memory::Block(allocation, _) => allocation.bytes(),
+            Memory::Block(allocation) => allocation.bytes(),
             Memory::Dedicated(memory) => memory.bytes(),
-            Memory::Foreign(memory) => memory.bytes(),
+            Memory::Foreign(memory) => memory.bytes,
         }
     }
 
     /// The allocator of the memory.
     pub fn allocator(&self) -> &Allocator {
-        match &self.memory {
-            Memory::Block(_, allocator) => allocator,
-            Memory::Dedicated(memory) => memory.allocator(),
-            Memory::Foreign(memory) => memory.allocator(),
-        }
+        &self.allocator
     }
 
     pub(crate) fn memory(&self) -> &Memory {
@@ -213,7 +208,7 @@ impl Storage {
 
     /// The allocator's state that holds the memory, and its addresses.
     pub(crate) fn place(&self) -> (&'static AllocatorState, Range<u64>) {
-        (self.memory.state(), self.ptr().range(self.bytes()))
+        (self.allocator.state(), self.ptr().range(self.bytes()))
     }
 
     /// Identity of the device that the memory is on.
@@ -228,7 +223,7 @@ impl Storage {
     /// [`RequestError::WrongDevice`](aquifer_device::RequestError::WrongDevice) if it is another
     /// one's.
     pub fn check_allocator(&self, what: &'static str, allocator: &Allocator) -> Result<(), AllocError> {
-        if std::ptr::eq(self.memory.state(), allocator.state()) {
+        if std::ptr::eq(self.allocator.state(), allocator.state()) {
             return Ok(());
         }
         Err(AllocError::wrong_allocator(what, self.device_id, allocator.device().id()))
@@ -320,7 +315,7 @@ impl Storage {
     pub fn take_over(&self) -> Result<(), AllocError> {
         self.end_ready()?;
         let mut uses = self.hold()?;
-        let own = self.memory.state().shared().streams.timeline(StreamId(uses.first)).cloned();
+        let own = self.allocator.state().shared().streams.timeline(StreamId(uses.first)).cloned();
         own.into_iter().for_each(|own| uses.record.note_also(own.tick()));
         Ok(())
     }
@@ -329,29 +324,21 @@ impl Storage {
 impl Drop for Storage {
     #[inline]
     fn drop(&mut self) {
-        if let Memory::Foreign(memory) = &self.memory {
-            let mut uses = self.uses.lock();
+        if let Memory::Foreign(memory) = &mut self.memory
+            && let Some(release) = memory.release.get_mut().take()
+        {
+            let uses = self.uses.get_mut();
             uses.note_free(None);
             let ticks: Vec<Tick> = uses.record.before(AccessKind::Write).cloned().collect();
-            drop(uses);
-            memory.release(&ticks);
+            release(&ticks);
         }
     }
 }
 
 impl Memory {
-    /// The allocator's state that holds the memory.
-    pub(crate) fn state(&self) -> &'static AllocatorState {
-        match self {
-            Memory::Block(allocation, _) => allocation.state(),
-            Memory::Dedicated(memory) => memory.state(),
-            Memory::Foreign(memory) => memory.allocator().state(),
-        }
-    }
-
     pub(crate) fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
         match self {
-            Memory::Block(allocation, _) => allocation.record_stream(stream),
+            Memory::Block(allocation) => allocation.record_stream(stream),
             Memory::Dedicated(memory) => memory.record_stream(stream),
             // Its owner gets the ticks of all uses.
             Memory::Foreign(_) => Ok(()),

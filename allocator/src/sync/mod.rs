@@ -20,28 +20,13 @@ pub(crate) use modelled::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWrit
 #[cfg(aquifer_shuttle)]
 pub(crate) use shuttle::sync::atomic;
 
+/// A lock of nothing but time.
 #[cfg(not(aquifer_shuttle))]
-pub(crate) use of_threads::{RwLock, RwLockReadGuard, RwLockWriteGuard};
-
+pub(crate) type RwLock = aquifer_device::fork::RwLock<()>;
 #[cfg(not(aquifer_shuttle))]
-mod of_threads {
-    pub(crate) type RwLockReadGuard<'a> = parking_lot::RwLockReadGuard<'a, ()>;
-    pub(crate) type RwLockWriteGuard<'a> = parking_lot::RwLockWriteGuard<'a, ()>;
-
-    /// A lock of nothing but time.
-    #[derive(Debug, Default)]
-    pub(crate) struct RwLock(aquifer_device::fork::RwLock<()>);
-
-    impl RwLock {
-        pub(crate) fn read(&self) -> RwLockReadGuard<'_> {
-            self.0.read()
-        }
-
-        pub(crate) fn write(&self) -> RwLockWriteGuard<'_> {
-            self.0.write()
-        }
-    }
-}
+pub(crate) type RwLockReadGuard<'a> = parking_lot::RwLockReadGuard<'a, ()>;
+#[cfg(not(aquifer_shuttle))]
+pub(crate) type RwLockWriteGuard<'a> = parking_lot::RwLockWriteGuard<'a, ()>;
 
 /// A number, not 0, that no two running threads share.
 pub(crate) fn this_thread() -> usize {

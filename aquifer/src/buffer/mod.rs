@@ -290,7 +290,7 @@ impl<T: Copy> Buffer<T> {
     }
 
     fn elements(&self, range: impl RangeBounds<usize>) -> Result<Range<usize>, Error> {
-        let resolved = aquifer_allocator::internal::resolve(range, self.len);
+        let resolved = crate::ranges::resolve(range, self.len);
         resolved.map_err(|wrong| RequestError::out_of_bounds(wrong, self.len).into())
     }
 

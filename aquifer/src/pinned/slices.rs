@@ -244,7 +244,7 @@ fn len_as<U>(ptr: HostPtr, bytes: usize) -> Result<usize, Error> {
 
 /// The range as indices of `len` elements.
 fn resolve(range: impl RangeBounds<usize>, len: usize) -> Result<Range<usize>, Error> {
-    aquifer_allocator::internal::resolve(range, len).map_err(|wrong| RequestError::out_of_bounds(wrong, len).into())
+    crate::ranges::resolve(range, len).map_err(|wrong| RequestError::out_of_bounds(wrong, len).into())
 }
 
 impl<T> Clone for PinnedSlice<'_, T> {

@@ -11,9 +11,9 @@
 use std::collections::HashSet;
 use std::ops::Range;
 
-use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, RawPhysical};
+use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, RawPhysical, Reservation};
 
-use crate::core::paged::frames::{Frame, LooseFrames};
+use crate::core::paged::frames::{Frame, LooseFrames, granules_of};
 use crate::core::paged::layout::Layout;
 use crate::core::remap::commit::{Done, Filled};
 use crate::core::remap::plan::Work;
@@ -145,10 +145,7 @@ fn check_memory_left(device: &Device, work: &Work) -> Result<(), DeviceError> {
         return Ok(());
     }
     let whole = device.driver().create_physical(bytes, work.options)?;
-    if let Err(error) = device.driver().release_physical(whole) {
-        tracing::debug!(%error, "memory that was asked for in one piece goes back later");
-        device.release_later(whole);
-    }
+    release(device, whole);
     Ok(())
 }
 
@@ -249,4 +246,38 @@ fn unmap_again(
 /// captures.
 pub(crate) fn unless_capturing(unmapped: Result<(), DeviceError>) -> Result<(), DeviceError> {
     unmapped.or_else(|error| if error.kind == ErrorKind::Capture { Ok(()) } else { Err(error) })
+}
+
+/// Maps frames side by side from an address on, those that are not `mapped` so far, and gives access to
+/// all of them.
+pub(crate) fn map_frames(
+    device: &Device,
+    start: u64,
+    granule: u64,
+    frames: &[Frame],
+    mapped: &mut usize,
+    access: &[u32],
+) -> Result<(), DeviceError> {
+    let mut end = start + granules_of(&frames[..*mapped]) * granule;
+    for frame in &frames[*mapped..] {
+        let bytes = frame.granules() * granule;
+        device.driver().map(DevicePtr(end), bytes, frame.physical)?;
+        *mapped += 1;
+        end += bytes;
+    }
+    device.driver().set_access(DevicePtr(start), end - start, access)
+}
+
+/// Releases physical memory, now or, if the driver refuses that, later.
+pub(crate) fn release(device: &Device, physical: RawPhysical) {
+    if let Err(error) = device.driver().release_physical(physical) {
+        tracing::debug!(%error, "memory could not be given back; it will be tried again");
+        device.release_later(physical);
+    }
+}
+
+/// Gives empty addresses back, now or, if the driver refuses that, later.
+pub(crate) fn unreserve(device: &Device, ptr: DevicePtr, bytes: u64) -> Result<(), DeviceError> {
+    let unreserved = device.driver().unreserve(ptr, bytes);
+    unreserved.inspect_err(|_| device.unreserve_later(Reservation { ptr, bytes, mapped: Vec::new() }))
 }

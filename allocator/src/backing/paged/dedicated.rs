@@ -15,10 +15,10 @@ use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use aquifer_device::fork::{self, Mutex};
-use aquifer_device::{DeviceError, DevicePtr, NewBlock, Operation, RawPhysical, Reservation, Stream, Witness};
+use aquifer_device::{DeviceError, DevicePtr, NewBlock, Operation, Stream, Witness};
 
 use crate::allocator::Allocator;
-use crate::backing::paged::carry_out::{unless_capturing, unmap_range};
+use crate::backing::paged::carry_out::{release, unless_capturing, unmap_range, unreserve};
 use crate::core::dedicated::Recycling;
 use crate::core::paged::deferred_release::DeferredRelease;
 use crate::error::AllocError;
@@ -44,7 +44,7 @@ pub(crate) fn recycle_deferred_releases(allocator: &Allocator) -> Result<u64, Al
         let bytes = frames.iter().map(|&(_, bytes)| bytes).sum::<u64>();
         guard.begin_leaving(bytes);
         drop(guard);
-        release_freed(allocator, frames);
+        frames.into_iter().for_each(|(physical, _)| release(allocator.device(), physical));
         allocator.state().shared().end_leaving(bytes);
         released += bytes;
         if let Some(error) = failed {
@@ -55,32 +55,18 @@ pub(crate) fn recycle_deferred_releases(allocator: &Allocator) -> Result<u64, Al
     loop {
         let vacant = allocator.state().shared().take_vacant_reservation();
         let Some((ptr, bytes)) = vacant else { return Ok(released) };
-        if let Err(error) = allocator.device().driver().unreserve(ptr, bytes) {
-            allocator.device().unreserve_later(Reservation { ptr, bytes, mapped: Vec::new() });
-            return Err(error.into());
-        }
+        unreserve(allocator.device(), ptr, bytes)?;
     }
 }
 
 /// Unmaps deferred memory. Returns the error, if any; the memory is then mapped still, and stays
 /// deferred.
 fn unmap_leaving(allocator: &Allocator, leaving: &Recycling) -> Option<DeviceError> {
-    let DeferredRelease { range, was_told, .. } = &leaving.deferred_release;
+    let DeferredRelease { range, was_told, .. } = &leaving.piece;
     if *was_told {
         unmap_range(allocator.device(), allocator.hooks(), range).err()
     } else {
         allocator.device().unmap(DevicePtr(range.start), range.end - range.start).err()
-    }
-}
-
-/// Releases frames that are of no use to others. What the driver keeps is left to the device, which
-/// warns if it fails once more.
-fn release_freed(allocator: &Allocator, freed: Vec<(RawPhysical, u64)>) {
-    for (physical, _) in freed {
-        if let Err(error) = allocator.device().driver().release_physical(physical) {
-            tracing::debug!(%error, "memory could not be given back; it will be tried again");
-            allocator.device().release_later(physical);
-        }
     }
 }
 
@@ -145,10 +131,7 @@ impl DedicatedMemory {
     /// Notes that `stream` uses the memory, too.
     pub(crate) fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
         fork::check(Operation::Record)?;
-        let device_id = self.allocator.device().id();
-        if stream.device_id() != device_id {
-            return Err(AllocError::wrong_device("stream", stream.device_id(), device_id));
-        }
+        self.allocator.check_stream(stream)?;
         let stream = self.allocator.state().shared().stream(stream);
         let mut users = self.users.lock();
         if let Err(at) = users.binary_search(&stream) {

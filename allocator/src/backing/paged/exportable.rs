@@ -18,7 +18,8 @@ use aquifer_device::{
 
 use crate::allocation::{Allocation, WATCHED};
 use crate::allocator::Allocator;
-use crate::backing::growth::{Growth, buyable, room};
+use crate::backing::growth::{buyable, room};
+use crate::backing::paged::carry_out::release;
 use crate::backing::paged::dedicated::DedicatedMemory;
 use crate::backing::segments::grow_segment_of;
 use crate::core::limits::Refusal;
@@ -77,9 +78,7 @@ impl Allocator {
     #[track_caller]
     pub fn alloc_exportable(&self, bytes: u64, kind: HandleKind, stream: &Stream) -> Result<Exportable, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Map)?;
-        if stream.device_id() != self.device().id() {
-            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
-        }
+        self.check_stream(stream)?;
         if bytes >= REQUEST_LIMIT {
             return Err(AllocError::TooLarge { requested: bytes });
         }
@@ -103,8 +102,10 @@ impl Allocator {
         let memory = Arc::new(DedicatedMemory::new(self, ptr, bytes, id));
         let at = Location::caller();
         self.state().tell_witness(|witness| memory.report_block(witness, bytes, at));
-        let memory = Memory::Dedicated(memory);
-        Ok(Exportable { storage: Arc::new(Storage::new(memory, stream)), physical: Some(physical) })
+        Ok(Exportable {
+            storage: Arc::new(Storage::new(Memory::Dedicated(memory), self, stream)),
+            physical: Some(physical),
+        })
     }
 }
 
@@ -115,10 +116,7 @@ impl Allocator {
 #[track_caller]
 fn alloc_dedicated_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<Exportable, AllocError> {
     let memory = if bytes == 0 { allocator.alloc_bytes(0, stream)? } else { alloc_segment(allocator, bytes, stream)? };
-    Ok(Exportable {
-        storage: Arc::new(Storage::new(Memory::Block(memory, allocator.kept_open()), stream)),
-        physical: None,
-    })
+    Ok(Exportable { storage: Arc::new(Storage::new(Memory::Block(memory), allocator, stream)), physical: None })
 }
 
 #[track_caller]
@@ -132,12 +130,8 @@ fn alloc_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<A
     drop(shared);
     let size = bytes.next_multiple_of(allocator.device().info().granularity_bytes.unwrap_or(ROUND_LARGE));
     let request = Request { requested: bytes, size, pool, stream, tag: Tag::current(), is_regular: false };
-    let granted = climb_dedicated(allocator, &request, Tried::for_dedicated(0), || {
-        Ok(match grow_segment_of(allocator, &request, size)? {
-            Growth::Grown(granted) => Ok(granted),
-            Growth::Refused(refusal) => Err(refusal),
-        })
-    })?;
+    let granted =
+        climb_dedicated(allocator, &request, Tried::for_dedicated(0), || grow_segment_of(allocator, &request, size))?;
     let ptr = DevicePtr(granted.addr);
     let state = allocator.state();
     state.report_block(granted.block, ptr, bytes, Location::caller());
@@ -206,7 +200,7 @@ fn map_exportable(
     let ptr = match driver.reserve(size, 0) {
         Ok(ptr) => ptr,
         Err(error) => {
-            release(allocator, physical);
+            release(device, physical);
             return Err(error);
         }
     };
@@ -221,17 +215,11 @@ fn map_exportable(
         Err(error) => {
             let mapped = if mapped.is_ok() { vec![(ptr, size, Some(physical))] } else { Vec::new() };
             if mapped.is_empty() {
-                release(allocator, physical);
+                release(device, physical);
             }
             device.unreserve_later(Reservation { ptr, bytes: size, mapped });
             Err(error)
         }
-    }
-}
-
-fn release(allocator: &Allocator, physical: RawPhysical) {
-    if allocator.device().driver().release_physical(physical).is_err() {
-        allocator.device().release_later(physical);
     }
 }
 

@@ -14,7 +14,7 @@ use crate::backing::growth::{Room, buyable, room};
 use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::dedicated::recycle_deferred_releases;
 use crate::backing::paged::grow::ROUNDS;
-use crate::backing::paged::trim::take_stuck_back;
+use crate::backing::trim::take_stuck_back;
 use crate::core::Core;
 use crate::core::limits::Refusal;
 use crate::core::pools::{PoolKey, Which};
@@ -187,7 +187,7 @@ fn fill_step(allocator: &Allocator, request: &Request, place: &Place, may_ask: b
     if !is_whole {
         let back =
             done.filled.iter().filter(|filled| filled.usable).map(|filled| filled.range.end - filled.range.start);
-        guard.counters.graph_bytes_returned.add(back.sum());
+        guard.counters.events.graph_bytes_returned += back.sum::<u64>();
     }
     drop(guard);
     match done.error {

@@ -10,13 +10,13 @@ use crate::allocator::Allocator;
 use crate::backing::growth::{Growth, Room, buyable, room};
 use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::dedicated::recycle_deferred_releases;
-use crate::backing::paged::trim::{give_addresses_back, unmap_lingering};
+use crate::backing::trim::{give_addresses_back, unmap_lingering};
 use crate::core::Core;
 use crate::core::limits::Refusal;
 use crate::core::pools::Which;
 use crate::core::remap::commit::Committed;
 use crate::core::remap::draft::Draft;
-use crate::core::remap::plan::{Plan, Planned, Purchase, Terms};
+use crate::core::remap::plan::{Plan, Purchase, Short};
 use crate::core::streams::Pending;
 use crate::cross_stream::{poll, poll_waiting, stall_for};
 use crate::error::AllocError;
@@ -66,14 +66,14 @@ pub(crate) fn grow_paged(allocator: &Allocator, request: &Request) -> Result<Gro
             }
             Next::Wait(timeline, after) => {
                 if !stall_for(allocator, &timeline, after)? {
-                    return Ok(Growth::Refused(Refusal::Device));
+                    return Ok(Err(Refusal::Device));
                 }
                 poll_waiting(allocator)?;
                 allowed.ask = true;
             }
             Next::Reserve => {
                 if !reserve_addresses(allocator, request)? {
-                    return Ok(Growth::Refused(Refusal::Addresses));
+                    return Ok(Err(Refusal::Addresses));
                 }
             }
             Next::AskRoom => Room::wait_for_others(),
@@ -84,7 +84,7 @@ pub(crate) fn grow_paged(allocator: &Allocator, request: &Request) -> Result<Gro
             }
         }
     }
-    Ok(Growth::Refused(Refusal::Device))
+    Ok(Err(Refusal::Device))
 }
 
 fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed) -> Result<Next<'a>, AllocError> {
@@ -98,13 +98,13 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
     }
     // Another thread may have freed memory meanwhile.
     if let Some(granted) = guard.take_own(request) {
-        return Ok(Next::Finished(Growth::Grown(granted)));
+        return Ok(Next::Finished(Ok(granted)));
     }
     let (buyable, refusal) = if may_create { buyable(allocator, &guard, &room) } else { (0, Refusal::Device) };
     if request.size > allocator.device().info().total_bytes {
         // Reserving addresses for it is not worth while.
         let refusal = if buyable < request.size { refusal } else { Refusal::Device };
-        return Ok(Next::Finished(Growth::Refused(refusal)));
+        return Ok(Next::Finished(Err(refusal)));
     }
     let may_buy_rather = allowed.purchase >= Purchase::InsteadOfMoving;
     let left = guard.left().min(buyable);
@@ -112,14 +112,12 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
     if let Some(next) = instead_of_buying(&mut guard, request, &mut draft, allowed) {
         return Ok(next);
     }
-    let terms = Terms { buyable, refusal, ahead: allowed.purchase >= Purchase::Ahead };
-    Ok(match guard.plan(request, draft, &terms) {
-        Planned::Ready(plan) => Next::CarryOut(plan, gate),
-        Planned::NoAddresses => Next::Reserve,
-        Planned::Short { missing, not_done, refusal } => match guard.streams.first_enough(&not_done, missing) {
+    Ok(match guard.plan(request, draft, buyable, allowed.purchase >= Purchase::Ahead) {
+        Ok(plan) => Next::CarryOut(plan, gate),
+        Err(Short { missing, not_done }) => match guard.streams.first_enough(&not_done, missing) {
             Some((timeline, after)) => Next::Wait(timeline, after),
             None if refusal == Refusal::Headroom && room.is_uncertain(&guard) => Next::AskRoom,
-            None => Next::Finished(Growth::Refused(refusal)),
+            None => Next::Finished(Err(refusal)),
         },
     })
 }
@@ -163,7 +161,7 @@ fn carry_out_plan(
         tracing::debug!(target: "aquifer::remap", stream, bytes, moved, "free memory was moved to serve a request");
     }
     if let Some(granted) = granted {
-        return Ok(Some(Growth::Grown(granted)));
+        return Ok(Some(Ok(granted)));
     }
     match done.error {
         // A capture began, so a donor could not be unmapped. The next plan moves nothing: `donors`
@@ -172,12 +170,12 @@ fn carry_out_plan(
         Some(error) if !error.is_out_of_memory() => Err(error.into()),
         Some(_) if done.at_creation => {
             allocator.state().shared().note_capacity(0);
-            let Some(lower) = purchased.lower() else { return Ok(Some(Growth::Refused(Refusal::Device))) };
+            let Some(lower) = purchased.lower() else { return Ok(Some(Err(Refusal::Device))) };
             *purchase = lower;
             Ok(None)
         }
         // Out of memory while unmapping, mapping or setting access: buying less does not help.
-        _ => Ok(Some(Growth::Refused(Refusal::Device))),
+        _ => Ok(Some(Err(Refusal::Device))),
     }
 }
 

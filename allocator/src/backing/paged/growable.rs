@@ -77,9 +77,7 @@ impl Allocator {
     /// [`aquifer_device::ErrorKind::OutOfAddresses`].
     pub fn growable(&self, capacity: u64, stream: &Stream) -> Result<Growable, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Reserve)?;
-        if stream.device_id() != self.device().id() {
-            return Err(AllocError::wrong_device("stream", stream.device_id(), self.device().id()));
-        }
+        self.check_stream(stream)?;
         if capacity >= REQUEST_LIMIT {
             return Err(AllocError::TooLarge { requested: capacity });
         }
@@ -104,7 +102,7 @@ impl Allocator {
         self.state().tell_witness(|witness| witness.managed(ptr.range(reserved)));
         self.state().shared().add_growable(ptr.0, reserved, id, Tag::current());
         let memory = Arc::new(DedicatedMemory::new(self, ptr, 0, id));
-        let storage = Arc::new(Storage::new(Memory::Dedicated(memory.clone()), stream));
+        let storage = Arc::new(Storage::new(Memory::Dedicated(memory.clone()), self, stream));
         Ok(Growable { memory, storage, capacity, granule, rest: Vec::new() })
     }
 }
@@ -237,7 +235,7 @@ impl Growable {
 
     /// Maps memory at all addresses up to `size`, usable by work on `stream`.
     fn fill(&self, size: u64, bytes: u64, stream: &Stream, retaken: &[DeferredRelease]) -> Result<(), AllocError> {
-        self.order_after(stream, retaken.iter().flat_map(|deferred_release| deferred_release.uses.iter().copied()))?;
+        self.order_after(stream, retaken.iter().flat_map(|piece| piece.uses.iter().copied()))?;
         let allocator = self.allocator();
         let (base, stream, grown) = (self.ptr().0, StreamId::of(stream), size - self.size());
         let requested = bytes - self.bytes();

@@ -27,16 +27,18 @@ use crate::types::{PoolId, Request};
 /// request would be refused otherwise. Returns how many bytes that were.
 pub(crate) fn lend(allocator: &Allocator, bytes: u64, waits: bool) -> Result<u64, AllocError> {
     let state = allocator.state();
-    let lending: Vec<_> = {
-        let core = state.shared();
-        let lending = core.pools.iter().filter(|private| private.options.lends_when_idle);
-        lending.flat_map(|private| private.graphs.running()).collect()
-    };
-    if waits && !lending.is_empty() {
-        state.shared().counters.num_sync_all_streams.add(1);
-        synchronize_all(&lending)?;
+    let core = state.shared();
+    let mut lending = core.pools.iter().filter(|private| private.options.lends_when_idle).peekable();
+    if lending.peek().is_none() {
+        return Ok(0);
+    }
+    let running: Vec<_> = lending.flat_map(|private| private.graphs.running()).collect();
+    drop(core);
+    if waits && !running.is_empty() {
+        state.shared().counters.events.num_sync_all_streams += 1;
+        synchronize_all(&running)?;
     } else {
-        poll(&lending)?;
+        poll(&running)?;
     }
     let free = state.lock().free_not_done(Which::OfIdleGraphs);
     poll(&free)?;
@@ -69,22 +71,19 @@ pub(crate) struct Busy {
 }
 
 impl Busy {
-    /// The allocator state must not be recycled meanwhile: an allocator keeps it.
-    pub(crate) fn begin(state: &'static AllocatorState, key: PoolKey) -> Busy {
-        state.shared().begin_busy(key);
-        Busy { state, key }
-    }
-
-    /// True if memory of the pool is lent.
-    pub(crate) fn has_lent(&self) -> bool {
-        self.state.shared().lent_by(self.key) > 0
+    /// Returns the bytes that the pool has lent, too. The allocator state must not be recycled
+    /// meanwhile: an allocator keeps it.
+    pub(crate) fn begin(state: &'static AllocatorState, key: PoolKey) -> (Busy, u64) {
+        let lent = state.shared().begin_busy(key);
+        (Busy { state, key }, lent)
     }
 
     /// Brings memory back behind all addresses of the pool whose memory is lent, for work on `stream`.
     ///
     /// # Errors
-    /// As a request for so much memory.
+    /// A stream of another device; otherwise as a request for so much memory.
     pub(crate) fn bring_back(&self, allocator: &Allocator, stream: &Stream) -> Result<(), AllocError> {
+        allocator.check_stream(stream)?;
         let mut core = self.state.shared();
         let (bytes, stream) = (core.lent_by(self.key), core.stream(stream));
         drop(core);

@@ -56,7 +56,6 @@ pub(crate) mod pin;
 #[cfg(all(test, aquifer_shuttle))]
 pub(crate) mod schedules;
 pub(crate) mod split;
-pub(crate) mod trim;
 
 pub use exportable::Exportable;
 pub use growable::Growable;

@@ -19,11 +19,11 @@
 use std::ops::Range;
 
 use aquifer_device::internal::MovesContents;
-use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions, RawPhysical, Reservation};
+use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions, Reservation};
 
 use crate::allocator::Allocator;
 use crate::backing::growth::{buyable, room};
-use crate::backing::paged::carry_out::unmap_range;
+use crate::backing::paged::carry_out::{map_frames, unmap_range};
 use crate::config::SplitFrames;
 use crate::core::paged::frames::Frame;
 use crate::core::remap::split::{Replaced, Split, SplitDone, SplitOutcome, choose};
@@ -71,8 +71,7 @@ pub(crate) fn split_frames(allocator: &Allocator, request: &Request) -> Result<O
     let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
     let affordable = buyable.min(free) / granule * granule;
     let missing = (draft.buy * granule).saturating_sub(affordable).max(granule);
-    let window = draft.window.start / granule * granule..draft.window.end.next_multiple_of(granule);
-    let candidates = guard.split_candidates(&window);
+    let candidates = guard.split_candidates(&draft.window.granules(granule));
     if candidates.iter().map(Split::free_bytes).sum::<u64>() < missing {
         return Ok(Outcome::Nothing);
     }
@@ -166,18 +165,18 @@ impl SplitWork<'_> {
             created.push(Frame::new(driver.create_physical(self.granule, self.options)?, 1));
         }
         let ptr = driver.reserve(bytes, self.granule)?;
-        let mut mapped = Vec::new();
+        let mut mapped = 0;
         let copied = self.copy(ptr, &live, created, &mut mapped);
-        let length = mapped.len() as u64 * self.granule;
+        let length = mapped as u64 * self.granule;
         let unmapped = if length == 0 { Ok(()) } else { self.device.unmap(ptr, length) };
-        if unmapped.is_ok() {
-            mapped.clear();
-        }
+        mapped = if unmapped.is_ok() { 0 } else { mapped };
         let returned = unmapped.and_then(|()| driver.unreserve(ptr, bytes));
         if let Err(error) = &returned {
             tracing::debug!(%error, "addresses at which memory was copied go back later");
             // Frames that are still mapped there go back with the addresses.
-            created.drain(..mapped.len());
+            let places = (ptr.0..).step_by(usize::try_from(self.granule).unwrap_or(usize::MAX)).map(DevicePtr);
+            let mapped = places.zip(created.drain(..mapped));
+            let mapped = mapped.map(|(at, frame)| (at, self.granule, Some(frame.physical))).collect();
             self.device.unreserve_later(Reservation { ptr, bytes, mapped });
         }
         let is_whole = created.len() as u64 * self.granule == bytes;
@@ -190,16 +189,9 @@ impl SplitWork<'_> {
         to: DevicePtr,
         live: &[&Range<u64>],
         created: &[Frame],
-        mapped: &mut Vec<(DevicePtr, u64, Option<RawPhysical>)>,
+        mapped: &mut usize,
     ) -> Result<(), DeviceError> {
-        let driver = self.device.driver();
-        let mut at = to;
-        for frame in created {
-            driver.map(at, self.granule, frame.physical)?;
-            mapped.push((at, self.granule, Some(frame.physical)));
-            at = at.offset(self.granule);
-        }
-        driver.set_access(to, at.0 - to.0, &self.access[..1])?;
+        map_frames(self.device, to.0, self.granule, created, mapped, &self.access[..1])?;
         self.device.synchronize()?;
         let stream = self.device.stream()?;
         let _moves = MovesContents::begin();
@@ -214,13 +206,7 @@ impl SplitWork<'_> {
 
     fn map(&self, stretch: &mut Replaced) -> Result<(), DeviceError> {
         let Range { start, end } = stretch.range;
-        let mut at = DevicePtr(start);
-        for frame in &stretch.frames {
-            self.device.driver().map(at, self.granule, frame.physical)?;
-            stretch.mapped += 1;
-            at = at.offset(self.granule);
-        }
-        self.device.driver().set_access(DevicePtr(start), end - start, &self.access)?;
+        map_frames(self.device, start, self.granule, &stretch.frames, &mut stretch.mapped, &self.access)?;
         stretch.is_accessible = true;
         self.hooks.mapped(start, end - start);
         Ok(())

@@ -10,9 +10,10 @@ use std::ops::{Index, IndexMut};
 use crate::types::{After, BlockId, PoolId, StreamId, Use};
 
 /// The state of a block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub(crate) enum State {
     /// The record is unused.
+    #[default]
     Vacant,
     /// An allocation holds the block, or it was given back and is deferred.
     Live,
@@ -41,7 +42,7 @@ impl State {
 /// neighbours, and the machine waits for each line. (Tried: splitting off the rarely read fields.
 /// That makes neighbours denser but costs one line more for the block itself: no gain up to 100 000
 /// live blocks, and a loss at a million.)
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 #[repr(align(64))]
 pub(crate) struct Block {
     /// First address.
@@ -89,28 +90,6 @@ impl Block {
     #[inline]
     pub(crate) fn is_split(&self) -> bool {
         self.prev != BlockId::NONE || self.next != BlockId::NONE
-    }
-}
-
-impl Default for Block {
-    #[inline]
-    fn default() -> Self {
-        Block {
-            addr: 0,
-            size: 0,
-            requested: 0,
-            after: After::NOTHING,
-            prev: BlockId::NONE,
-            next: BlockId::NONE,
-            bin_prev: BlockId::NONE,
-            bin_next: BlockId::NONE,
-            region: 0,
-            owner: StreamId::default(),
-            tag: 0,
-            pool: PoolId::SMALL,
-            state: State::Vacant,
-            used_elsewhere: false,
-        }
     }
 }
 

@@ -70,9 +70,9 @@ impl Heap {
             let mut candidates = index.iter_from_first_fit(size).take(CANDIDATES).peekable();
             candidates.peek()?;
             let until = until(owner.stream);
-            candidates.find(|key| key.size() >= size && self.blocks[key.block()].after <= until)
+            candidates.find(|key| key.size >= size && self.blocks[key.block].after <= until)
         });
-        Some(best.min()?.block())
+        Some(best.min()?.block)
     }
 
     /// The latest tick of each other stream that has blocks of a pool which are large enough; and of
@@ -80,8 +80,8 @@ impl Heap {
     pub(crate) fn ticks_of_others(&self, stream: StreamId, pool: PoolId, size: u64) -> Vec<Use> {
         let others = self.indexes(pool).filter(|(owner, _)| owner.stream != stream);
         let uses = others.flat_map(|(_, index)| {
-            let keys = index.iter_from_first_fit(size).take(CANDIDATES).filter(|key| key.size() >= size);
-            keys.map(|key| self.blocks[key.block()].last_use()).collect::<Vec<_>>()
+            let keys = index.iter_from_first_fit(size).take(CANDIDATES).filter(|key| key.size >= size);
+            keys.map(|key| self.blocks[key.block].last_use()).collect::<Vec<_>>()
         });
         let of_strays = self.ticks_of_strays().filter(|&(_, of)| of == pool).map(|(last_use, _)| last_use);
         latest_by_stream(uses.chain(of_strays)).collect()

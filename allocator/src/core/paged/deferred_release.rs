@@ -59,10 +59,10 @@ impl DeferredReleases {
         self.pieces.is_empty() && self.vacant.is_empty()
     }
 
-    pub(crate) fn add(&mut self, deferred_release: DeferredRelease) {
-        debug_assert!(!deferred_release.range.is_empty() && !self.pieces.contains_key(&deferred_release.key()));
-        self.uses.insert(deferred_release.key(), self.granules(&deferred_release), &deferred_release.uses);
-        self.pieces.insert(deferred_release.key(), deferred_release);
+    pub(crate) fn add(&mut self, piece: DeferredRelease) {
+        debug_assert!(!piece.range.is_empty() && !self.pieces.contains_key(&piece.key()));
+        self.uses.insert(piece.key(), self.granules(&piece), &piece.uses);
+        self.pieces.insert(piece.key(), piece);
     }
 
     /// Notes that a reservation's owner is gone, after it gave up all memory there.
@@ -75,9 +75,9 @@ impl DeferredReleases {
     }
 
     fn take(&mut self, key: Key) -> Option<DeferredRelease> {
-        let deferred_release = self.pieces.remove(&key)?;
-        self.uses.remove(key, self.granules(&deferred_release), &deferred_release.uses);
-        Some(deferred_release)
+        let piece = self.pieces.remove(&key)?;
+        self.uses.remove(key, self.granules(&piece), &piece.uses);
+        Some(piece)
     }
 
     /// Takes a piece that is known done; `reached` gives for a stream the tick that its timeline is
@@ -95,13 +95,13 @@ impl DeferredReleases {
     }
 
     /// Puts a piece back that was taken as done: the driver did not unmap it.
-    pub(crate) fn put_back(&mut self, deferred_release: DeferredRelease) {
+    pub(crate) fn put_back(&mut self, piece: DeferredRelease) {
         // The owner may have gone meanwhile, and seen no pieces.
-        if let Some(at) = self.vacant.iter().position(|&base| base == deferred_release.base) {
+        if let Some(at) = self.vacant.iter().position(|&base| base == piece.base) {
             self.vacant.swap_remove(at);
-            self.gone.insert(deferred_release.base);
+            self.gone.insert(piece.base);
         }
-        self.add(deferred_release);
+        self.add(piece);
     }
 
     /// Notes that a piece of a reservation that was taken as done is gone.
@@ -118,12 +118,12 @@ impl DeferredReleases {
 
     /// The pieces of a reservation, by address.
     pub(crate) fn of(&self, base: u64) -> impl Iterator<Item = &DeferredRelease> + '_ {
-        self.pieces.range((base, 0)..=(base, u64::MAX)).map(|(_, deferred_release)| deferred_release)
+        self.pieces.range((base, 0)..=(base, u64::MAX)).map(|(_, piece)| piece)
     }
 
     /// True if a piece of a reservation begins below an address.
     pub(crate) fn is_below(&self, base: u64, end: u64) -> bool {
-        self.of(base).next().is_some_and(|deferred_release| deferred_release.range.start < end)
+        self.of(base).next().is_some_and(|piece| piece.range.start < end)
     }
 
     /// Takes what of a reservation's pieces lies below `end` and has been in use.
@@ -131,8 +131,7 @@ impl DeferredReleases {
         let below = self.pieces.range((base, 0)..(base, end));
         // Memory without uses was left by a growth that failed. It may lack access, so it is
         // recycled first.
-        let keys: Vec<Key> =
-            below.filter(|(_, deferred_release)| !deferred_release.uses.is_empty()).map(|(&key, _)| key).collect();
+        let keys: Vec<Key> = below.filter(|(_, piece)| !piece.uses.is_empty()).map(|(&key, _)| key).collect();
         let mut taken: Vec<DeferredRelease> = keys.into_iter().filter_map(|key| self.take(key)).collect();
         if let Some(last) = taken.last_mut().filter(|last| last.range.end > end) {
             let beyond =
@@ -146,7 +145,7 @@ impl DeferredReleases {
     /// True if the memory at an address of a reservation never became usable.
     pub(crate) fn is_unusable(&self, base: u64, at: u64) -> bool {
         let before = self.pieces.range((base, 0)..=(base, at)).next_back();
-        before.is_some_and(|(_, deferred_release)| deferred_release.range.contains(&at) && !deferred_release.was_told)
+        before.is_some_and(|(_, piece)| piece.range.contains(&at) && !piece.was_told)
     }
 
     /// The ticks that pieces wait for, each with their granules.
@@ -154,8 +153,8 @@ impl DeferredReleases {
         self.uses.ticks()
     }
 
-    fn granules(&self, deferred_release: &DeferredRelease) -> u64 {
-        (deferred_release.range.end - deferred_release.range.start).div_ceil(self.granule)
+    fn granules(&self, piece: &DeferredRelease) -> u64 {
+        (piece.range.end - piece.range.start).div_ceil(self.granule)
     }
 }
 
@@ -173,59 +172,55 @@ mod tests {
         DeferredRelease { base, range, uses: uses.to_vec(), was_told: true }
     }
 
-    /// The granules of a piece, by number in its reservation.
-    fn granules(piece: &DeferredRelease) -> Range<u64> {
-        (piece.range.start - piece.base) / GRANULE..(piece.range.end - piece.base) / GRANULE
+    /// The granules of a releases, by number in its reservation.
+    fn granules(releases: &DeferredRelease) -> Range<u64> {
+        (releases.range.start - releases.base) / GRANULE..(releases.range.end - releases.base) / GRANULE
     }
 
     #[test]
     fn addresses_are_vacant_once_the_owner_and_all_pieces_are_gone() {
-        let mut deferred_release = DeferredReleases::new(GRANULE);
-        deferred_release.add(piece(0, 1..3, &[used_until(1, 5)]));
-        deferred_release.add(piece(0, 0..1, &[used_until(1, 6), used_until(2, 1)]));
-        assert!(deferred_release.take_done(|_| ticks(0)).is_none());
-        deferred_release.abandon(0);
-        deferred_release.abandon(GRANULE * 64);
-        assert_eq!((deferred_release.take_vacant(), deferred_release.take_vacant()), (Some(GRANULE * 64), None));
+        let mut releases = DeferredReleases::new(GRANULE);
+        releases.add(piece(0, 1..3, &[used_until(1, 5)]));
+        releases.add(piece(0, 0..1, &[used_until(1, 6), used_until(2, 1)]));
+        assert!(releases.take_done(|_| ticks(0)).is_none());
+        releases.abandon(0);
+        releases.abandon(GRANULE * 64);
+        assert_eq!((releases.take_vacant(), releases.take_vacant()), (Some(GRANULE * 64), None));
         let reached = |stream| ticks(if stream == StreamId(1) { 6 } else { 0 });
-        assert_eq!(deferred_release.take_done(reached).map(|one| one.range), Some(GRANULE..3 * GRANULE));
-        deferred_release.forget(0);
-        assert!(
-            deferred_release.take_done(reached).is_none()
-                && !deferred_release.any_done(reached)
-                && !deferred_release.is_empty()
-        );
-        assert_eq!(deferred_release.take_done(|_| ticks(6)).map(|one| one.range), Some(0..GRANULE));
-        deferred_release.forget(0);
-        assert!(deferred_release.any_done(|_| ticks(0)));
-        assert_eq!(deferred_release.take_vacant(), Some(0));
-        assert!(deferred_release.is_empty());
+        assert_eq!(releases.take_done(reached).map(|one| one.range), Some(GRANULE..3 * GRANULE));
+        releases.forget(0);
+        assert!(releases.take_done(reached).is_none() && !releases.any_done(reached) && !releases.is_empty());
+        assert_eq!(releases.take_done(|_| ticks(6)).map(|one| one.range), Some(0..GRANULE));
+        releases.forget(0);
+        assert!(releases.any_done(|_| ticks(0)));
+        assert_eq!(releases.take_vacant(), Some(0));
+        assert!(releases.is_empty());
     }
 
     #[test]
     fn addresses_of_a_piece_that_stayed_mapped_are_not_vacant() {
-        let mut deferred_release = DeferredReleases::new(GRANULE);
-        deferred_release.add(piece(0, 0..1, &[used_until(1, 5)]));
-        let taken = deferred_release.take_done(|_| ticks(5)).unwrap();
-        deferred_release.abandon(0);
-        deferred_release.put_back(taken);
-        assert_eq!(deferred_release.take_vacant(), None);
-        assert!(deferred_release.take_done(|_| ticks(5)).is_some());
-        deferred_release.forget(0);
-        assert_eq!(deferred_release.take_vacant(), Some(0));
+        let mut releases = DeferredReleases::new(GRANULE);
+        releases.add(piece(0, 0..1, &[used_until(1, 5)]));
+        let taken = releases.take_done(|_| ticks(5)).unwrap();
+        releases.abandon(0);
+        releases.put_back(taken);
+        assert_eq!(releases.take_vacant(), None);
+        assert!(releases.take_done(|_| ticks(5)).is_some());
+        releases.forget(0);
+        assert_eq!(releases.take_vacant(), Some(0));
     }
 
     #[test]
     fn a_piece_that_is_taken_back_in_part_still_waits() {
-        let mut deferred_release = DeferredReleases::new(GRANULE);
-        deferred_release.add(piece(0, 1..5, &[used_until(1, 5)]));
-        deferred_release.add(DeferredRelease::unusable(0, 0..GRANULE));
-        let taken = deferred_release.take_below(0, 2 * GRANULE);
+        let mut releases = DeferredReleases::new(GRANULE);
+        releases.add(piece(0, 1..5, &[used_until(1, 5)]));
+        releases.add(DeferredRelease::unusable(0, 0..GRANULE));
+        let taken = releases.take_below(0, 2 * GRANULE);
         assert_eq!((taken.len(), taken[0].range.clone()), (1, GRANULE..2 * GRANULE));
-        assert_eq!(deferred_release.ticks().collect::<Vec<_>>(), [(used_until(1, 5), 3)]);
-        assert!(deferred_release.is_unusable(0, GRANULE / 2) && !deferred_release.is_unusable(0, 3 * GRANULE));
-        assert!(deferred_release.is_below(0, GRANULE) && !deferred_release.is_below(64 * GRANULE, u64::MAX));
-        assert_eq!(deferred_release.of(0).count(), 2);
+        assert_eq!(releases.ticks().collect::<Vec<_>>(), [(used_until(1, 5), 3)]);
+        assert!(releases.is_unusable(0, GRANULE / 2) && !releases.is_unusable(0, 3 * GRANULE));
+        assert!(releases.is_below(0, GRANULE) && !releases.is_below(64 * GRANULE, u64::MAX));
+        assert_eq!(releases.of(0).count(), 2);
     }
 
     proptest! {
@@ -235,7 +230,7 @@ mod tests {
         fn behaves_like_a_list_of_granules(
             steps in prop::collection::vec((0..5_u8, 0..3_u64, 0..12_u64, 1..4_u64), 0..80),
         ) {
-            let (mut deferred_release, mut now, mut done) = (DeferredReleases::new(GRANULE), 1, 0);
+            let (mut releases, mut now, mut done) = (DeferredReleases::new(GRANULE), 1, 0);
             // The tick that each granule waits for, by reservation and number.
             let mut model: BTreeMap<(u64, u64), u64> = BTreeMap::new();
             for (what, owner, from, count) in steps {
@@ -245,13 +240,13 @@ mod tests {
                         let is_vacant = |at: &u64| !model.contains_key(&(owner, *at));
                         let vacant = (from..from + count).take_while(is_vacant).count() as u64;
                         if vacant > 0 {
-                            deferred_release.add(piece(base, from..from + vacant, &[used_until(7, now)]));
+                            releases.add(piece(base, from..from + vacant, &[used_until(7, now)]));
                             model.extend((from..from + vacant).map(|at| ((owner, at), now)));
                         }
                         now += 1;
                     }
                     2 => {
-                        let taken = deferred_release.take_below(base, base + from * GRANULE);
+                        let taken = releases.take_below(base, base + from * GRANULE);
                         let taken = taken.iter().flat_map(|one| granules(one).map(move |at| (at, one.uses[0].after)));
                         let expected = model.range((owner, 0)..(owner, from)).map(|(&(_, at), &until)| (at, ticks(until)));
                         let expected: Vec<_> = expected.collect();
@@ -260,7 +255,7 @@ mod tests {
                     }
                     3 => done = now - 1,
                     _ => {
-                        while let Some(one) = deferred_release.take_done(|_| ticks(done)) {
+                        while let Some(one) = releases.take_done(|_| ticks(done)) {
                             let owner = one.base / 64 / GRANULE;
                             for at in granules(&one) {
                                 prop_assert!(model.remove(&(owner, at)).is_some_and(|after| after <= done));
@@ -269,7 +264,7 @@ mod tests {
                         prop_assert!(model.values().all(|&after| after > done));
                     }
                 }
-                let waits = deferred_release.ticks().filter(|(one, _)| one.after > ticks(done));
+                let waits = releases.ticks().filter(|(one, _)| one.after > ticks(done));
                 let listed: u64 = waits.map(|(_, granules)| granules).sum();
                 prop_assert_eq!(listed, model.values().filter(|&&after| after > done).count() as u64);
             }

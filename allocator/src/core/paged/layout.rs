@@ -67,26 +67,21 @@ impl Layout {
         let Largest { made, kept } = largest;
         let mut layout = Layout { ranges: vec![Vec::new(); lengths.len()], ..Layout::default() };
         let mut left = lengths.to_vec();
-        let mut sizes_of_unbroken: Vec<(u32, usize)> = unbroken.counts().collect();
-        for (size, count) in sizes_of_unbroken.iter_mut().rev() {
-            for (left, frames) in left.iter_mut().zip(&mut layout.ranges) {
-                while *count > 0 && *left >= u64::from(*size) {
-                    frames.push(*size);
-                    *left -= u64::from(*size);
-                    *count -= 1;
+        let mut fill = |frames: &LooseFrames, kept: u32| {
+            let mut unused: Vec<(u32, usize)> = frames.counts().collect();
+            for (size, count) in unused.iter_mut().rev().filter(|(size, _)| *size <= kept) {
+                for (left, frames) in left.iter_mut().zip(&mut layout.ranges) {
+                    while *count > 0 && *left >= u64::from(*size) {
+                        frames.push(*size);
+                        *left -= u64::from(*size);
+                        *count -= 1;
+                    }
                 }
             }
-        }
-        let mut unused: Vec<(u32, usize)> = there.counts().collect();
-        for (size, count) in unused.iter_mut().rev().filter(|(size, _)| *size <= kept) {
-            for (left, frames) in left.iter_mut().zip(&mut layout.ranges) {
-                while *count > 0 && *left >= u64::from(*size) {
-                    frames.push(*size);
-                    *left -= u64::from(*size);
-                    *count -= 1;
-                }
-            }
-        }
+            unused
+        };
+        fill(unbroken, u32::MAX);
+        let unused = fill(there, kept);
         let mut new: Vec<u32> = Vec::new();
         for (left, frames) in left.iter().zip(&mut layout.ranges) {
             frames.extend(sizes(*left, made));

@@ -38,7 +38,7 @@ impl Core {
             }
             self.growing.end(create * paged.granule);
         }
-        self.counters.num_device_alloc.add(u64::from(done.created));
+        self.counters.events.num_device_alloc += u64::from(done.created);
         let used_until = reused.iter().map(|donor| donor.after).max().unwrap_or_default();
         let moved = unmapped + self.commit_reused(stream, &reused, std::mem::take(&mut done.unmoved));
         self.note_moved(moved);
@@ -100,18 +100,16 @@ impl Core {
     /// Counts memory that moved.
     fn note_moved(&mut self, bytes: u64) {
         let Some(granule) = self.paged.as_ref().map(|paged| paged.granule).filter(|_| bytes > 0) else { return };
-        self.counters.remaps.add(1);
-        self.counters.granules_moved.add(bytes / granule);
+        self.counters.events.remaps += 1;
+        self.counters.events.granules_moved += bytes / granule;
     }
 
     fn commit_donors(&mut self, donors: &[Donor], done: &Done) {
         let mut still_mapped = done.still_mapped.iter();
         for (at, donor) in donors.iter().enumerate() {
             if at < done.unmapped {
-                let region = self.heap.region_of(donor.block);
-                let (pool, stream) = (region.pool, region.stream);
+                let pool = self.note_donor(Action::SegmentUnmap, donor);
                 self.heap.unhold_as_hole(donor.block);
-                self.note_mapping(Action::SegmentUnmap, pool, stream, donor.addr, donor.bytes);
                 if let Some(paged) = &mut self.paged {
                     paged.mapped_bytes[pool.kind() as usize] -= donor.bytes;
                 }

@@ -98,10 +98,7 @@ impl Core {
         if from.has_default() {
             self.add_deferred_release(&mut donors.not_done);
         }
-        let window = window.map_or(0..0, |window| {
-            let granule = paged.granule;
-            window.start / granule * granule..window.end.next_multiple_of(granule)
-        });
+        let window = window.map_or(0..0, |window| window.granules(paged.granule));
         let mut passed_over: Option<Donor> = None;
         for candidate in self.donor_candidates(paged, from) {
             let larger = self.choose_in(&candidate, wanted, &window, &mut donors);
@@ -135,7 +132,7 @@ impl Core {
         self.note_recent_uses();
         let Some(paged) = self.paged.as_ref().filter(|_| !self.streams.any_captures()) else { return };
         let granule = paged.granule;
-        let window = window.start / granule * granule..window.end.next_multiple_of(granule);
+        let window = window.granules(granule);
         for candidate in self.donor_candidates(paged, Which::Unpromised) {
             let heap = &self.heap;
             let block = heap.block(candidate.block);
@@ -236,9 +233,9 @@ impl Core {
     fn for_each_block_with_granules(&self, granule: u64, from: Which, mut with: impl FnMut(BlockId, &Block)) {
         for pool in self.pools_among(from) {
             self.heap.free_blocks_from(pool, granule).for_each(|key| {
-                let block = self.heap.block(key.block());
+                let block = self.heap.block(key.block);
                 if self.heap.region(block.region).is_paged() {
-                    with(key.block(), block);
+                    with(key.block, block);
                 }
             });
         }

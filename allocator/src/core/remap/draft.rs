@@ -33,7 +33,7 @@ impl Core {
     pub(crate) fn draft(&mut self, request: &Request, left: u64, may_buy_rather: bool) -> Option<Draft> {
         // Blocks that wait for other streams count.
         let live = self.in_use() + request.size;
-        let held = self.reserved + self.growing.now();
+        let held = self.reserved + self.growing.now;
         let paged = self.paged.as_ref()?;
         let (granule, at_hand) = (paged.granule, paged.spares.granules());
         let mut facts = Facts { peak: paged.peak.max(live), held, left };
@@ -106,7 +106,7 @@ impl Core {
 
     /// Bytes that the device can still give, as far as that is known.
     pub(crate) fn left(&mut self) -> u64 {
-        let held = self.reserved + self.growing.now();
+        let held = self.reserved + self.growing.now;
         self.paged.as_mut().map_or(u64::MAX, |paged| paged.capacity.left(held))
     }
 
@@ -118,7 +118,7 @@ impl Core {
     /// Notes that the device has `free` bytes left: none after it refused to give more.
     pub(crate) fn note_capacity(&mut self, free: u64) {
         // What is being taken just now may count twice, or not at all. That matters little.
-        let held = self.reserved + self.growing.now();
+        let held = self.reserved + self.growing.now;
         if let Some(paged) = &mut self.paged {
             paged.capacity.set(held.saturating_add(free));
         }

@@ -28,11 +28,15 @@ pub(crate) enum LentMemory {
 }
 
 impl Core {
-    /// Notes that a thread is about to launch a graph of a pool, or to capture one into it.
-    pub(crate) fn begin_busy(&mut self, key: PoolKey) {
-        if let Some(private) = self.pools.find_mut(key) {
-            private.busy += 1;
+    /// Notes that a thread is about to launch a graph of a pool, or to capture one into it. Returns the
+    /// bytes that the pool has lent.
+    pub(crate) fn begin_busy(&mut self, key: PoolKey) -> u64 {
+        let Some(private) = self.pools.find_mut(key) else { return 0 };
+        private.busy += 1;
+        if !private.graphs.any() {
+            private.lent.clear();
         }
+        private.lent_bytes()
     }
 
     /// Ends [`Core::begin_busy`].
@@ -74,7 +78,7 @@ impl Core {
     /// Accounts for what was lent: the memory of the first `unmapped` donors. The others have theirs still.
     pub(super) fn commit_lent(&mut self, donors: &[Donor], unmapped: usize) {
         let (gone, mut kept) = donors.split_at(unmapped);
-        self.counters.graph_bytes_lent.add(gone.iter().map(|donor| donor.bytes).sum());
+        self.counters.events.graph_bytes_lent += gone.iter().map(|donor| donor.bytes).sum::<u64>();
         if kept.is_empty() {
             return;
         }

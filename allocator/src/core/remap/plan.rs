@@ -1,5 +1,6 @@
 //! The plan of a remap: what the driver is to do, and what is held meanwhile.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -7,7 +8,6 @@ use aquifer_device::PhysicalOptions;
 
 use crate::core::Core;
 use crate::core::heap::{Holding, State};
-use crate::core::limits::Refusal;
 use crate::core::paged::frames::{Frame, LooseFrames};
 use crate::core::paged::layout::Largest;
 use crate::core::remap::donors::{Donor, Donors};
@@ -38,17 +38,6 @@ impl Purchase {
             Purchase::InsteadOfMoving => Some(Purchase::Ahead),
         }
     }
-}
-
-/// Limits of a plan.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Terms {
-    /// Bytes that may still be taken from the device.
-    pub(crate) buyable: u64,
-    /// Why the device cannot give more than that.
-    pub(crate) refusal: Refusal,
-    /// Whether to take memory ahead of need.
-    pub(crate) ahead: bool,
 }
 
 /// A remap that was decided: the driver's work, and the memory held meanwhile.
@@ -88,29 +77,31 @@ pub(crate) enum Target {
     Spares,
 }
 
-/// The result of planning.
+/// What a plan lacks.
 #[derive(Debug)]
-pub(crate) enum Planned {
-    /// A plan to carry out.
-    Ready(Box<Plan>),
-    /// No run of free blocks and holes is long enough.
-    NoAddresses,
-    /// `missing` granules are lacking beyond those that may move and those that the device may
-    /// give.
-    Short { missing: u64, not_done: BTreeMap<Use, u64>, refusal: Refusal },
+pub(crate) struct Short {
+    /// Granules beyond those that may move and those that the device may give.
+    pub(crate) missing: u64,
+    /// Granules that may move once these uses are done.
+    pub(crate) not_done: BTreeMap<Use, u64>,
 }
 
 impl Core {
     /// Turns a draft into a plan: checks it against the limits and holds all memory that takes part.
-    pub(crate) fn plan(&mut self, request: &Request, draft: Draft, terms: &Terms) -> Planned {
-        let Some(paged) = &self.paged else { return Planned::NoAddresses };
-        let (granule, frame) = (paged.granule, paged.frame);
-        let buyable = terms.buyable / granule;
+    /// `buyable` bytes may be taken from the device, some of them ahead of need.
+    pub(crate) fn plan(
+        &mut self,
+        request: &Request,
+        draft: Draft,
+        buyable: u64,
+        may_buy_ahead: bool,
+    ) -> Result<Box<Plan>, Short> {
+        let (granule, frame) = self.paged.as_ref().map_or((1, None), |paged| (paged.granule, paged.frame));
+        let buyable = buyable / granule;
         if draft.buy > buyable {
-            let (missing, not_done, refusal) = (draft.buy - buyable, draft.donors.not_done, terms.refusal);
-            return Planned::Short { missing, not_done, refusal };
+            return Err(Short { missing: draft.buy - buyable, not_done: draft.donors.not_done });
         }
-        let more = draft.buy > 0 && terms.ahead && !draft.bought_though_movable;
+        let more = draft.buy > 0 && may_buy_ahead && !draft.bought_though_movable;
         let bought_ahead = if more { self.bought_ahead(&draft, request.pool, granule, buyable) } else { 0 };
         let Draft { window, facts, donors, spares, buy, ahead, bought_though_movable } = draft;
         let create = buy + bought_ahead;
@@ -129,7 +120,7 @@ impl Core {
         let (pool, stream) = (request.pool, request.stream);
         let mut remap = Remap { target, pool, stream, donors, reused, create, spares };
         let work = self.work_of(&mut remap, fill, largest);
-        Planned::Ready(Box::new(Plan { work, remap, purchase }))
+        Ok(Box::new(Plan { work, remap, purchase }))
     }
 
     /// Plans to map memory at the ranges `fill` of dedicated memory: the frames of `donors`, `spares`
@@ -205,8 +196,10 @@ impl Core {
         (held, fill, changed)
     }
 
-    /// Holds donors of a remap without a window.
-    pub(crate) fn hold_all(&mut self, chosen: Vec<Donor>) -> Vec<Donor> {
+    /// Holds free memory without a window, in any order.
+    pub(crate) fn hold_all(&mut self, mut chosen: Vec<Donor>) -> Vec<Donor> {
+        // Each block from its high end down.
+        chosen.sort_unstable_by_key(|donor| (donor.block, Reverse(donor.addr)));
         self.hold_donors(chosen, &BTreeMap::new(), 0)
     }
 

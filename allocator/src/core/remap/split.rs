@@ -97,9 +97,7 @@ pub(crate) fn choose(mut candidates: Vec<Split>, missing: u64, affordable: u64) 
 impl Core {
     /// Holds the free granules of the frames. Returns them by address.
     pub(crate) fn hold_split(&mut self, chosen: &[Split]) -> BTreeMap<u64, Donor> {
-        let mut free: Vec<Donor> = chosen.iter().flat_map(|split| &split.free).copied().collect();
-        // Each block from its high end down, as holding it needs.
-        free.sort_unstable_by_key(|donor| (donor.block, Reverse(donor.addr)));
+        let free: Vec<Donor> = chosen.iter().flat_map(|split| &split.free).copied().collect();
         self.hold_all(free).into_iter().map(|donor| (donor.addr, donor)).collect()
     }
 }
@@ -151,10 +149,8 @@ impl Core {
                     self.heap.unhold_as_free(donor.block);
                     continue;
                 }
-                let region = self.heap.region_of(donor.block);
-                let (pool, stream) = (region.pool, region.stream);
+                self.note_donor(Action::SegmentUnmap, &donor);
                 self.heap.unhold_as_hole(donor.block);
-                self.note_mapping(Action::SegmentUnmap, pool, stream, donor.addr, donor.bytes);
             }
             let (Some(paged), Some(stretches)) = (&mut self.paged, stretches) else { continue };
             let (kind, bytes) = (split.kind, split.range.end - split.range.start);
@@ -188,9 +184,9 @@ impl Core {
             paged.spares.extend(done.spares);
         }
         if outcome.copied > 0 {
-            self.counters.num_device_alloc.add(1);
+            self.counters.events.num_device_alloc += 1;
         }
-        self.counters.frames_split.add(outcome.frames);
+        self.counters.events.frames_split += outcome.frames;
         self.growing.end(chosen.iter().map(Split::live_bytes).sum());
         self.account_for_granules();
         outcome

@@ -36,19 +36,12 @@ impl Core {
     /// Takes free frames out of the heaps, and spare ones, until `target` bytes are held: those of the
     /// next blocks below an address, or, if that is `None`, of all blocks. Returns the address below
     /// which to go on; `None` if there are no more blocks.
-    pub(crate) fn begin_trim(
-        &mut self,
-        trim: &mut Trim,
-        below: Option<u64>,
-        target: u64,
-        spares_too: bool,
-        which: Which,
-    ) -> Option<u64> {
+    pub(crate) fn begin_trim(&mut self, trim: &mut Trim, below: Option<u64>, target: u64, which: Which) -> Option<u64> {
         let excess = self.reserved.saturating_sub(target);
         let paged = self.paged.as_mut()?;
         let granule = paged.granule;
         let wanted = excess.div_ceil(granule);
-        let loose = paged.spares.take(if spares_too { wanted } else { 0 });
+        let loose = paged.spares.take(if which.has_default() { wanted } else { 0 });
         let more = wanted.saturating_sub(loose.granules());
         let (donors, next) = match below {
             _ if more == 0 => (Vec::new(), None),
@@ -59,9 +52,7 @@ impl Core {
         trim.loose.extend(loose.iter());
         for donor in self.hold_all(donors) {
             self.heap.empty_held(donor.block);
-            let region = self.heap.region_of(donor.block);
-            let (pool, stream) = (region.pool, region.stream);
-            self.note_mapping(Action::SegmentUnmap, pool, stream, donor.addr, donor.bytes);
+            let pool = self.note_donor(Action::SegmentUnmap, &donor);
             let Some(paged) = &mut self.paged else { continue };
             paged.mapped_bytes[pool.kind() as usize] -= donor.bytes;
             let frames = paged.forget_mapped(donor.addr, donor.bytes);
@@ -79,13 +70,11 @@ impl Core {
     pub(crate) fn commit_trimmed(&mut self, donor: Donor, frames: &[Frame], was_unmapped: bool) {
         if was_unmapped {
             self.heap.unhold_as_hole(donor.block);
-            self.counters.num_device_free.add(1);
+            self.counters.events.num_device_free += 1;
             return;
         }
-        let region = self.heap.region_of(donor.block);
-        let (pool, stream) = (region.pool, region.stream);
+        let pool = self.note_donor(Action::SegmentMap, &donor);
         self.heap.unhold_as_free(donor.block);
-        self.note_mapping(Action::SegmentMap, pool, stream, donor.addr, donor.bytes);
         if let Some(paged) = &mut self.paged {
             paged.mapped_bytes[pool.kind() as usize] += donor.bytes;
             paged.put_all(donor.addr, frames);
@@ -155,21 +144,18 @@ impl Core {
         let mut left = 0;
         for (donor, unmoved) in donors.iter().zip(unmoved) {
             let range = donor.addr..donor.addr + donor.bytes;
-            let region = self.heap.region_of(donor.block);
-            let (pool, of_region) = (region.pool, region.stream);
             let Some(paged) = self.paged.as_mut() else { continue };
             if granules_of(&unmoved) * paged.granule == donor.bytes {
                 paged.put_all(donor.addr, &unmoved);
                 self.heap.unhold_as_free(donor.block);
                 continue;
             }
-            paged.mapped_bytes[pool.kind() as usize] -= donor.bytes;
             let Donor { block, after, .. } = *donor;
-            self.heap.empty_held(block);
-            let Some(paged) = self.paged.as_mut() else { continue };
             let last_use = Use { stream, after };
             paged.lingering.push(Lingering { block, range, last_use, unmoved });
-            self.note_mapping(Action::SegmentUnmap, pool, of_region, donor.addr, donor.bytes);
+            paged.mapped_bytes[self.heap.region_of(block).pool.kind() as usize] -= donor.bytes;
+            self.heap.empty_held(block);
+            self.note_donor(Action::SegmentUnmap, donor);
             left += donor.bytes;
         }
         left

@@ -6,6 +6,8 @@
 //! those are looked at, and runs with large free blocks before others. Among equally cheap ones the
 //! lowest address wins, which keeps the high ends of regions empty.
 
+use std::ops::Range;
+
 use crate::core::heap::{Block, Heap, Owner, State};
 use crate::types::{BlockId, PoolId, StreamId};
 
@@ -31,10 +33,15 @@ pub(crate) struct Window {
 }
 
 impl Window {
+    /// The addresses of the granules that it touches.
+    pub(crate) fn granules(&self, granule: u64) -> Range<u64> {
+        self.start / granule * granule..self.end.next_multiple_of(granule)
+    }
+
     /// Lengths of its holes, in the granules that they lack, by address.
     pub(crate) fn holes(&self, heap: &Heap, granule: u64) -> Vec<u64> {
         let holes = self.pieces.iter().map(|&id| heap.block(id)).filter(|block| block.state == State::Hole);
-        let (start, end) = (self.start / granule * granule, self.end.next_multiple_of(granule));
+        let Range { start, end } = self.granules(granule);
         holes.map(|hole| ((hole.addr + hole.size).min(end) - hole.addr.max(start)) / granule).collect()
     }
 }
@@ -81,7 +88,7 @@ fn beside_large_blocks(heap: &Heap, of: Of, least: u64) -> Vec<BlockId> {
     let (mut found, mut looked_at) = (Vec::new(), 0);
     let Some(free) = heap.index(of.pool, Owner::in_own_regions(of.stream)) else { return found };
     free.iter_from(least).take(heap.holes_count()).for_each(|key| {
-        let block = heap.block(key.block());
+        let block = heap.block(key.block);
         found.extend([block.prev, block.next].into_iter().find(|&id| heap.is_hole(id)));
         looked_at += 1;
     });

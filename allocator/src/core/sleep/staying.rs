@@ -71,7 +71,9 @@ impl Core {
                 _ => continue,
             };
             match is_to_sleep(block.pool, tag) {
-                true if !region.is_paged() => staying.extend(tag.map(|tag| (block.range(), Some(tag), KeptBy::Segment))),
+                true if !region.is_paged() => {
+                    staying.extend(tag.map(|tag| (block.range(), Some(tag), KeptBy::Segment)))
+                }
                 sleeps => in_use.push((block.range(), tag, sleeps)),
             }
         }
@@ -105,8 +107,10 @@ impl Core {
 /// Each range with its tag and its reason, by address.
 fn listed(mut staying: Vec<(Range<u64>, Option<Tag>, KeptBy)>) -> Vec<StayingAwake> {
     staying.sort_unstable_by_key(|(range, ..)| range.start);
-    let one = |(range, tag, why): (Range<u64>, Option<Tag>, KeptBy)| {
-        StayingAwake { range, tag: tag.and_then(Tag::name), why }
+    let one = |(range, tag, why): (Range<u64>, Option<Tag>, KeptBy)| StayingAwake {
+        range,
+        tag: tag.and_then(Tag::name),
+        why,
     };
     staying.into_iter().map(one).collect()
 }

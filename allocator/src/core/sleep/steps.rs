@@ -14,7 +14,6 @@
 //! again under the lock, so no other thread sees memory without it. While the whole allocator
 //! sleeps it is not needed, because nothing is allocated.
 
-use std::cmp::Reverse;
 use std::collections::btree_map::Entry;
 use std::ops::Range;
 
@@ -230,13 +229,9 @@ impl Core {
                 Donor { addr, bytes: end.min(one.range.end) - addr, ..donor }
             }));
         }
-        // Each block from its high end down, as holding it needs.
-        gone.sort_unstable_by_key(|donor| (donor.block, Reverse(donor.addr)));
         for donor in self.hold_all(gone.clone()) {
-            let region = self.heap.region_of(donor.block);
-            let (pool, stream) = (region.pool, region.stream);
+            self.note_donor(Action::SegmentUnmap, &donor);
             self.heap.unhold_as_hole(donor.block);
-            self.note_mapping(Action::SegmentUnmap, pool, stream, donor.addr, donor.bytes);
         }
         let gone = united(gone.into_iter().map(|donor| donor.addr..donor.addr + donor.bytes).collect());
         let left = ranges.into_iter().flat_map(|one| {
@@ -285,8 +280,6 @@ impl Core {
                 }
             }
         }
-        // Each block from its high end down, as holding it needs.
-        free.sort_unstable_by_key(|donor| (donor.block, Reverse(donor.addr)));
         let held = self.hold_all(free).into_iter().map(|donor| donor.block).collect();
         live.retain(|&id| self.mark_asleep(id));
         let freed = self.waiting.take_where(|waiting| touches(&waiting.block.range()));
@@ -364,7 +357,7 @@ impl Core {
         self.end_isolation();
         let ranges = self.forget_free(ranges);
         self.relist(ranges);
-        self.counters.num_device_free.add(u64::from(released > 0));
+        self.counters.events.num_device_free += u64::from(released > 0);
         self.account_for_granules();
     }
 
@@ -389,7 +382,7 @@ impl Core {
         if let Some(paged) = &mut self.paged {
             paged.in_hands = paged.in_hands + created - released;
         }
-        self.counters.num_device_alloc.add(u64::from(created > released));
+        self.counters.events.num_device_alloc += u64::from(created > released);
         self.account_for_granules();
         self.growing.end(lacking);
     }

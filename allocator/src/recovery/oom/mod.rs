@@ -8,7 +8,7 @@ use std::time::Duration;
 use aquifer_device::MemoryInfo;
 use seen::Seen;
 
-use crate::accounting::summary::attribute;
+use crate::accounting::memory_stats::attribute;
 use crate::allocator::Allocator;
 use crate::backing::growth::growth_bytes;
 use crate::core::Core;
@@ -85,7 +85,7 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     let memory = attribution.as_ref().map(|all| MemoryInfo { free: all.free, total: all.total });
     let state = allocator.state();
     let mut guard = state.lock();
-    guard.counters.num_ooms.add(1);
+    guard.counters.events.num_ooms += 1;
     let (pool, free) = (guard.pools.history_id(request.pool), memory.map_or(0, |memory| memory.free));
     let subject = Subject { addr: free, size: request.size, stream: request.stream, tag: request.tag, pool };
     guard.history.note(Action::Oom, subject);
@@ -94,25 +94,41 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
         from_blocks.extend(advice_to_lend(&guard, request));
         from_blocks.extend(advice_to_cross_streams(&guard, request));
     }
+    let mut seen = Seen::new(&guard, request, tried.own);
     let growth = if tried.dedicated { request.size } else { growth_bytes(allocator, &guard, request) };
     let lacking = if tried.dedicated { None } else { guard.lacking_bytes(request) };
-    let mut report = report(&guard, request, &tried);
-    let mut seen = Seen::new(&guard, request, tried.own);
-    report.is_mapped = tried.dedicated || guard.paged_granule_for(request).is_some();
-    report.growth = growth;
-    report.from_device = lacking.unwrap_or(growth);
-    report.allocated = guard.counters.bytes.current_of_all();
-    report.requested_live = guard.counters.requested.current_of_all() - guard.waiting().requested();
-    // No cached hit waits until the report has seen all blocks.
+    let own_pool = guard.pools.owner_of(request.pool).filter(|_| !tried.dedicated);
+    let padding = if tried.dedicated { 0 } else { request.size.saturating_sub(size_class::round(request.requested)) };
+    let mut report = OomReport {
+        device: allocator.device().info().ordinal,
+        device_name: allocator.device().info().name.clone(),
+        requested: request.requested,
+        padding,
+        is_mapped: tried.dedicated || guard.paged_granule_for(request).is_some(),
+        growth,
+        from_device: lacking.unwrap_or(growth),
+        stream_id: request.stream.0,
+        pool: own_pool.map(|private| private.id),
+        refusal: tried.refusal,
+        limit: allocator.limit(),
+        headroom: allocator.config().headroom,
+        memory,
+        allocated: guard.counters.bytes.current_of_all(),
+        requested_live: guard.counters.requested.current_of_all() - guard.waiting().requested(),
+        reserved: guard.reserved(),
+        waiting: guard.waiting_bytes().into_iter().map(|(stream, bytes)| (stream.0, bytes)).collect(),
+        attribution,
+        released: tried.released,
+        reclaimed: tried.reclaimers.iter().fold(0, |sum, one| sum.saturating_add(one.bytes)),
+        reclaimers: tried.reclaimers,
+        is_captured: guard.streams.captures(request.stream),
+        launched_pool: tried.launched_pool,
+        lent_by_graphs: guard.lent(),
+        ..OomReport::default()
+    };
     drop(guard);
     state.walk(|shared, passed| seen.add(shared, passed));
     let held = seen.tell(&mut report);
-    report.device = allocator.device().info().ordinal;
-    report.device_name.clone_from(&allocator.device().info().name);
-    report.limit = allocator.limit();
-    report.headroom = allocator.config().headroom;
-    report.memory = memory;
-    report.attribution = attribution;
     report.note_lacking();
     report.advise(from_blocks, &held, allocator.config().fail_fast);
     tracing::debug!(
@@ -145,52 +161,10 @@ fn save_snapshot(allocator: &Allocator, path: &Path, device: u32) {
     }
 }
 
-/// Builds the part of the report that needs no look at blocks.
-fn report(core: &Core, request: &Request, tried: &Tried) -> OomReport {
-    let private = |number| core.pools.owner_of(number);
-    OomReport {
-        device: 0,
-        device_name: String::new(),
-        requested: request.requested,
-        padding: if tried.dedicated { 0 } else { request.size.saturating_sub(size_class::round(request.requested)) },
-        is_mapped: false,
-        growth: 0,
-        from_device: 0,
-        lacking_below_limit: 0,
-        lacking_on_device: 0,
-        stream_id: request.stream.0,
-        pool: private(request.pool).filter(|_| !tried.dedicated).map(|private| private.id),
-        refusal: tried.refusal,
-        limit: None,
-        headroom: 0,
-        memory: None,
-        allocated: 0,
-        requested_live: 0,
-        reserved: core.reserved(),
-        unused_in_part: 0,
-        reserved_by_private_pools: 0,
-        largest_free: 0,
-        free_in_pool: 0,
-        pieces: 0,
-        waiting: core.waiting_bytes().into_iter().map(|(stream, bytes)| (stream.0, bytes)).collect(),
-        attribution: None,
-        largest_tags: Vec::new(),
-        released: tried.released,
-        reclaimed: tried.reclaimers.iter().fold(0, |sum, one| sum.saturating_add(one.bytes)),
-        reclaimers: tried.reclaimers.clone(),
-        kept_by_captures: 0,
-        is_captured: core.streams.captures(request.stream),
-        held_by_pool: 0,
-        launched_pool: tried.launched_pool,
-        lent_by_graphs: core.lent(),
-        advice: Vec::new(),
-    }
-}
-
 /// Advice to let streams reuse each other's blocks, if another one has a free block for the request.
 fn advice_to_cross_streams(core: &Core, request: &Request) -> Option<Advice> {
     let others = core.heap().indexes(request.pool).filter(|(owner, _)| owner.stream != request.stream);
-    let mut sizes = others.filter_map(|(_, index)| Some(index.first_fit(request.size)?.size()));
+    let mut sizes = others.filter_map(|(_, index)| Some(index.first_fit(request.size)?.size));
     sizes.next().map(|block| Advice::CrossStream { block })
 }
 
@@ -206,7 +180,7 @@ fn advice_to_lend(core: &Core, request: &Request) -> Vec<Advice> {
         let private = core.pools.owner_of(number).filter(|private| private.open && !private.keeps_for_graphs(number));
         let Some(private) = private else { continue };
         let own = heap.indexes(number).filter(|(owner, _)| owner.stream == request.stream);
-        for size in own.flat_map(|(_, index)| index.iter_from(request.size)).map(|key| key.size()) {
+        for size in own.flat_map(|(_, index)| index.iter_from(request.size)).map(|key| key.size) {
             largest.entry(private.id).and_modify(|largest| *largest = size.max(*largest)).or_insert(size);
         }
     }

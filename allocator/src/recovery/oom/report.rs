@@ -16,7 +16,7 @@ use crate::recovery::oom::advice::Advice;
 /// different moments.
 ///
 /// Its `Display` reads like PyTorch's message and then explains.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct OomReport {
     /// Ordinal of the device.

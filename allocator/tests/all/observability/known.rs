@@ -59,11 +59,11 @@ fn a_block_and_its_rest() {
     let (_, device, allocator) = setup("");
     let held = allocator.alloc_bytes((1 << 20) + 512, device.default_stream()).unwrap();
     let rest = (19 << 20) - 512;
-    let totals = allocator.snapshot().totals();
+    let totals = super::totals::totals(&allocator.snapshot());
     assert_eq!((totals.large_pool.inactive_split, totals.large_pool.inactive_split_bytes), (1, rest));
     assert_eq!(totals.small_pool.inactive_split, 0);
     drop(held);
-    assert_eq!(allocator.snapshot().totals().all.inactive_split, 0);
+    assert_eq!(super::totals::totals(&allocator.snapshot()).all.inactive_split, 0);
     let stats = allocator.stats();
     assert_eq!((stats.allocation.all.allocated, stats.allocation.all.freed), (1, 1));
     assert_eq!(stats.segment.all.current, 1);
@@ -175,7 +175,7 @@ fn fragmentation_of_a_hole() {
     let stream = device.default_stream();
     let mut held: Vec<_> = (0..4).map(|_| allocator.alloc_bytes(5 << 20, stream).unwrap()).collect();
     drop((held.remove(2), held.remove(0)));
-    let fragmentation = allocator.fragmentation_in(PoolKind::Large, 6 << 20);
+    let fragmentation = allocator.fragmentation(6 << 20);
     assert_eq!(
         (fragmentation.free_bytes, fragmentation.largest_free_block, fragmentation.free_blocks),
         (10 << 20, 5 << 20, 2)
@@ -184,11 +184,6 @@ fn fragmentation_of_a_hole() {
     let [range] = fragmentation.free_sizes[..] else { panic!("{fragmentation}") };
     assert_eq!((range.at_least, range.count, range.bytes), (4 << 20, 2, 10 << 20));
     assert!(allocator.fragmentation(5 << 20).unusable.abs() < 1e-9);
-    assert_eq!(allocator.fragmentation_in(PoolKind::Small, 1), {
-        let mut nothing = aquifer_allocator::Fragmentation::default();
-        (nothing.request_bytes, nothing.unusable) = (512, 1.0);
-        nothing
-    });
     let text = fragmentation.to_string();
     assert!(text.contains("50.0 % outside the largest, 100.0 % unusable for 6.00 MiB"), "{text}");
     drop(held);

@@ -6,3 +6,4 @@ mod machine;
 mod random;
 mod replay;
 mod threads;
+mod totals;

@@ -1,11 +1,11 @@
 //! Random programs: after every step everything that is said about the memory agrees.
 
-use aquifer_allocator::snapshot::PoolTotals;
 use aquifer_allocator::{Fragmentation, HistoryOptions, MemoryStats, PoolStats, Snapshot, Stat};
 use proptest::prelude::*;
 
 use super::machine::{Machine, Step, configs, steps};
 use super::replay::{check_history, check_segments};
+use super::totals::{PoolTotals, totals};
 
 /// Statistics of one pool, by which to read them.
 fn of_pool(stats: &MemoryStats, pool: fn(&PoolStats) -> Stat) -> PoolTotals {
@@ -25,7 +25,7 @@ fn of_pool(stats: &MemoryStats, pool: fn(&PoolStats) -> Stat) -> PoolTotals {
 const FRAME: u64 = 16 << 20;
 
 fn check_stats(stats: &MemoryStats, snapshot: &Snapshot, spare: u64) -> Result<(), TestCaseError> {
-    let mut totals = snapshot.totals();
+    let mut totals = totals(snapshot);
     // Spare frames are mapped nowhere, so they are in no segment; they count as memory of large pools.
     totals.all.reserved_bytes += spare;
     totals.large_pool.reserved_bytes += spare;
@@ -58,7 +58,7 @@ fn check_fragmentation(
     );
     if segments.clone().all(|segment| !segment.is_expandable) {
         let split = fragmentation.free_bytes - fragmentation.releasable_bytes;
-        prop_assert_eq!(split, snapshot.totals().all.inactive_split_bytes, "split");
+        prop_assert_eq!(split, totals(snapshot).all.inactive_split_bytes, "split");
     }
     let whole = segments.filter(|segment| segment.active_size == 0 && segment.blocks.len() == 1);
     prop_assert_eq!(fragmentation.releasable_segments, whole.count() as u64);
