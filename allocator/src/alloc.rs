@@ -9,6 +9,7 @@ use aquifer_device::{DevicePtr, Operation, Stream, fork};
 use crate::allocation::Allocation;
 use crate::allocator::{ALIGNMENT, Allocator};
 use crate::backing::segments::release_where;
+use crate::core::pools::Which;
 use crate::cross_stream::{poll_waiting, record_progress};
 use crate::error::AllocError;
 use crate::pools::{came_from_a_graph, refuse_capture, route_and_note};
@@ -247,7 +248,7 @@ fn search_and_climb(
     let may_find_more = special != 0 || !searched;
     // Everything that can fail comes before a block is taken.
     if special & special::NO_CACHE != 0 {
-        release_where(allocator, |core| core.releasable())?;
+        release_where(allocator, |core| core.whole_segments(Which::Unpromised))?;
     }
     let mut guard = state.enter();
     guard.stream(stream);

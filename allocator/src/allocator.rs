@@ -88,7 +88,7 @@ pub(crate) struct Inner {
     /// See [`Allocator::ready_stream`].
     ready_stream: OnceLock<Stream>,
     /// What was seen of the device's memory that no allocator holds.
-    outside: Mutex<Outside>,
+    pub(crate) outside: Mutex<Outside>,
 }
 
 impl fmt::Debug for Allocator {
@@ -299,10 +299,6 @@ impl Allocator {
     pub(crate) fn check_stream(&self, stream: &Stream) -> Result<(), AllocError> {
         let (is, needed) = (stream.device_id(), self.inner.device.id());
         if is == needed { Ok(()) } else { Err(AllocError::wrong_device("stream", is, needed)) }
-    }
-
-    pub(crate) fn outside(&self) -> &Mutex<Outside> {
-        &self.inner.outside
     }
 
     pub(crate) fn hooks(&self) -> &Arc<Hooks> {

@@ -70,13 +70,8 @@ pub(crate) fn wait_for_other(allocator: &Allocator, request: &Request) -> Result
     let Some(granted) = guard.take_ordered(request, &clock) else { return Ok(None) };
     guard.counters.events.cross_stream_waits += 1;
     drop(guard);
-    tracing::debug!(
-        target: "aquifer::wait",
-        stream = request.stream.0,
-        waits_for = owner.0,
-        bytes = request.size,
-        "a stream was made to wait for another one to reuse its memory"
-    );
+    let (stream, waits_for, bytes) = (request.stream.0, owner.0, request.size);
+    tracing::debug!(target: "aquifer::wait", stream, waits_for, bytes, "a stream waits for another one to reuse its memory");
     Ok(Some(granted))
 }
 

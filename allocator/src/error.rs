@@ -297,16 +297,10 @@ impl fmt::Display for WhySegments {
             }
             WhySegments::NoCache => write!(f, "nothing is cached (`no_cache:True`)"),
             WhySegments::DeviceCannot => write!(f, "the device cannot map memory"),
-            WhySegments::GranuleTooLarge { granule: Some(granule), total } => {
-                write!(
-                    f,
-                    "the device has {}, less than one granule of {} (`granule_mb`)",
-                    Bytes(*total),
-                    Bytes(*granule)
-                )
-            }
-            WhySegments::GranuleTooLarge { granule: None, total } => {
-                write!(f, "the device has {}, less than one granule (`granule_mb`)", Bytes(*total))
+            WhySegments::GranuleTooLarge { granule, total } => {
+                write!(f, "the device has {}, less than one granule", Bytes(*total))?;
+                granule.iter().try_for_each(|granule| write!(f, " of {}", Bytes(*granule)))?;
+                f.write_str(" (`granule_mb`)")
             }
             WhySegments::Failed(error) => {
                 write!(f, "mapping memory failed when the allocator was made, and is tried again by a new one: {error}")

@@ -9,7 +9,7 @@ use crate::size_class::PoolKind;
 use crate::tags::Tag;
 
 /// Number of a block in the slab.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct BlockId(pub(crate) u32);
 
 impl BlockId {
@@ -34,12 +34,6 @@ impl From<BlockId> for u32 {
     #[inline]
     fn from(id: BlockId) -> u32 {
         id.0
-    }
-}
-
-impl Default for BlockId {
-    fn default() -> BlockId {
-        BlockId::NONE
     }
 }
 
@@ -183,7 +177,7 @@ pub(crate) struct Granted {
 }
 
 /// A request on its way through the allocator.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Request {
     /// Bytes that the caller requested.
     pub(crate) requested: u64,

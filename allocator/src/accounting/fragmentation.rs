@@ -218,19 +218,11 @@ impl fmt::Display for Fragmentation {
         writeln!(f, "           {} of it can go back to the device", Bytes(self.releasable_bytes))?;
         writeln!(f, "allocated: {}, {} of it waste", Bytes(self.allocated_bytes), Bytes(self.internal_waste))?;
         writeln!(f, "waiting:   {}", Bytes(self.waiting_bytes))?;
-        writeln!(
-            f,
-            "free:      {} in {} blocks, the largest {}",
-            Bytes(self.free_bytes),
-            self.free_blocks,
-            Bytes(self.largest_free_block)
-        )?;
+        let (free, largest) = (Bytes(self.free_bytes), Bytes(self.largest_free_block));
+        writeln!(f, "free:      {free} in {} blocks, the largest {largest}", self.free_blocks)?;
         let (external, unusable) = (self.external * 100.0, self.unusable * 100.0);
-        write!(
-            f,
-            "           {external:.1} % outside the largest, {unusable:.1} % unusable for {}",
-            Bytes(self.request_bytes)
-        )?;
+        let request = Bytes(self.request_bytes);
+        write!(f, "           {external:.1} % outside the largest, {unusable:.1} % unusable for {request}")?;
         if self.address_bytes > 0 {
             let (holes, largest) = (self.address_holes, Bytes(self.largest_address_hole));
             let all = Bytes(self.address_bytes);

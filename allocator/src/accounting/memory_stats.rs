@@ -364,7 +364,7 @@ pub(crate) fn attribute(allocator: &Allocator, max_age: Option<Duration>) -> Res
     let before = held();
     let memory = device.memory_info()?;
     let is_recent = |at: &Instant| !device.info().is_virtual && max_age.is_some_and(|max_age| at.elapsed() < max_age);
-    let recent = allocator.outside().lock().last.clone().filter(|(at, _)| is_recent(at));
+    let recent = allocator.inner().outside.lock().last.clone().filter(|(at, _)| is_recent(at));
     let asks = recent.is_none() && max_age.is_some();
     let users = if asks { device.memory_users() } else { MemoryUsers::default() };
     let after = held();
@@ -390,7 +390,7 @@ pub(crate) fn attribute(allocator: &Allocator, max_age: Option<Duration>) -> Res
     let attributed = other_processes.iter().fold(ours.saturating_add(rest), |sum, one| sum.saturating_add(one.bytes));
 
     let unattributed = used(memory).saturating_sub(attributed);
-    let mut outside = allocator.outside().lock();
+    let mut outside = allocator.inner().outside.lock();
     let grown = used(memory).saturating_sub(most).saturating_sub(outside.at_open);
     outside.growth = outside.growth.max(grown);
     if let Some(own) = own {

@@ -92,7 +92,8 @@ impl Core {
 
     /// Wholly free segments of some pools that are not pinned.
     pub(crate) fn whole_segments(&self, which: Which) -> Vec<BlockId> {
-        self.pools_among(which).flat_map(|pool| self.whole_segments_in(pool)).collect()
+        let free = self.pools_among(which).flat_map(|pool| self.heap.free_blocks(pool)).map(|key| key.block);
+        free.filter(|&id| self.is_whole_segment(self.heap.block(id))).collect()
     }
 
     /// Whether a free block is a whole segment that may go back to the device.
@@ -100,22 +101,10 @@ impl Core {
         !block.is_split() && !self.heap.region(block.region).is_paged() && !self.pins.contains(block.addr)
     }
 
-    /// Wholly free segments that no pool keeps: those of the default pools and of closed private
-    /// pools.
-    pub(crate) fn releasable(&self) -> Vec<BlockId> {
-        self.whole_segments(Which::Unpromised)
-    }
-
     pub(crate) fn segment_released(&mut self, region: &Region) {
         self.leaving -= region.bytes;
         self.pools.forget_region(region.pool);
         self.counters.events.num_device_free += 1;
-    }
-
-    /// Wholly free segments of one pool of the heap that are not pinned.
-    pub(crate) fn whole_segments_in(&self, pool: PoolId) -> impl Iterator<Item = BlockId> + '_ {
-        let blocks = self.heap.free_blocks(pool).map(|key| key.block);
-        blocks.filter(move |&id| self.is_whole_segment(self.heap.block(id)))
     }
 
     /// Adds a region of mapped memory for requests like this one, in which nothing is mapped so far.

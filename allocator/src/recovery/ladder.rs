@@ -170,7 +170,7 @@ fn release_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried)
     allocator.device().settle();
     let launched = awaited_launches(allocator, None);
     wait_for_launched(allocator, &launched)?;
-    tried.released += release_where(allocator, |core| core.releasable())?;
+    tried.released += release_where(allocator, |core| core.whole_segments(Which::Unpromised))?;
     synchronize_free(allocator, Which::All)?;
     tried.released += release_granules_for(allocator, request, tried)?;
     allocator.state().shared().counters.events.num_alloc_retries += 1;
@@ -327,19 +327,21 @@ pub(crate) fn climb_dedicated<T>(
     allocator: &Allocator,
     request: &Request,
     mut tried: Tried,
-    mut attempt: impl FnMut() -> Result<Result<T, Refusal>, AllocError>,
+    mut take: impl FnMut() -> Result<Result<T, Refusal>, AllocError>,
 ) -> Result<T, AllocError> {
-    match attempt()? {
-        Ok(served) => return Ok(served),
-        Err(refusal) => tried.refusal = Some(refusal),
+    let mut attempt = |tried: &mut Tried| -> Result<Option<T>, AllocError> {
+        Ok(take()?.map_err(|refusal| tried.refusal = Some(refusal)).ok())
+    };
+    if let Some(served) = attempt(&mut tried)? {
+        return Ok(served);
     }
     // The calls that make room would break the capture.
     refuse_unannounced_capture(allocator, request.stream)?;
-    if tried.refusal != Some(Refusal::Addresses) && lend(allocator, request.size, false)? > 0 {
-        match attempt()? {
-            Ok(served) => return Ok(served),
-            Err(refusal) => tried.refusal = Some(refusal),
-        }
+    if tried.refusal != Some(Refusal::Addresses)
+        && lend(allocator, request.size, false)? > 0
+        && let Some(served) = attempt(&mut tried)?
+    {
+        return Ok(served);
     }
     if allocator.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
         allocator.state().shared().counters.events.num_oom_rejections += 1;
@@ -352,35 +354,35 @@ pub(crate) fn climb_dedicated<T>(
         let target = if lacks_addresses { 0 } else { may_stay_beside(allocator, request.size) };
         tried.released += allocator.trim_to(target)?;
         allocator.state().shared().counters.events.num_alloc_retries += 1;
-        match attempt()? {
-            Ok(served) => return Ok(served),
-            Err(refusal) => tried.refusal = Some(refusal),
+        if let Some(served) = attempt(&mut tried)? {
+            return Ok(served);
         }
         let of_pools = trim_idle_pools(allocator, target)?;
         if of_pools > 0 {
             tried.released += of_pools;
-            match attempt()? {
-                Ok(served) => return Ok(served),
-                Err(refusal) => tried.refusal = Some(refusal),
+            if let Some(served) = attempt(&mut tried)? {
+                return Ok(served);
             }
         }
         if !lacks_addresses && lend(allocator, request.size, true)? > 0 {
-            match attempt()? {
-                Ok(served) => return Ok(served),
-                Err(refusal) => tried.refusal = Some(refusal),
+            if let Some(served) = attempt(&mut tried)? {
+                return Ok(served);
+            }
+            // What takes no frames from here finds them on the device.
+            tried.released += allocator.trim_to(target)?;
+            if let Some(served) = attempt(&mut tried)? {
+                return Ok(served);
             }
         }
         while tried.refusal != Some(Refusal::Limit) && tried.ask_others(allocator, request.size) {
-            match attempt()? {
-                Ok(served) => return Ok(served),
-                Err(refusal) => tried.refusal = Some(refusal),
+            if let Some(served) = attempt(&mut tried)? {
+                return Ok(served);
             }
         }
         if !reclaimers.ask() {
             // Memory that other threads were moving was on no list when it was looked for.
             allocator.gate()?.wait();
-            return attempt()?.map_err(|refusal| {
-                tried.refusal = Some(refusal);
+            return attempt(&mut tried)?.ok_or_else(|| {
                 tried.reclaimers.extend(reclaimers.into_answers());
                 out_of_memory(allocator, request, tried)
             });

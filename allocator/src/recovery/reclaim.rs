@@ -124,12 +124,7 @@ thread_local! {
 fn run(reclaimer: &Reclaimer, request: &ReclaimRequest) -> Option<u64> {
     let _within = Within::enter(&RECLAIMING);
     let freed = contained(&format_args!("the reclaimer {:?}", reclaimer.name), || (reclaimer.reclaim)(request));
-    tracing::debug!(
-        target: "aquifer::reclaim",
-        reclaimer = %reclaimer.name,
-        bytes = request.bytes,
-        freed,
-        "a reclaimer was asked for memory"
-    );
+    let (name, bytes) = (&reclaimer.name, request.bytes);
+    tracing::debug!(target: "aquifer::reclaim", reclaimer = %name, bytes, freed, "a reclaimer was asked for memory");
     freed
 }

@@ -93,10 +93,6 @@ impl DedicatedMemory {
         }
     }
 
-    pub(crate) fn allocator(&self) -> &Allocator {
-        &self.allocator
-    }
-
     pub(crate) fn ptr(&self) -> DevicePtr {
         self.ptr
     }

@@ -145,14 +145,11 @@ fn can_export(allocator: &Allocator, kind: HandleKind) -> Result<(), AllocError>
             (Attribute::PosixFdHandles, "physical memory that can be exported as POSIX file descriptors")
         }
     };
-    match allocator.device().driver().attribute(attribute) {
-        Ok(0) => Err(AllocError::Request(RequestError::Unsupported { what })),
-        Err(error) if error.kind == ErrorKind::Unsupported => {
-            Err(AllocError::Request(RequestError::Unsupported { what }))
-        }
-        Ok(_) => Ok(()),
-        Err(error) => Err(error.into()),
-    }
+    let supports = match allocator.device().driver().attribute(attribute) {
+        Err(error) if error.kind == ErrorKind::Unsupported => 0,
+        supports => supports?,
+    };
+    if supports == 0 { Err(AllocError::Request(RequestError::Unsupported { what })) } else { Ok(()) }
 }
 
 fn try_exportable(

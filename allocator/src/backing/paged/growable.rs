@@ -176,7 +176,8 @@ impl Growable {
         self.storage.note_growth(stream)?;
         self.order_after(stream, self.rest.iter().copied())?;
         if size > self.size() {
-            let retaken = self.take_retired(size);
+            let (base, end) = (self.ptr().0, self.ptr().0 + size);
+            let retaken = self.allocator().state().shared().take_retired(base, end);
             if let Err(error) = self.fill(size, bytes, stream, &retaken) {
                 self.put_back(retaken, size);
                 return Err(error);
@@ -225,7 +226,7 @@ impl Growable {
     }
 
     fn allocator(&self) -> &Allocator {
-        self.memory.allocator()
+        self.storage.allocator()
     }
 
     /// Its bytes rounded up to whole granules, all of which have memory.
@@ -256,13 +257,6 @@ impl Growable {
             }
         }
         Ok(())
-    }
-
-    /// Takes memory that was given up and not recycled yet, up to `size`, off the list of deferred
-    /// memory.
-    fn take_retired(&self, size: u64) -> Vec<DeferredRelease> {
-        let (base, end) = (self.ptr().0, self.ptr().0 + size);
-        self.allocator().state().shared().take_retired(base, end)
     }
 
     /// Retires the memory that a failed growth to `size` has got so far.

@@ -18,15 +18,6 @@ use crate::allocator::Allocator;
 use crate::backing::choose::try_mapping;
 use crate::error::AllocError;
 
-/// The memory that a pin keeps in place.
-#[derive(Clone, Copy, Debug)]
-enum Pinned {
-    Nothing,
-    Segment,
-    /// Granules of so many bytes.
-    Granules(u64),
-}
-
 /// Keeps the memory of an allocation where it is until it is dropped, also after the allocation
 /// was: it is not moved, unmapped or given back to the device, but may be handed out again.
 /// Dropping it makes no driver call. It keeps the allocator open.
@@ -35,7 +26,8 @@ enum Pinned {
 pub struct PinnedMapping {
     allocator: Allocator,
     range: Range<u64>,
-    pinned: Pinned,
+    /// Bytes from one pinned place to the next.
+    step: u64,
 }
 
 impl Allocator {
@@ -71,7 +63,7 @@ impl Allocator {
         let _gate = self.gate()?.shared();
         let mut shared = self.state().shared();
         let Some(block) = allocation.block() else {
-            return Ok(PinnedMapping { allocator: self.kept_open(), range: 0..0, pinned: Pinned::Nothing });
+            return Ok(PinnedMapping { allocator: self.kept_open(), range: 0..0, step: u64::MAX });
         };
         if !std::ptr::eq(allocation.state(), self.state()) {
             drop(shared);
@@ -83,17 +75,17 @@ impl Allocator {
         }
         let region = shared.heap().region_of(block);
         let segment = (!region.is_paged()).then_some(region.addr..region.addr + region.bytes);
-        let (range, pinned) = match (segment, shared.paged()) {
+        let (range, step) = match (segment, shared.paged()) {
             (None, Some(paged)) => {
                 let Range { start, end } = allocation.range();
                 let granule = paged.granule;
-                (start / granule * granule..end.next_multiple_of(granule), Pinned::Granules(granule))
+                (start / granule * granule..end.next_multiple_of(granule), granule)
             }
-            (segment, _) => (segment.unwrap_or_default(), Pinned::Segment),
+            (segment, _) => (segment.unwrap_or_default(), u64::MAX),
         };
-        places(&range, pinned).for_each(|addr| shared.pins.add(addr));
+        places(&range, step).for_each(|addr| shared.pins.add(addr));
         drop(shared);
-        Ok(PinnedMapping { allocator: self.kept_open(), range, pinned })
+        Ok(PinnedMapping { allocator: self.kept_open(), range, step })
     }
 }
 
@@ -111,17 +103,13 @@ impl Drop for PinnedMapping {
             return;
         }
         let mut shared = self.allocator.state().shared();
-        places(&self.range, self.pinned).for_each(|addr| shared.pins.remove(addr));
+        places(&self.range, self.step).for_each(|addr| shared.pins.remove(addr));
     }
 }
 
 /// The places that a pin counts.
-fn places(range: &Range<u64>, pinned: Pinned) -> impl Iterator<Item = u64> {
-    let step = match pinned {
-        Pinned::Granules(granule) => usize::try_from(granule).unwrap_or(usize::MAX),
-        Pinned::Nothing | Pinned::Segment => usize::MAX,
-    };
-    range.clone().step_by(step)
+fn places(range: &Range<u64>, step: u64) -> impl Iterator<Item = u64> {
+    range.clone().step_by(usize::try_from(step).unwrap_or(usize::MAX))
 }
 
 impl Allocator {

@@ -316,7 +316,7 @@ impl Members {
 
 /// A set of holes.
 #[derive(Debug, Default)]
-pub(super) struct HoleIndex {
+pub(crate) struct HoleIndex {
     by_address: BTreeMap<(PoolId, StreamId, u64), BlockId>,
     /// The same holes. Their bits are close together in the cache, where blocks' records are not.
     members: Members,
@@ -334,16 +334,16 @@ impl HoleIndex {
         id.into_iter().for_each(|id| self.members.remove(id));
     }
 
-    pub(super) fn contains(&self, id: BlockId) -> bool {
+    pub(crate) fn contains(&self, id: BlockId) -> bool {
         self.members.contains(id)
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.by_address.len()
     }
 
     /// The holes of a pool in a stream's regions, by address.
-    pub(super) fn of(&self, pool: PoolId, stream: StreamId) -> impl Iterator<Item = BlockId> + '_ {
+    pub(crate) fn of(&self, pool: PoolId, stream: StreamId) -> impl Iterator<Item = BlockId> + '_ {
         self.by_address.range((pool, stream, 0)..=(pool, stream, u64::MAX)).map(|(_, &id)| id)
     }
 

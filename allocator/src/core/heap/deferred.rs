@@ -206,7 +206,7 @@ mod tests {
         let (base, granule) = (1 << 30, 4096);
         let mut heap = Heap::new(true);
         heap.add_reservation(base, blocks * granule, StreamId(0), PoolId::SMALL, granule);
-        let hole = heap.holes().next().unwrap().0;
+        let hole = heap.hole_blocks().next().unwrap().0;
         let held = heap.hold(hole, base, base + blocks * granule);
         heap.unhold_as_free(held.id);
         let live = (0..blocks)
@@ -254,7 +254,7 @@ mod tests {
         let (mut heap, live) = full_heap(2 * MANY as u64);
         let large = 2 * SMALL_SIZE;
         heap.add_reservation(1 << 40, large, StreamId(0), PoolId::LARGE, large);
-        let hole = heap.holes().next().unwrap().0;
+        let hole = heap.hole_blocks().next().unwrap().0;
         let held = heap.hold(hole, 1 << 40, (1 << 40) + large);
         heap.unhold_as_free(held.id);
         let block = heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::LARGE, large, large).unwrap();

@@ -11,7 +11,7 @@
 //! until then its own tick counts for all of it.
 
 use super::last_use::{Granules, LastUses, RecentUse};
-use super::{Block, Heap, Region, State};
+use super::{Block, Heap, HoleIndex, Region, State};
 use crate::types::{After, BlockId, PoolId, StreamId};
 
 /// The parts of a block of which one part is held.
@@ -117,24 +117,14 @@ impl Heap {
         self.empty_reservations.iter().copied()
     }
 
-    /// Number of holes that are not held.
-    pub(crate) fn holes_count(&self) -> usize {
-        self.holes.len()
-    }
-
-    /// True if a block is a hole that is not held. Its record is not read.
-    pub(crate) fn is_hole(&self, id: BlockId) -> bool {
-        self.holes.contains(id)
-    }
-
-    /// The holes of a pool in a stream's regions that are not held, by address.
-    pub(crate) fn holes_of(&self, pool: PoolId, stream: StreamId) -> impl Iterator<Item = BlockId> + '_ {
-        self.holes.of(pool, stream)
+    /// The holes that are not held.
+    pub(crate) fn holes(&self) -> &HoleIndex {
+        &self.holes
     }
 
     /// Every hole that is not held, pool by pool.
     #[cfg(test)]
-    pub(crate) fn holes(&self) -> impl Iterator<Item = (BlockId, &Block)> + '_ {
+    pub(crate) fn hole_blocks(&self) -> impl Iterator<Item = (BlockId, &Block)> + '_ {
         self.holes.iter().map(|id| (id, &self.blocks[id]))
     }
 
@@ -317,7 +307,7 @@ mod tests {
     }
 
     fn hole_at(heap: &Heap, addr: u64) -> BlockId {
-        let found = heap.holes().find(|(_, block)| block.addr <= addr && addr < block.addr + block.size);
+        let found = heap.hole_blocks().find(|(_, block)| block.addr <= addr && addr < block.addr + block.size);
         found.map(|(id, _)| id).unwrap()
     }
 
@@ -330,18 +320,18 @@ mod tests {
     #[test]
     fn memory_comes_and_goes_by_granules() {
         let mut heap = heap(8);
-        assert_eq!((heap.memory(), heap.holes().count()), (0, 1));
+        assert_eq!((heap.memory(), heap.hole_blocks().count()), (0, 1));
         let block = fill(&mut heap, 2, 3);
-        assert_eq!((heap.memory(), heap.free, heap.holes().count()), (3 * GRANULE, 3 * GRANULE, 2));
+        assert_eq!((heap.memory(), heap.free, heap.hole_blocks().count()), (3 * GRANULE, 3 * GRANULE, 2));
         assert_eq!(heap.check(), Ok(()));
         let at = BASE + 3 * GRANULE;
         let held = heap.hold(block, at, at + GRANULE).id;
         assert_eq!((heap.free, heap.held_bytes, heap.in_use()), (2 * GRANULE, GRANULE, 0));
         assert_eq!(heap.check(), Ok(()));
         heap.unhold_as_hole(held);
-        assert_eq!((heap.memory(), heap.holes().count()), (2 * GRANULE, 3));
+        assert_eq!((heap.memory(), heap.hole_blocks().count()), (2 * GRANULE, 3));
         fill(&mut heap, 3, 1);
-        assert_eq!((heap.memory(), heap.holes().count()), (3 * GRANULE, 2));
+        assert_eq!((heap.memory(), heap.hole_blocks().count()), (3 * GRANULE, 2));
         assert_eq!(heap.check(), Ok(()));
     }
 

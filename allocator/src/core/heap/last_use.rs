@@ -284,7 +284,7 @@ mod recent_tests {
     fn heap() -> Heap {
         let mut heap = Heap::new(true);
         heap.add_reservation(BASE, GRANULES as u64 * GRANULE, StreamId(0), PoolId::SMALL, GRANULE);
-        let hole = heap.holes().next().unwrap().0;
+        let hole = heap.hole_blocks().next().unwrap().0;
         let held = heap.hold(hole, BASE, BASE + GRANULES as u64 * GRANULE);
         heap.unhold_as_free(held.id);
         heap

@@ -29,8 +29,9 @@ use pools::Pools;
 use crate::tags::Tag;
 use crate::types::{After, BlockId, PoolId, StreamId};
 
+pub(crate) use block::HoleIndex;
 pub(crate) use block::{Block, Slab, State};
-use block::{HoleIndex, Members, Strays};
+use block::{Members, Strays};
 pub(crate) use holes::Holding;
 pub(crate) use index::{IndexView, Key};
 pub(crate) use last_use::LastUses;

@@ -174,7 +174,7 @@ mod tests {
         heap.add_reservation(BASE, 8 * G, StreamId(0), PoolId::SMALL, G);
         for at in [1, 2, 5] {
             let addr = BASE + at * G;
-            let hole = heap.holes().find(|(_, hole)| hole.range().contains(&addr)).map(|(id, _)| id).unwrap();
+            let hole = heap.hole_blocks().find(|(_, hole)| hole.range().contains(&addr)).map(|(id, _)| id).unwrap();
             let held = heap.hold(hole, addr, addr + G).id;
             heap.unhold_as_free(held);
         }

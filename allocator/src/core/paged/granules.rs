@@ -11,7 +11,7 @@ use crate::core::paged::deferred_release::DeferredReleases;
 use crate::core::paged::frames::{Frame, Lingering, LooseFrames, granules_of};
 use crate::core::paged::places::Places;
 use crate::core::paged::{Capacity, Pins};
-use crate::core::sleep::{Sleep, within};
+use crate::core::sleep::{Sleep, united, within};
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
 use crate::types::{BlockId, PoolId, StreamId};
@@ -31,9 +31,6 @@ pub(crate) struct Paged {
     pub(crate) access: Vec<u32>,
     /// Reservations, by their first address.
     reservations: BTreeMap<u64, Mapped>,
-    /// Bytes of those that are regions of heaps, and of the others.
-    heap_addresses: u64,
-    dedicated_addresses: u64,
     /// Owners of reservations outside of heaps, by the first address.
     pub(crate) owned: BTreeMap<u64, Owned>,
     /// Bytes that they have.
@@ -127,8 +124,6 @@ impl Paged {
             may_alias: ability.may_alias,
             access: vec![ordinal],
             reservations,
-            heap_addresses: 0,
-            dedicated_addresses: 0,
             owned: BTreeMap::new(),
             owned_bytes: 0,
             deferred_release: DeferredReleases::new(granule),
@@ -148,15 +143,13 @@ impl Paged {
         // Exportable memory is one place, however large, so that there is one handle to export.
         let granule = if purpose == Purpose::Exportable { bytes } else { self.granule };
         let places = Places::new(usize::try_from(bytes / granule).unwrap_or(0));
-        *self.addresses_mut(purpose) += bytes;
         self.reservations.insert(addr, Mapped { bytes, purpose, kind, granule, places });
     }
 
     /// Forgets a reservation, and returns its length in bytes.
     pub(crate) fn remove_reservation(&mut self, addr: u64) -> u64 {
-        let Some(Mapped { bytes, purpose, places, .. }) = self.reservations.remove(&addr) else { return 0 };
+        let Some(Mapped { bytes, places, .. }) = self.reservations.remove(&addr) else { return 0 };
         debug_assert!(places.all().next().is_none());
-        *self.addresses_mut(purpose) -= bytes;
         bytes
     }
 
@@ -179,17 +172,13 @@ impl Paged {
 
     /// Bytes of reserved addresses.
     pub(crate) fn address_bytes(&self) -> u64 {
-        self.heap_addresses + self.dedicated_addresses
+        self.reservations.values().map(|mapped| mapped.bytes).sum()
     }
 
     /// Bytes of reserved addresses outside of heaps.
     pub(crate) fn dedicated_address_bytes(&self) -> u64 {
-        self.dedicated_addresses
-    }
-
-    /// The count of reserved bytes that a reservation is part of.
-    fn addresses_mut(&mut self, purpose: Purpose) -> &mut u64 {
-        if purpose == Purpose::Heap { &mut self.heap_addresses } else { &mut self.dedicated_addresses }
+        let dedicated = self.reservations.values().filter(|mapped| mapped.purpose != Purpose::Heap);
+        dedicated.map(|mapped| mapped.bytes).sum()
     }
 
     /// The reservation that a range lies in, and the places that it touches there.
@@ -322,7 +311,8 @@ impl Paged {
         let Some((reserved, touched)) = self.touched(range) else { return Vec::new() };
         let step = usize::try_from(reserved.granule).unwrap_or(usize::MAX);
         let places = (range.start..).step_by(step).zip(reserved.places.have_memory(touched));
-        joined(places.filter(|&(_, has_memory)| pick(has_memory)).map(|(at, _)| at..at + reserved.granule))
+        let picked = places.filter(|&(_, has_memory)| pick(has_memory));
+        united(picked.map(|(at, _)| at..at + reserved.granule).collect())
     }
 
     /// The contiguous ranges of memory outside of heaps. Each comes with its owner's record, whose
@@ -369,18 +359,6 @@ impl Paged {
         loose.extend(self.spares.iter().chain(unmoved).map(|frame| frame.physical));
         (reservations, loose)
     }
-}
-
-/// Ranges, given by address, with those joined that lie side by side.
-fn joined(ranges: impl Iterator<Item = Range<u64>>) -> Vec<Range<u64>> {
-    let mut runs: Vec<Range<u64>> = Vec::new();
-    for range in ranges {
-        match runs.last_mut() {
-            Some(last) if last.end == range.start => last.end = range.end,
-            _ => runs.push(range),
-        }
-    }
-    runs
 }
 
 /// The frames that lie wholly within a range, from the high end down.

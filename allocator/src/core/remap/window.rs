@@ -87,12 +87,12 @@ pub(crate) fn cheapest(heap: &Heap, of: Of, size: u64, granule: u64) -> Option<W
 fn beside_large_blocks(heap: &Heap, of: Of, least: u64) -> Vec<BlockId> {
     let (mut found, mut looked_at) = (Vec::new(), 0);
     let Some(free) = heap.index(of.pool, Owner::in_own_regions(of.stream)) else { return found };
-    free.iter_from(least).take(heap.holes_count()).for_each(|key| {
+    free.iter_from(least).take(heap.holes().len()).for_each(|key| {
         let block = heap.block(key.block);
-        found.extend([block.prev, block.next].into_iter().find(|&id| heap.is_hole(id)));
+        found.extend([block.prev, block.next].into_iter().find(|&id| heap.holes().contains(id)));
         looked_at += 1;
     });
-    if looked_at >= heap.holes_count() {
+    if looked_at >= heap.holes().len() {
         return Vec::new();
     }
     found.sort_unstable_by_key(|&id| heap.block(id).addr);
@@ -112,7 +112,7 @@ fn runs_of(heap: &Heap, of: Of, holes: Vec<BlockId>) -> impl Iterator<Item = Ext
 /// All runs with a hole in a pool, by ascending address. Reads no record of a block beside a run: a
 /// search takes most of its time waiting for records.
 fn all_runs(heap: &Heap, of: Of) -> impl Iterator<Item = Extent> {
-    let mut holes = heap.holes_of(of.pool, of.stream).peekable();
+    let mut holes = heap.holes().of(of.pool, of.stream).peekable();
     let free_block = move |id: BlockId| of.is_free(heap, id).then(|| heap.block(id));
     std::iter::from_fn(move || {
         let first = holes.next()?;
@@ -174,7 +174,7 @@ impl Of {
 
     /// True if a block in such a region is a piece of a run. Mostly its record is not read.
     fn is_piece(self, heap: &Heap, id: BlockId) -> bool {
-        heap.is_hole(id) || self.is_free(heap, id)
+        heap.holes().contains(id) || self.is_free(heap, id)
     }
 }
 
@@ -282,7 +282,7 @@ mod tests {
         let mut taken = Vec::new();
         for (at, letter) in map.bytes().enumerate().filter(|(_, letter)| *letter != b'.') {
             let addr = BASE + at as u64 * G;
-            let hole = heap.holes().find(|(_, hole)| hole.addr <= addr && addr < hole.addr + hole.size);
+            let hole = heap.hole_blocks().find(|(_, hole)| hole.addr <= addr && addr < hole.addr + hole.size);
             let held = heap.hold(hole.unwrap().0, addr, addr + G).id;
             let free = heap.unhold_as_free(held);
             let id = heap.take(free, StreamId(0), G, G);
@@ -364,7 +364,7 @@ mod tests {
         #[test]
         fn runs_are_found_in_order_as_from_each_hole(map in "[.fl]{1,40}") {
             let heap = heap(&map);
-            prop_assert!(all_runs(&heap, OF).eq(runs_of(&heap, OF, heap.holes_of(PoolId::SMALL, StreamId(0)).collect())));
+            prop_assert!(all_runs(&heap, OF).eq(runs_of(&heap, OF, heap.holes().of(PoolId::SMALL, StreamId(0)).collect())));
         }
     }
 

@@ -123,18 +123,12 @@ impl fmt::Display for Advice {
                 write!(f, "let private pool ({a}, {b}) lend its memory (use_on_oom): it has {} free", Bytes(*block))
             }
             Advice::CrossStream { block } => {
-                write!(
-                    f,
-                    "let streams reuse each other's blocks (cross_stream): another one has {} free",
-                    Bytes(*block)
-                )
+                let free = Bytes(*block);
+                write!(f, "let streams reuse each other's blocks (cross_stream): another one has {free} free")
             }
             Advice::EmptyCache { cached } => {
-                write!(
-                    f,
-                    "call empty_cache(), which gives back what is cached ({}), or do without throw_on_cudamalloc_oom",
-                    Bytes(*cached)
-                )
+                write!(f, "call empty_cache(), which gives back what is cached ({}), or ", Bytes(*cached))?;
+                f.write_str("do without throw_on_cudamalloc_oom")
             }
             Advice::AfterCapture { cached } => {
                 write!(f, "wait until no stream captures, or call empty_cache() before a capture begins")?;
@@ -147,10 +141,10 @@ impl fmt::Display for Advice {
                 write!(f, "call PrivatePool::empty_cache() of the request's own pool, which holds {}", Bytes(*held))
             }
             Advice::DropGraphs { held } => {
+                let held = Bytes(*held);
                 write!(
                     f,
-                    "drop the graphs that use the request's own pool, which holds {}, and call its empty_cache()",
-                    Bytes(*held)
+                    "drop the graphs that use the request's own pool, which holds {held}, and call its empty_cache()"
                 )
             }
             Advice::EndPins { held } => write!(f, "drop pins, which keep {} in place", Bytes(*held)),

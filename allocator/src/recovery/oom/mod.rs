@@ -131,14 +131,8 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     let held = seen.tell(&mut report);
     report.note_lacking();
     report.advise(from_blocks, &held, allocator.config().fail_fast);
-    tracing::debug!(
-        target: "aquifer::oom",
-        stream = request.stream.0,
-        requested = report.requested,
-        allocated = report.allocated,
-        reserved = report.reserved,
-        "out of memory"
-    );
+    let OomReport { stream_id: stream, requested, allocated, reserved, .. } = report;
+    tracing::debug!(target: "aquifer::oom", stream, requested, allocated, reserved, "out of memory");
     allocator.hooks().notify(&report);
     if let Some(path) = &allocator.config().oom_snapshot
         && allocator.hooks().is_first_refusal()

@@ -42,6 +42,7 @@ pub(super) struct Held {
 }
 
 /// Sums over the blocks passed so far.
+#[derive(Default)]
 pub(super) struct Seen {
     request: Request,
     /// True if a stream of the device captures, so that no memory goes back.
@@ -70,13 +71,8 @@ impl Seen {
         let mut held = Held { own, captures, ..Held::default() };
         held.own_pool_has_graphs = promised(core, request.pool)
             .is_some_and(|private| private.numbers().any(|number| private.keeps_for_graphs(number)));
-        held.capturing.extend(
-            core.waiting_bytes()
-                .iter()
-                .map(|&(stream, _)| stream)
-                .filter(|&stream| core.streams.captures(stream))
-                .map(u32::from),
-        );
+        let waited_for = core.waiting_bytes().into_iter().map(|(stream, _)| stream);
+        held.capturing = waited_for.filter(|&stream| core.streams.captures(stream)).map(u32::from).collect();
         let mut tags = HashMap::new();
         if let Some(paged) = core.paged() {
             held.cached += paged.spares.granules() * paged.granule;
@@ -85,18 +81,7 @@ impl Seen {
                 *tags.entry(owned.tag.0).or_default() += owned.size;
             }
         }
-        Seen {
-            request: *request,
-            captures,
-            held,
-            pieces: 0,
-            free: 0,
-            largest: 0,
-            unused_in_part: 0,
-            kept_by_captures: 0,
-            reserved_by_private_pools: 0,
-            tags,
-        }
+        Seen { request: *request, captures, held, tags, ..Seen::default() }
     }
 
     /// Adds a block, and with the first one of a region what depends on the region.
