@@ -84,7 +84,7 @@ fn an_idle_graph_lends_its_memory_and_each_launch_has_it_again() {
         let refused = copying.launch(round + 100, stream).unwrap_err();
         assert!(refused.is_out_of_memory() && is_of_launch(&refused), "{refused}");
         let text = refused.to_string();
-        assert!(text.contains("a launch, of a graph whose memory was lent while it was idle"), "{text}");
+        assert!(text.contains("for: memory that idle graphs of a pool lent; nothing was launched"), "{text}");
         assert_eq!(other.slice(..3).to_vec(stream).unwrap(), [7; 3], "nothing was launched");
         drop(other);
         copying.launch(round + 50, stream).unwrap();

@@ -92,9 +92,9 @@ pub struct OomReport {
     pub is_captured: bool,
     /// Bytes that the request's private pool holds.
     pub held_by_pool: u64,
-    /// The private pool of a graph that was to be launched, if that is what the memory was for: the
-    /// pool had lent as much while its graphs were idle
-    /// ([`PoolOptions::lends_when_idle`](crate::PoolOptions::lends_when_idle)).
+    /// The private pool that had lent as much while its graphs were idle
+    /// ([`PoolOptions::lends_when_idle`](crate::PoolOptions::lends_when_idle)), if the memory was for a
+    /// launch of one of them, or for the capture of another.
     pub launched_pool: Option<(u64, u64)>,
     /// Bytes that idle graphs have lent, in all.
     pub lent_by_graphs: u64,
@@ -149,7 +149,7 @@ impl OomReport {
             write!(f, "\n  for: a capture, whose pool holds {held}; while it lasts, no memory moves or goes back")?;
         }
         if self.launched_pool.is_some() {
-            write!(f, "\n  for: a launch, of a graph whose memory was lent while it was idle; nothing was launched")?;
+            write!(f, "\n  for: memory that idle graphs of a pool lent; nothing was launched")?;
         }
         if self.lent_by_graphs > 0 {
             write!(f, "\n  lent by idle graphs, whose launches need as much again: {}", Bytes(self.lent_by_graphs))?;
