@@ -224,8 +224,8 @@ pub struct KeptAwakeBy {
     /// Number of [`crate::Reservation`]s on its memory: transfers that are not enqueued yet have
     /// them.
     pub reservations: u64,
-    /// Number of [`crate::WakeLock`]s of [`crate::Allocator::keep_awake`], among them those of library code at
-    /// work.
+    /// Number of [`crate::WakeLock`]s of [`crate::Allocator::keep_awake`], among them those of
+    /// library code at work.
     pub wake_locks: u64,
     /// Whether the calling thread has any of them: then waiting is in vain.
     pub is_this_thread: bool,

@@ -1,5 +1,5 @@
-//! The allocators of a process: the shared one of each device, and giving unused memory back, of all open
-//! ones and of one that closes.
+//! The allocators of a process: the shared one of each device, and giving unused memory back, of
+//! all open ones and of one that closes.
 
 use std::sync::{Arc, Weak};
 

@@ -100,11 +100,8 @@ impl MemoryStats {
     /// `allocated_bytes.all.peak`.
     ///
     /// Some are always the same here. Free pieces of segments (`inactive_split` and
-    /// `inactive_split_bytes`) are not counted, and are 0: [`Snapshot::totals`] sums them up. No block
-    /// is oversize, so `oversize_allocations` and `oversize_segments` are 0, and `max_split_size` is
-    /// -1 for unlimited.
-    ///
-    /// [`Snapshot::totals`]: crate::Snapshot::totals
+    /// `inactive_split_bytes`) are not counted, and are 0: a snapshot has them. No block is oversize, so
+    /// `oversize_allocations` and `oversize_segments` are 0, and `max_split_size` is -1 for unlimited.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};

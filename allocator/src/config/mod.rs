@@ -79,9 +79,9 @@ pub struct Config {
     pub granule: Option<u64>,
     /// Size in bytes of the largest frames, the pieces in which physical memory is taken from the
     /// device and mapped with [`Backing::Paged`]: a power of two, at least 2 MiB. A frame is one
-    /// granule or several. `None`, the default, is 16 MiB, but less for small blocks and for programs
-    /// that use less than 4 GiB. Either way frames are granules while memory is scarce. As large as a granule, every
-    /// frame is one. Option `frame_mb`.
+    /// granule or several. `None`, the default, is 16 MiB, but less for small blocks and for
+    /// programs that use less than 4 GiB. Either way frames are granules while memory is scarce. As
+    /// large as a granule, every frame is one. Option `frame_mb`.
     pub frame: Option<u64>,
     /// Whether frames that are partly in use are split before a request is refused. Option
     /// `split_frames`.

@@ -8,9 +8,9 @@
 //! Adding needs no atomic read-modify-write, as the caller holds the allocator's lock: of the two that
 //! a pair of calls would make otherwise, one is 7 to 10 ns.
 //!
-//! Memory: levels are kept, with their allocator state. One is added when half of the newest one is in use,
-//! so the table takes at most some 128 bytes for each pointer of the largest number that were live
-//! at one time.
+//! Memory: levels are kept, with their allocator state. One is added when half of the newest one is
+//! in use, so the table takes at most some 128 bytes for each pointer of the largest number that
+//! were live at one time.
 //!
 //! Invariants, which `schedules.rs` explores:
 //! * the key of an entry is 0 (vacant), a pointer, or a pointer with [`BUSY`]; a vacant entry is

@@ -1,8 +1,9 @@
 //! Recovery: the attempts to serve a request that no cached block serves, up to the report that
 //! memory has run out.
 //!
-//! `ladder.rs` tries one rung after the other, among them reclaimers (`reclaim.rs`). `hooks.rs` keeps
-//! the callbacks that are registered with an allocator. The last rung is the out-of-memory report (`oom/`).
+//! `ladder.rs` tries one rung after the other, among them reclaimers (`reclaim.rs`). `hooks.rs`
+//! keeps the callbacks that are registered with an allocator. The last rung is the out-of-memory
+//! report (`oom/`).
 
 use std::sync::Arc;
 

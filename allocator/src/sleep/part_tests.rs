@@ -310,9 +310,8 @@ fn a_thousand_cycles_leave_nothing_behind() {
     let blocks: Vec<_> = (0..6).map(|n| setup.alloc(["weights", "kv"][n % 2], 2 * MIB, low(n))).collect();
     let keeps = |setup: &Setup| {
         let shared = setup.allocator.state().shared();
-        let paged = shared.paged().unwrap();
-        let sleeping = (paged.sleep.is_any(), paged.sleep.addresses().len());
-        let lists = (sleeping, shared.used_elsewhere(), shared.waiting().is_empty());
+        let asleep = shared.paged().unwrap().sleep.addresses().len();
+        let lists = (asleep, shared.used_elsewhere(), shared.waiting().is_empty());
         drop(shared);
         let sim = &setup.sim;
         (setup.allocator.memory_reserved(), sim.held_bytes(), format!("{:?}", sim.live_objects()), lists)

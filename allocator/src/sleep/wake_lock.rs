@@ -12,8 +12,9 @@
 //! one of the two sees the other. It reads the counts and decides under the allocator's
 //! lock, and a newcomer that sees a flag looks under it, so it learns what was decided.
 //!
-//! A thread that splits frames (`backing/paged/split.rs`) sets a flag, too, and then reads the counts of
-//! access guards and reservations. A newcomer that sees it waits until the split has ended.
+//! A thread that splits frames (`backing/paged/split.rs`) sets a flag, too, and then reads the
+//! counts of access guards and reservations. A newcomer that sees it waits until the split has
+//! ended.
 //!
 //! A thread that waits for the allocator to wake up checks the state under a lock. Waking takes the
 //! same lock between the change of the state and the notification, so none is missed.
@@ -64,8 +65,8 @@ pub(crate) enum Kind {
 }
 
 /// The low bits of a count are the number of wake locks; the others are the sum of the addresses
-/// that they are for, in units of [`UNIT`]. So the address is known of a wake lock that is alone,
-/// and counting one costs one atomic operation. The sum may wrap.
+/// that they are for, in units of [`UNIT`], as far as it has room. So the address is known of a wake
+/// lock that is alone, but for multiples of 128 TiB, and counting one costs one atomic operation.
 const NUMBER_BITS: u32 = 26;
 /// The most wake locks, so that the number keeps to its bits.
 const NUMBER_MAX: u64 = 1 << (NUMBER_BITS - 1);
@@ -333,7 +334,7 @@ impl AllocatorState {
     pub(crate) fn kept_awake(&'static self, counts: [u64; 3]) -> AllocError {
         let [access_guards, reservations, wake_locks] = counts.map(number);
         let alone = counts.into_iter().filter(|&count| number(count) == 1 && count >> NUMBER_BITS != 0);
-        let allocations = alone.filter_map(|count| used_at(self, (count >> NUMBER_BITS) * UNIT)).collect();
+        let allocations = alone.filter_map(|count| used_at(self, count >> NUMBER_BITS)).collect();
         let is_this_thread = self.wake_locks_here(|kind| kind != Kind::Split) > 0;
         let by = KeptAwakeBy { access_guards, reservations, wake_locks, is_this_thread, allocations };
         AllocError::KeptAwake(Box::new(by))
@@ -436,13 +437,17 @@ impl Allocator {
     }
 }
 
-/// The live allocation at an address.
-fn used_at(state: &'static AllocatorState, addr: u64) -> Option<UsedAllocation> {
-    let owned = state.shared().paged().and_then(|paged| paged.owned.get(&addr).copied());
-    let mut found = owned.map(|owned| (addr, owned.requested, owned.tag, owned.stream));
+/// The live allocation at an address, which is given as a count has it.
+fn used_at(state: &'static AllocatorState, place: u64) -> Option<UsedAllocation> {
+    let behind = |addr: u64| place.wrapping_sub(addr / UNIT) << NUMBER_BITS >> NUMBER_BITS;
+    let shared = state.shared();
+    let mut owned = shared.paged().into_iter().flat_map(|paged| &paged.owned);
+    let owned = owned.find(|&(&base, owned)| behind(base) == 0 && owned.size > 0);
+    let mut found = owned.map(|(&base, owned)| (base, owned.requested, owned.tag, owned.stream));
+    drop(shared);
     state.walk(|_, passed| {
         let block = &passed.block;
-        if block.state == State::Live && block.range().contains(&addr) {
+        if block.state == State::Live && behind(block.addr) < block.size / UNIT {
             found = Some((block.addr, block.requested, Tag(block.tag), block.owner));
         }
     });

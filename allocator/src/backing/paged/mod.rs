@@ -19,7 +19,7 @@
 //! | `grow.rs` | serves a request: drafts, waits, plans, carries out, commits, and tries again |
 //! | `gate.rs` | who may change mappings at a time |
 //! | `split.rs` | splitting frames that are partly in use, before a request is refused |
-//! | `trim.rs` | giving memory back to the device |
+//! | `../trim.rs` | giving memory back to the device |
 //! | `dedicated.rs` | memory outside of heaps, and its way back |
 //! | `growable.rs` | memory that grows in place |
 //! | `exportable.rs` | memory whose handle other processes can have |

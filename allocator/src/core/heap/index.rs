@@ -1,5 +1,5 @@
-//! The indexes of free blocks, of which the heap has one for each pool and owner: bins of similar sizes,
-//! each a linked list through its blocks' own records, last in first out.
+//! The indexes of free blocks, of which the heap has one for each pool and owner: bins of similar
+//! sizes, each a linked list through its blocks' own records, last in first out.
 //!
 //! Putting a block in and taking it out cost the same however many blocks there are: a bit, a head,
 //! and the links of at most two other blocks. A block whose size changes within its bin stays where

@@ -1,10 +1,10 @@
 //! Windows: the places where contiguous memory costs the fewest granules.
 //!
-//! In a stream's regions, adjacent free blocks of the stream and holes form a *run*; each of them is a *piece*. A
-//! *window* is a stretch of a run as long as the request, and its cost is the number of granules
-//! that its holes lack. The best windows begin where a piece begins or end where one ends, so only
-//! those are looked at, and runs with large free blocks before others. Among equally cheap ones the
-//! lowest address wins, which keeps the high ends of regions empty.
+//! In a stream's regions, adjacent free blocks of the stream and holes form a *run*; each of them
+//! is a *piece*. A *window* is a stretch of a run as long as the request, and its cost is the
+//! number of granules that its holes lack. The best windows begin where a piece begins or end where
+//! one ends, so only those are looked at, and runs with large free blocks before others. Among
+//! equally cheap ones the lowest address wins, which keeps the high ends of regions empty.
 
 use std::ops::Range;
 

@@ -1,5 +1,5 @@
-//! The steps of falling asleep and of waking up between driver calls: what is chosen, and the account of
-//! what was done.
+//! The steps of falling asleep and of waking up between driver calls: what is chosen, and the
+//! account of what was done.
 //!
 //! Memory sleeps by frames: a frame goes if a live block that is to sleep lies in it, and none that
 //! stays awake. Memory wakes up by granules: those in which a block that is to wake up lies. So

@@ -1,5 +1,5 @@
-//! The out-of-memory report (`report.rs`): the request, the memory at that time and what follows from it
-//! (`seen.rs`), and the words of what helps (`advice.rs`).
+//! The out-of-memory report (`report.rs`): the request, the memory at that time and what follows
+//! from it (`seen.rs`), and the words of what helps (`advice.rs`).
 
 use std::collections::BTreeMap;
 use std::path::Path;
