@@ -73,7 +73,8 @@ impl Allocator {
 
 // Here, so that what sleeps need not know this type.
 impl Part {
-    /// The allocations of a private pool, and the memory that its graphs use.
+    /// The allocations of a private pool, and the memory that its graphs use, in which kernels may keep
+    /// state: see [`Contents::Discard`](crate::Contents::Discard).
     pub fn pool(pool: &PrivatePool) -> Part {
         Part::of_pool(pool.key)
     }
