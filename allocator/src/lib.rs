@@ -86,7 +86,7 @@ pub use open::empty_caches;
 pub use pools::{CaptureRoute, PoolOptions, PoolRoute, PrivatePool};
 pub use raw::{RawOwner, owner_of};
 pub use recovery::{Advice, MappingChange, OomReport, ReclaimRequest, Reclaimed, Registration};
-pub use sleep::{Contents, Part, SleepOptions, WakeLock};
+pub use sleep::{Contents, KeptBy, Part, SleepOptions, StayingAwake, WakeLock};
 pub use snapshot::Snapshot;
 pub use state::close_abandoned;
 pub use storage::{AccessGuard, GraphUses, Reservation, Storage};
@@ -97,6 +97,7 @@ pub use tags::TagScope;
 pub mod internal {
     use crate::Allocator;
 
+    pub use crate::backing::paged::lend::Busy;
     pub use crate::core::heap::{Block, Heap, Region};
     pub use crate::storage::record::AccessRecord;
     pub use crate::storage::{Outlived, Pass};

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use aquifer_allocator::internal::{Outlived, Pass};
+use aquifer_allocator::internal::{Busy, Outlived, Pass};
 use aquifer_allocator::{AccessGuard, CaptureRoute, GraphUses, PoolOptions, PrivatePool, Storage};
 use aquifer_device::{AccessKind, Capture, Code, DeviceError, Operation, RawStream, Stream};
 use aquifer_transfer::HostUses;
@@ -22,8 +22,10 @@ use crate::transfer::{Pending, Source};
 /// share a pool run one after the other.
 ///
 /// The graph keeps the buffers and the pinned memory that its work used, whatever handles the
-/// program drops. Memory that the work allocated and dropped is used again by each launch. Memory
-/// that it returned is the [`output`](Graph::output): each launch writes it.
+/// program drops. Memory that the work allocated and dropped is used again by each launch, and does
+/// not keep its contents from one launch to the next: other requests may be
+/// [lent](PoolOptions::lends_when_idle) it in between. Memory that the work returned is the
+/// [`output`](Graph::output): each launch writes it.
 ///
 /// A *parameter* is a buffer that the work reads. [`Graph::update`] uploads into it on the stream
 /// of the launch, after earlier launches, so that two launches in flight read their own values. A
@@ -99,12 +101,14 @@ impl Allocator {
     /// it. A stream of another device, or one that captures already. A graph that failed leaves
     /// nothing behind, and may be tried again.
     pub fn graph<R>(&self, stream: &Stream, work: impl FnMut(&Stream) -> Result<R, Error>) -> Result<Graph<R>, Error> {
+        let options = PoolOptions { lends_when_idle: true, ..PoolOptions::default() };
         // The pool is closed at once, and the graph keeps its memory.
-        self.graph_in(&self.create_pool(PoolOptions::default())?, stream, work)
+        self.graph_in(&self.create_pool(options)?, stream, work)
     }
 
     /// As [`Allocator::graph`], with memory of a pool that several graphs share: together they need
-    /// as much as the largest one, besides their outputs. Their launches run one after the other.
+    /// as much as the largest one, besides their outputs. Their launches run one after the other. The
+    /// pool lends their memory only if it was made to ([`PoolOptions::lends_when_idle`]).
     ///
     /// ```
     /// use aquifer::memory::PoolOptions;
@@ -131,7 +135,7 @@ impl Allocator {
         mut work: impl FnMut(&Stream) -> Result<R, Error>,
     ) -> Result<Graph<R>, Error> {
         let (outlived, pass_bytes) = self.warm_up(stream, &mut work)?;
-        let pass = Pass::again(self, &outlived, stream)?;
+        let pass = Pass::again(self, &outlived)?;
         let mut capture = GraphCapture::new(self, PoolOf::Shared(pool), stream, || stream.begin_capture())?;
         let output = work(stream)?;
         // Other graphs of the pool may write what is left there: it belongs to no buffer of the warm-up.
@@ -198,12 +202,14 @@ impl Allocator {
         mut work: impl FnMut(&Stream) -> Result<R, Error>,
     ) -> Result<GraphPlan, Error> {
         let (outlived, bytes) = self.warm_up(stream, &mut work)?;
-        let output_bytes = outlived.bytes();
-        Ok(GraphPlan { pool_bytes: bytes.saturating_sub(output_bytes), output_bytes })
+        // The output may have had memory that was a temporary's before, so all of the pass may be needed.
+        Ok(GraphPlan { pool_bytes: bytes, output_bytes: outlived.bytes() })
     }
 
     /// Bytes that can still be allocated, in all, once the planned graphs are captured: what the device
-    /// has free, within limit and headroom, and what is cached here. What the driver takes for graphs is
+    /// has free, within limit and headroom, and what is cached here. As much as the outputs of the largest
+    /// graph more may be left; and where memory is mapped, up to two granules
+    /// ([`Config::granule`](crate::memory::Config::granule)) more or less. What the driver takes for graphs is
     /// not known before ([`Attribution::graphs`](crate::memory::Attribution::graphs)).
     ///
     /// # Errors
@@ -260,6 +266,8 @@ pub struct GraphCapture<'p> {
     // Dropped first, so that the capture is over before the thread allocates from other pools.
     capture: Capture,
     _route: CaptureRoute,
+    /// Keeps the pool from lending.
+    _held: Busy,
     pool: PoolOf<'p>,
     uses: Arc<GraphUses>,
     host: Option<Arc<HostUses>>,
@@ -291,11 +299,13 @@ impl<'p> GraphCapture<'p> {
         stream: &Stream,
         begin: impl FnOnce() -> Result<Capture, DeviceError>,
     ) -> Result<Self, Error> {
+        let held = pool.get().hold_for_capture(memory, stream)?;
         let before = memory.held_otherwise()?;
         let capture = begin()?;
         let (uses, host) = (GraphUses::collect(pool.get(), stream)?, HostUses::collect(stream));
         let route = memory.capture(stream, pool.get())?;
-        Ok(GraphCapture { capture, _route: route, pool, uses, host, memory: memory.clone(), before, pass_bytes: 0 })
+        let memory = memory.clone();
+        Ok(GraphCapture { capture, _route: route, _held: held, pool, uses, host, memory, before, pass_bytes: 0 })
     }
 
     /// Ends the capture: `end` makes the driver calls, as cudarc's `CudaStream::end_capture` does, and
@@ -329,7 +339,7 @@ impl<'p> GraphCapture<'p> {
         output: R,
         end: impl FnOnce(&Capture) -> Result<aquifer_device::Graph, DeviceError>,
     ) -> Result<Graph<R>, Error> {
-        let GraphCapture { capture, _route, pool, uses, host, memory, before, pass_bytes } = self;
+        let GraphCapture { capture, _route, _held, pool, uses, host, memory, before, pass_bytes } = self;
         let graph = end(&capture)?;
         drop((capture, _route));
         uses.note_driver_bytes(memory.held_otherwise()?.saturating_sub(before));
@@ -345,7 +355,7 @@ impl<'p> GraphCapture<'p> {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GraphPlan {
-    /// Bytes of the pool of the graphs.
+    /// Bytes that the pool of the graphs needs at most.
     pub pool_bytes: u64,
     /// Bytes of their outputs.
     pub output_bytes: u64,
@@ -373,7 +383,9 @@ impl<R> Graph<R> {
     /// # Errors
     /// A stream of another device, or one that captures: CUDA does not capture launches of graphs.
     /// When this thread is within [`with`](crate::buffer::with) with one of the graph's buffers;
-    /// when the allocator sleeps ([`Error::is_asleep`]); errors of the driver.
+    /// when the allocator sleeps ([`Error::is_asleep`]); errors of the driver. When memory of the
+    /// graph was lent ([`PoolOptions::lends_when_idle`]) and as much is not free now,
+    /// [`Error::is_out_of_memory`]: nothing is launched, and this can be tried again.
     #[track_caller]
     pub fn launch(&self, stream: &Stream) -> Result<(), Error> {
         stream.end_abandoned_captures()?;
@@ -382,7 +394,7 @@ impl<R> Graph<R> {
                 .with_detail("the stream captures, and CUDA does not capture launches of graphs")
                 .into());
         }
-        let _awake = self.uses.keep_awake()?;
+        let _ready = self.uses.begin_launch(&self.memory, stream)?;
         let memory = self.uses.memory();
         let memory: Vec<(&Arc<Storage>, AccessKind)> = memory.iter().map(|(storage, kind)| (storage, *kind)).collect();
         let Some(host) = self.host.as_ref().filter(|host| !host.is_empty()) else {

@@ -234,8 +234,9 @@ pub mod device {
 /// Memory of a device: configuration, statistics, private pools for graphs.
 pub mod memory {
     pub use aquifer_allocator::{
-        Advice, AllocError, Allocation, Attribution, Config, Contents, Growable, HistoryOptions, MemoryStats,
-        OomReport, Part, PoolOptions, PoolStats, PrivatePool, Registration, SleepOptions, Snapshot, Stat, TagScope,
+        Advice, AllocError, Allocation, Attribution, Config, Contents, Growable, HistoryOptions, KeptBy, MemoryStats,
+        OomReport, Part, PoolOptions, PoolStats, PrivatePool, Registration, SleepOptions, Snapshot, Stat, StayingAwake,
+        TagScope,
     };
 }
 

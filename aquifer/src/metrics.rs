@@ -20,6 +20,7 @@
 //! | `aquifer_ooms_total` | requests | how often a request failed for lack of memory |
 //! | `aquifer_syncs_total` | waits | how often the host waited for streams that still used freed blocks |
 //! | `aquifer_remaps_total`, `aquifer_granules_moved_total` | remaps, granules | moves of free memory |
+//! | `aquifer_graph_bytes_lent_total`, `aquifer_graph_bytes_returned_total` | bytes | memory that idle graphs lent, and that launches brought back |
 //! | `aquifer_cross_stream_reuses_total` | blocks | how often a stream reused a block that another one had freed |
 //! | `aquifer_pinned_active_bytes`, `aquifer_pinned_held_bytes` | bytes | pinned memory in use, and held |
 //! | `aquifer_pinned_ooms_total` | requests | how often a request failed for lack of pinned memory |
@@ -61,6 +62,8 @@ pub fn record(memory: &Allocator) {
         ("aquifer_syncs_total", stats.num_sync_all_streams),
         ("aquifer_remaps_total", stats.remaps),
         ("aquifer_granules_moved_total", stats.granules_moved),
+        ("aquifer_graph_bytes_lent_total", stats.graph_bytes_lent),
+        ("aquifer_graph_bytes_returned_total", stats.graph_bytes_returned),
         ("aquifer_cross_stream_reuses_total", stats.cross_stream_reuses),
     ];
     publish(&device, &gauges, &counters);

@@ -58,6 +58,11 @@ pub struct MemoryStats {
     ///
     /// [`SplitFrames`]: crate::config::SplitFrames
     pub frames_split: u64,
+    /// Bytes of the memory of idle graphs that were lent, in all:
+    /// [`PoolOptions::lends_when_idle`](crate::PoolOptions::lends_when_idle). Not in PyTorch.
+    pub graph_bytes_lent: u64,
+    /// Bytes that were brought back for launches of these graphs. Not in PyTorch.
+    pub graph_bytes_returned: u64,
     /// How often a stream reused a block that another one had freed. Not in PyTorch.
     pub cross_stream_reuses: u64,
     /// How often that made the stream wait. Not in PyTorch.
@@ -84,6 +89,8 @@ impl MemoryStats {
             remaps: events.remaps,
             granules_moved: events.granules_moved,
             frames_split: events.frames_split,
+            graph_bytes_lent: events.graph_bytes_lent,
+            graph_bytes_returned: events.graph_bytes_returned,
             cross_stream_reuses: events.cross_stream_reuses,
             cross_stream_waits: events.cross_stream_waits,
         }

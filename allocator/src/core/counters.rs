@@ -42,6 +42,10 @@ pub(crate) struct Events {
     pub(crate) granules_moved: u64,
     /// How many frames were split so that a request found memory. Not in PyTorch.
     pub(crate) frames_split: u64,
+    /// Bytes that idle graphs lent. Not in PyTorch.
+    pub(crate) graph_bytes_lent: u64,
+    /// Bytes that were brought back for launches of them. Not in PyTorch.
+    pub(crate) graph_bytes_returned: u64,
     /// Blocks reused by another stream than the one that freed them. Not in PyTorch.
     pub(crate) cross_stream_reuses: u64,
     /// Those of them that cost a wait. Not in PyTorch.

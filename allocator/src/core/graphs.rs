@@ -5,7 +5,7 @@
 //! is dropped. Of other graphs nothing is known: they are assumed to be launched as long as the
 //! pool is open, on any stream, so only waiting for the device tells that they are done.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use aquifer_device::internal::{LaunchOrder, Launches, Timeline, WaitMark};
@@ -48,6 +48,8 @@ pub(crate) struct Graphs {
     order: Arc<LaunchOrder>,
     /// Graphs captured through this library, by number, except some that are over and done.
     ours: BTreeMap<u64, Arc<Launches>>,
+    /// Numbers of those of which each launch first brings back what the pool lent.
+    bring_back: BTreeSet<u64>,
     /// How many of them were left when those that are over were last forgotten.
     left: usize,
     /// True if other libraries captured graphs.
@@ -70,6 +72,7 @@ impl Graphs {
         if is_new && self.ours.len() > 2 * self.left + 8 {
             self.foreign = self.any_foreign();
             self.ours.retain(|_, graph| is_alive(graph));
+            self.bring_back.retain(|number| self.ours.contains_key(number));
             self.left = self.ours.len();
         }
         is_new
@@ -81,7 +84,9 @@ impl Graphs {
         while let Some(graph) = self.ours.first_entry()
             && !is_alive(graph.get())
         {
-            self.foreign |= graph.remove().pending().is_none();
+            let graph = graph.remove();
+            self.foreign |= graph.pending().is_none();
+            self.bring_back.remove(&graph.number());
             self.left = self.left.min(self.ours.len());
         }
     }
@@ -95,6 +100,28 @@ impl Graphs {
     /// True if a graph captured through this library may be launched, or runs.
     pub(crate) fn any_of_ours(&self) -> bool {
         self.ours.values().any(is_alive)
+    }
+
+    /// Notes that each launch of a graph first brings back what the pool lent.
+    pub(crate) fn note_bringing_back(&mut self, number: u64) {
+        if self.ours.contains_key(&number) {
+            self.bring_back.insert(number);
+        }
+    }
+
+    /// True if no graph runs, as far as is known, and each one that may be launched brings back first
+    /// what the pool lent.
+    pub(crate) fn are_idle(&self) -> bool {
+        let may_rest = |(number, graph): (&u64, &Arc<Launches>)| {
+            (graph.is_over() || self.bring_back.contains(number)) && graph.pending_here().is_empty()
+        };
+        !self.any_foreign() && self.ours.iter().all(may_rest)
+    }
+
+    /// The launches under way of all graphs that are seen here.
+    pub(crate) fn running(&self) -> impl Iterator<Item = (Arc<Timeline>, After)> + '_ {
+        let pending = self.ours.values().flat_map(|graph| graph.pending_here());
+        pending.map(|tick| (tick.timeline().clone(), After::tick(&tick))).filter(is_pending)
     }
 
     /// True if other libraries captured graphs, or captured launches of ours into their graphs.
@@ -124,9 +151,7 @@ impl Graphs {
     /// waits.
     pub(crate) fn launched(&self, now: WaitMark) -> Launched {
         let others = self.any_foreign().then(|| self.closed.clone().unwrap_or(now));
-        let pending = self.ours.values().flat_map(|graph| graph.pending_here());
-        let ticks = pending.map(|tick| (tick.timeline().clone(), After::tick(&tick))).filter(is_pending);
-        Launched { ticks: ticks.collect(), device: others.filter(|mark| !mark.is_passed()) }
+        Launched { ticks: self.running().collect(), device: others.filter(|mark| !mark.is_passed()) }
     }
 }
 

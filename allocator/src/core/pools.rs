@@ -6,6 +6,7 @@
 //! runs, and no thread is routed to it, as a request with its numbers may be under way.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::ThreadId;
@@ -43,6 +44,10 @@ pub(crate) struct Private {
     regions: BTreeMap<PoolId, usize>,
     /// Number of scopes that route threads to it.
     routes: usize,
+    /// Number of threads that launch a graph of it, or capture one into it: nothing of it is lent then.
+    pub(crate) busy: usize,
+    /// Addresses of graphs whose memory was lent, in order: holes, until a launch brings memory back.
+    pub(crate) lent: Vec<Range<u64>>,
 }
 
 /// The private pools, and the threads that allocate from them.
@@ -77,6 +82,8 @@ pub(crate) enum Which {
     Of(PoolKey),
     /// Those of a private pool, save where a graph of ours may use the free memory.
     UnusedOf(PoolKey),
+    /// Those whose graphs are idle and lend their free memory.
+    OfIdleGraphs,
 }
 
 /// Ids of private pools: never reused in a process, as PyTorch's `(0, n)`.
@@ -115,6 +122,10 @@ impl PoolTable {
     /// All private pools, open or closed.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Private> + '_ {
         self.private.iter().flatten()
+    }
+
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Private> + '_ {
+        self.private.iter_mut().flatten()
     }
 
     pub(crate) fn at(&self, places: impl Iterator<Item = u16>) -> impl Iterator<Item = &Private> {
@@ -181,7 +192,7 @@ impl PoolTable {
         self.private.get(usize::from(place_of(number)?))?.as_ref()
     }
 
-    fn owner_mut(&mut self, number: PoolId) -> Option<&mut Private> {
+    pub(super) fn owner_mut(&mut self, number: PoolId) -> Option<&mut Private> {
         self.private.get_mut(usize::from(place_of(number)?))?.as_mut()
     }
 
@@ -203,13 +214,16 @@ impl PoolTable {
             Which::UnusedOf(key) => {
                 owner.is_some_and(|private| private.id == key.id && !private.keeps_for_our_graphs(number))
             }
+            Which::OfIdleGraphs => {
+                owner.is_some_and(|private| private.keeps_for_graphs(number) && private.lends_when_idle())
+            }
         }
     }
 
     /// The numbers of private pools among some pools that have regions, in order.
     pub(crate) fn with_regions(&self, which: Which) -> impl Iterator<Item = PoolId> + '_ {
         let (closed, one) = match which {
-            Which::All | Which::Idle => (None, None),
+            Which::All | Which::Idle | Which::OfIdleGraphs => (None, None),
             Which::Unpromised => (Some(self.at(self.closed.iter().copied())), None),
             Which::Of(key) | Which::UnusedOf(key) => (None, Some(self.find(key))),
         };
@@ -328,6 +342,8 @@ impl Private {
             graphs: Graphs::default(),
             regions: BTreeMap::new(),
             routes: 0,
+            busy: 0,
+            lent: Vec::new(),
         }
     }
 
@@ -354,6 +370,17 @@ impl Private {
     pub(crate) fn lent(&self, kind: PoolKind) -> impl Iterator<Item = PoolId> {
         let lends = self.open && self.options.use_on_oom;
         self.numbers().filter(move |&number| lends && number.kind() == kind && !self.keeps_for_graphs(number))
+    }
+
+    /// True if its free memory may be lent: every graph of it brings memory back before a launch, no
+    /// launch is under way or is about to be, and nothing is captured.
+    pub(crate) fn lends_when_idle(&self) -> bool {
+        self.options.lends_when_idle && self.busy == 0 && self.graphs.are_idle()
+    }
+
+    /// Bytes that are lent.
+    pub(crate) fn lent_bytes(&self) -> u64 {
+        self.lent.iter().map(|range| range.end - range.start).sum()
     }
 
     /// True if it keeps no free memory: it is closed, and no graph that it served may
@@ -404,4 +431,10 @@ pub struct PoolOptions {
     pub use_on_oom: bool,
     /// Blocks are handed out whole: each allocation has a segment of its own.
     pub no_split: bool,
+    /// Rather than that a request is refused, it gets memory that the graphs of this pool freed in
+    /// their captures, while none of them runs. A launch first brings memory back to the same
+    /// addresses, and is refused if there is none. So a graph finds nothing there that an earlier
+    /// launch left: set this only if no kernel keeps state in such memory. It takes effect where memory
+    /// is mapped, and as long as all graphs of the pool are `aquifer::Graph`s.
+    pub lends_when_idle: bool,
 }

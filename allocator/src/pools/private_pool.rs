@@ -12,6 +12,7 @@ use aquifer_device::{AnnouncedCapture, DevicePtr, Operation, Stream, fork};
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
+use crate::backing::paged::lend::Busy;
 use crate::backing::segments::release_where;
 use crate::backing::trim::{synchronize_free, trim_pools};
 use crate::core::heap::{Passed, State};
@@ -72,7 +73,8 @@ impl Allocator {
 
 // Here, so that what sleeps need not know this type.
 impl Part {
-    /// The allocations of a private pool, and the memory that its graphs use.
+    /// The allocations of a private pool, and the memory that its graphs use, in which kernels may keep
+    /// state: see [`Contents::Discard`](crate::Contents::Discard).
     pub fn pool(pool: &PrivatePool) -> Part {
         Part::of_pool(pool.key)
     }
@@ -139,6 +141,10 @@ impl PrivatePool {
         self.routed(|allocator| allocator.alloc_raw(bytes, stream))
     }
 
+    pub(crate) fn lends_when_idle(&self) -> bool {
+        self.allocator.state().shared().pools.find(self.key).is_some_and(|private| private.options.lends_when_idle)
+    }
+
     pub(crate) fn allocator(&self) -> &Allocator {
         &self.allocator
     }
@@ -161,6 +167,20 @@ impl PrivatePool {
             }
         });
         (ranges, live)
+    }
+
+    /// Keeps the pool from lending memory of its graphs ([`PoolOptions::lends_when_idle`]) until the
+    /// result is dropped, and brings memory back where it has lent some: for a capture into the pool.
+    ///
+    /// # Errors
+    /// A pool of another allocator; for memory that was lent, as [`Allocator::alloc_bytes`].
+    pub fn hold_for_capture(&self, allocator: &Allocator, stream: &Stream) -> Result<Busy, AllocError> {
+        self.check_allocator(allocator)?;
+        let (busy, lent) = Busy::begin(self.allocator.state(), self.key);
+        if lent > 0 {
+            busy.bring_back(allocator, stream)?;
+        }
+        Ok(busy)
     }
 
     /// Calls `request` on the allocator while the thread is routed here.

@@ -10,7 +10,7 @@ use aquifer_device::{Code, Device, ErrorKind, Graph, Operation, Stream};
 use aquifer_sim::{Fault, SimConfig, SimDriver};
 use shuttle::thread;
 
-use crate::{AllocError, Allocator, Config, PoolOptions, PrivatePool};
+use crate::{AllocError, Allocator, Config, GraphUses, PoolOptions, PrivatePool};
 
 const MIB: u64 = 1 << 20;
 /// More than half of the device.
@@ -97,6 +97,44 @@ fn a_request_beside_a_capture_gets_nothing_that_the_graph_uses() {
             let got = block.ptr().range(LARGE);
             assert!(got.end <= used.start || used.end <= got.start, "{got:x?} is the graph's, who has {used:x?}");
         }
+    });
+}
+
+/// Frames go to a request, or stay for the launch.
+#[test]
+fn a_launch_has_its_memory_while_other_threads_are_lent_it() {
+    explore("", |Setup { pool, streams: [one, two], .. }| {
+        let allocator = pool.allocator.clone();
+        let options = PoolOptions { lends_when_idle: true, ..PoolOptions::default() };
+        let lender = allocator.create_pool(options).unwrap();
+        let capture = one.begin_capture().unwrap();
+        let uses = GraphUses::collect(&lender, one).unwrap();
+        let route = allocator.capture(one, &lender).unwrap();
+        let used = fill_scratch(&allocator, one).unwrap();
+        assert_eq!(uses.note_pool(&lender), 0);
+        let graph = capture.end().unwrap();
+        drop(route);
+        let (launching, stream) = (allocator.clone(), one.clone());
+        let launch = thread::spawn(move || {
+            for _ in 0..2 {
+                match uses.begin_launch(&launching, &stream) {
+                    Ok(_ready) => graph.launch(&stream).unwrap(),
+                    Err(AllocError::OutOfMemory(report)) => assert!(report.launched_pool.is_some()),
+                    Err(error) => panic!("{error}"),
+                }
+            }
+        });
+        let (asking, other) = (allocator, two.clone());
+        let ask = thread::spawn(move || match asking.alloc_bytes(LARGE, &other) {
+            Ok(block) => {
+                other.fill(block.ptr(), 1, LARGE).unwrap();
+                assert_ne!(block.ptr().range(LARGE), used, "the graph's addresses stay its own");
+            }
+            Err(AllocError::OutOfMemory(_)) => {}
+            Err(error) => panic!("{error}"),
+        });
+        launch.join().unwrap();
+        ask.join().unwrap();
     });
 }
 

@@ -151,7 +151,7 @@ proptest! {
         for step in steps {
             match step {
                 Step::Create { lends, no_split } => {
-                    pools.push(allocator.create_pool(PoolOptions { use_on_oom: lends, no_split }).unwrap());
+                    pools.push(allocator.create_pool(PoolOptions { use_on_oom: lends, no_split, ..PoolOptions::default() }).unwrap());
                 }
                 Step::Alloc { pool, stream, bytes, default } => {
                     let granted = match pools.get(pool.index(pools.len().max(1))).filter(|_| !default) {

@@ -8,12 +8,13 @@
 //! 1. take a block of another stream that is done (`cross_stream`), or wait for one where the
 //!    policy says so;
 //! 2. **grow**: take memory from the device (mapped memory moves first, `backing/paged/grow.rs`);
-//! 3. take a block of a private pool that lends on OOM; with `throw_on_cudamalloc_oom`, a request
-//!    that the limit refused fails here;
+//! 3. take a block of a private pool that lends on OOM; take memory of idle graphs whose pools lend
+//!    it, and grow; with `throw_on_cudamalloc_oom`, a request that the limit refused fails here;
 //! 4. wait on the host for blocks that other streams still use;
 //! 5. make the stream wait for another stream's block, unless blocks never cross streams;
 //! 6. release everything unused, mapped memory where it stands in the way, and grow; then what
-//!    private pools keep although no graph may use it, as much as the request needs, and grow;
+//!    private pools keep although no graph may use it, as much as the request needs, and grow; then
+//!    wait for launches under way whose memory can be lent after them, and grow;
 //! 7. where the device refused, have the driver give back what its own pools keep unused, and other
 //!    allocators of the process what they cache, and grow;
 //! 8. run the reclaimers by priority, each followed by a search, a release and a growth, and all
@@ -30,6 +31,7 @@
 use crate::allocator::Allocator;
 use crate::backing::growth::growth_bytes;
 use crate::backing::paged::grow::grow_paged;
+use crate::backing::paged::lend::lend;
 use crate::backing::paged::split::{Outcome, split_frames};
 use crate::backing::segments::{grow_segment, release_where};
 use crate::backing::trim::trim_idle_pools;
@@ -75,14 +77,18 @@ fn climb_rungs(allocator: &Allocator, request: &Request, tried: &mut Tried) -> R
     if let Some(granted) = take_lent_by_pools(allocator, request) {
         return Ok(Some(granted));
     }
+    if let Some(granted) = lend_and_grow(allocator, request, tried, false)? {
+        return Ok(Some(granted));
+    }
     if allocator.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
         allocator.state().shared().counters.events.num_oom_rejections += 1;
         return Ok(None);
     }
-    let later = [
+    let later: [fn(&Allocator, &Request, &mut Tried) -> Rung; 9] = [
         wait_for_pending,
         wait_for_another_stream,
         release_and_grow,
+        |allocator, request, tried| lend_and_grow(allocator, request, tried, true),
         trim_driver_pools,
         trim_others_and_grow,
         reclaim,
@@ -125,6 +131,28 @@ fn take_lent_by_pools(allocator: &Allocator, request: &Request) -> Option<Grante
     let lenders = guard.pools.lenders();
     let pools: Vec<PoolId> = lenders.flat_map(|private| private.lent(request.pool.kind())).collect();
     pools.into_iter().find_map(|pool| guard.take_own(&Request { pool, is_regular: false, ..*request }))
+}
+
+/// Takes memory of idle graphs, as much as the request lacks. A request for a segment is served by the
+/// device, so the memory goes back there. Waits for launches under way only if it `waits`.
+fn lend_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried, waits: bool) -> Rung {
+    while tried.refusal != Some(Refusal::Addresses) {
+        let mut guard = allocator.state().lock();
+        let lacking = guard.lacking_bytes(request);
+        let bytes = lacking.unwrap_or_else(|| growth_bytes(allocator, &guard, request));
+        drop(guard);
+        let lent = lend(allocator, bytes, waits)?;
+        if lent == 0 {
+            break;
+        }
+        if allocator.paged_granule_for(request).is_none() {
+            tried.released += trim_paged(allocator, allocator.memory_reserved().saturating_sub(lent))?;
+        }
+        if let Some(granted) = try_grow(allocator, request, tried)? {
+            return Ok(Some(granted));
+        }
+    }
+    Ok(None)
 }
 
 fn wait_for_pending(allocator: &Allocator, request: &Request, _: &mut Tried) -> Rung {
@@ -294,15 +322,13 @@ fn search_again(allocator: &Allocator, request: &Request) -> Rung {
 
 /// Serves a request outside of the heaps by calling `attempt` until it succeeds. Between attempts
 /// it makes room as the ladder does: it gives unused memory back to the device, waiting for streams
-/// where needed, and runs reclaimers. The `own` bytes that the owner has already cannot be given up
-/// for the request.
+/// where needed, and runs reclaimers. `tried` says what the request is for.
 pub(crate) fn climb_dedicated<T>(
     allocator: &Allocator,
     request: &Request,
-    own: u64,
+    mut tried: Tried,
     mut take: impl FnMut() -> Result<Result<T, Refusal>, AllocError>,
 ) -> Result<T, AllocError> {
-    let mut tried = Tried { dedicated: true, own, ..Tried::default() };
     let mut attempt = |tried: &mut Tried| -> Result<Option<T>, AllocError> {
         Ok(take()?.map_err(|refusal| tried.refusal = Some(refusal)).ok())
     };
@@ -311,6 +337,12 @@ pub(crate) fn climb_dedicated<T>(
     }
     // The calls that make room would break the capture.
     refuse_unannounced_capture(allocator, request.stream)?;
+    if tried.refusal != Some(Refusal::Addresses)
+        && lend(allocator, request.size, false)? > 0
+        && let Some(served) = attempt(&mut tried)?
+    {
+        return Ok(served);
+    }
     if allocator.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
         allocator.state().shared().counters.events.num_oom_rejections += 1;
         return Err(out_of_memory(allocator, request, tried));
@@ -328,6 +360,16 @@ pub(crate) fn climb_dedicated<T>(
         let of_pools = trim_idle_pools(allocator, target)?;
         if of_pools > 0 {
             tried.released += of_pools;
+            if let Some(served) = attempt(&mut tried)? {
+                return Ok(served);
+            }
+        }
+        if !lacks_addresses && lend(allocator, request.size, true)? > 0 {
+            if let Some(served) = attempt(&mut tried)? {
+                return Ok(served);
+            }
+            // What takes no frames from here finds them on the device.
+            tried.released += allocator.trim_to(target)?;
             if let Some(served) = attempt(&mut tried)? {
                 return Ok(served);
             }

@@ -26,6 +26,7 @@ use aquifer_device::{DeviceError, PhysicalOptions};
 
 use crate::allocator::Allocator;
 use crate::backing::paged::carry_out::{map_frames, unmap_range};
+use crate::backing::paged::lend::lend;
 use crate::backing::trim::trim_idle_pools;
 use crate::backing::trim::unmap_lingering_at_gate;
 use crate::core::paged::frames::{Frame, sizes};
@@ -39,6 +40,7 @@ use crate::state::{StateGuard, special};
 use crate::sync::atomic::Ordering;
 use crate::sync::pause_for;
 
+pub use crate::core::sleep::staying::{KeptBy, StayingAwake};
 pub use options::{Contents, Part, SleepOptions};
 pub use wake_lock::WakeLock;
 
@@ -60,7 +62,12 @@ fn try_sleep(allocator: &Allocator, options: &SleepOptions) -> Result<u64, Alloc
     }
     let falling = fall_asleep(allocator, options)?;
     match give_back(allocator, &falling) {
-        Ok(released) => Ok(given + released),
+        Ok(released) => {
+            for staying in allocator.staying_awake(options.clone()) {
+                tracing::debug!(%staying, "memory stays awake");
+            }
+            Ok(given + released)
+        }
         Err(error) => {
             // Copies of contents may be under way.
             let _ = allocator.device().synchronize();
@@ -80,9 +87,9 @@ impl Allocator {
     /// up, allocations and their pointers are as before, and meanwhile they may be dropped. Memory
     /// comes back in units of a granule, and only where live allocations lie or a graph may use it.
     ///
-    /// Segments, exportable memory and pinned granules stay. So do frames, mostly of one to a few
-    /// granules, in which allocations of other parts lie: what of a part lies in these stays awake,
-    /// with its contents. Allocations that were made of a part after it fell asleep are awake,
+    /// Segments, exportable memory and frames with pinned granules stay. So do frames, mostly of one to
+    /// a few granules, in which allocations of other parts lie: what of a part lies in these stays
+    /// awake, with its contents. [`Allocator::staying_awake`] names all that. Allocations that were made of a part after it fell asleep are awake,
     /// until it is put to sleep once more.
     ///
     /// This fails while anything keeps the allocator awake: access guards ([`crate::AccessGuard`])
@@ -162,6 +169,29 @@ impl Allocator {
         }
     }
 
+    /// The memory in use that stays awake if these options are given to [`Allocator::sleep`], or that
+    /// stayed so, by address, with the reason. Free memory, which goes back rather than to sleep, is
+    /// not listed.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, Contents, KeptBy};
+    /// use aquifer_device::Device;
+    /// use aquifer_sim::{SimConfig, SimDriver};
+    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// let [buffer, other] = [2, 4].map(|mib| allocator.alloc_bytes(mib << 20, device.default_stream()));
+    /// let pin = allocator.pin_mapping(buffer.as_ref().unwrap())?; // as a network card registers it
+    /// assert_eq!(allocator.sleep(Contents::SaveToHost)?, 4 << 20);
+    /// let staying = allocator.staying_awake(Contents::SaveToHost);
+    /// assert_eq!((staying.len(), staying[0].why), (1, KeptBy::Pin));
+    /// assert_eq!(staying[0].range, pin.range());
+    /// # drop((buffer, other));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn staying_awake(&self, options: impl Into<SleepOptions>) -> Vec<StayingAwake> {
+        self.state().lock().staying_awake(&options.into())
+    }
+
     /// Bytes of addresses that sleep: they have no memory, and access guards there are refused.
     pub fn sleeping_bytes(&self) -> u64 {
         let shared = self.state().shared();
@@ -230,11 +260,13 @@ fn wake_up(allocator: &Allocator, waking: &Waking) -> Result<(), AllocError> {
     }
 }
 
-/// Gives back unused memory for what sleeps, of this allocator and of others of the device. Returns
-/// false if there was none.
+/// Gives back unused memory for what sleeps, of this allocator and of others of the device, and what
+/// idle graphs lend. Returns false if there was none.
 fn make_room(allocator: &Allocator) -> Result<bool, AllocError> {
     let bytes = allocator.sleeping_bytes();
     let target = allocator.memory_reserved().saturating_sub(bytes);
+    // Spare frames go back first.
+    lend(allocator, bytes, true)?;
     let own = allocator.trim_to(target)? + trim_idle_pools(allocator, target)?;
     Ok(trim_others(allocator, bytes.saturating_sub(own)) + own > 0)
 }

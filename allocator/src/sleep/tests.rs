@@ -1,10 +1,12 @@
 //! Sleep saves and brings back live memory alone.
 
-use aquifer_device::{AccessKind, Device, Operation, Stream};
+use aquifer_device::{AccessKind, Device, HandleKind, Operation, Stream};
 use aquifer_sim::{SimConfig, SimDriver};
 use proptest::prelude::*;
 
-use crate::{AccessGuard, AllocError, Allocation, Allocator, Config, Contents, PoolOptions};
+use crate::{
+    AccessGuard, AllocError, Allocation, Allocator, Config, Contents, KeptBy, Part, PoolOptions, SleepOptions, TagScope,
+};
 
 const MIB: u64 = 1 << 20;
 
@@ -137,6 +139,47 @@ proptest! {
         prop_assert_eq!((allocator.memory_allocated(), allocator.memory_reserved()), (0, 0));
         device.assert_no_violations();
     }
+}
+
+#[test]
+fn what_stays_awake_is_named_before_the_sleep_and_after_it() {
+    let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
+    let allocator = Allocator::new(&device, Config { frame: Some(16 * MIB), ..Config::default() }).unwrap();
+    let stream = device.stream().unwrap();
+    let apart = allocator.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() }).unwrap();
+    let _scope = TagScope::new("weights");
+    drop(allocator.alloc_bytes(400 * MIB, &stream).unwrap());
+    // Its first frame is shared with an allocation of another tag, and its last one has a pin.
+    let other = {
+        let _scope = TagScope::new("cache");
+        allocator.alloc_bytes(2 * MIB, &stream).unwrap()
+    };
+    let block = allocator.alloc_bytes(100 * MIB, &stream).unwrap();
+    let pinned = allocator.alloc_bytes(2 * MIB, &stream).unwrap();
+    let pin = allocator.pin_mapping(&pinned).unwrap();
+    let segment = apart.alloc_bytes(20 * MIB, &stream).unwrap();
+    let exported = allocator.alloc_exportable(4 * MIB, HandleKind::PosixFd, &stream).unwrap();
+    let of_part = SleepOptions::part(Part::tag("weights"), Contents::Discard);
+    let named = || {
+        let all = allocator.staying_awake(of_part.clone());
+        assert!(all.iter().all(|one| one.tag.as_deref() == Some("weights")), "{all:?}");
+        let bytes = |why| all.iter().filter(|one| one.why == why).map(|one| one.range.end - one.range.start).sum();
+        [KeptBy::Pin, KeptBy::Export, KeptBy::Segment, KeptBy::SharedFrame].map(|why| -> u64 { bytes(why) })
+    };
+    let [by_pin, by_export, by_segment, by_frame] = named();
+    assert_eq!((by_export, by_segment), (4 * MIB, segment.bytes()));
+    assert!(by_pin >= pinned.bytes() && by_frame > 0, "{by_pin}, {by_frame}");
+    let slept = allocator.sleep(of_part.clone()).unwrap();
+    assert!(slept > 0 && slept + by_pin + by_frame >= block.bytes() + pinned.bytes(), "{slept}");
+    assert_eq!(named(), [by_pin, by_export, by_segment, by_frame]);
+    allocator.wake().unwrap();
+    // If all sleeps, no frame is shared with memory that does not.
+    let all = allocator.staying_awake(Contents::Discard);
+    assert!(!all.is_empty() && all.iter().all(|one| one.why != KeptBy::SharedFrame), "{all:?}");
+    drop(pin);
+    let text = allocator.staying_awake(Contents::Discard).iter().map(ToString::to_string).collect::<Vec<_>>();
+    assert!(text.len() == 2 && text.iter().all(|one| one.contains("tagged \"weights\": ")), "{text:?}");
+    drop((other, exported));
 }
 
 /// The simulated device maps memory above 2^48, and plain segments below.

@@ -65,8 +65,9 @@ pub(crate) enum Kind {
 }
 
 /// The low bits of a count are the number of wake locks; the others are the sum of the addresses
-/// that they are for, in units of [`UNIT`], as far as it has room. So the address is known of a wake
-/// lock that is alone, but for multiples of 128 TiB, and counting one costs one atomic operation.
+/// that they are for, in units of [`UNIT`] and from 1 on, as far as it has room. So the address is
+/// known of a wake lock that is alone, but for multiples of 128 TiB, and counting one costs one
+/// atomic operation.
 const NUMBER_BITS: u32 = 26;
 /// The most wake locks, so that the number keeps to its bits.
 const NUMBER_MAX: u64 = 1 << (NUMBER_BITS - 1);
@@ -100,7 +101,8 @@ impl Count {
             if state.refuses(memory) {
                 return Err(AllocError::Asleep);
             }
-            let added = ((memory.start / UNIT) << NUMBER_BITS) + 1;
+            let place = if memory.is_empty() { 0 } else { memory.start / UNIT + 1 };
+            let added = (place << NUMBER_BITS) + 1;
             let before = state.wake_locks.counts[kind as usize].fetch_add(added, Ordering::SeqCst);
             let count = Count { state, kind, added };
             if number(before) >= NUMBER_MAX {
@@ -439,7 +441,7 @@ impl Allocator {
 
 /// The live allocation at an address, which is given as a count has it.
 fn used_at(state: &'static AllocatorState, place: u64) -> Option<UsedAllocation> {
-    let behind = |addr: u64| place.wrapping_sub(addr / UNIT) << NUMBER_BITS >> NUMBER_BITS;
+    let behind = |addr: u64| place.wrapping_sub(addr / UNIT + 1) << NUMBER_BITS >> NUMBER_BITS;
     let shared = state.shared();
     let mut owned = shared.paged().into_iter().flat_map(|paged| &paged.owned);
     let owned = owned.find(|&(&base, owned)| behind(base) == 0 && owned.size > 0);

@@ -18,6 +18,9 @@ use aquifer_device::fork::{self, Mutex};
 use aquifer_device::internal::Timeline;
 use aquifer_device::{AccessKind, Code, DeviceError, Operation, Stream};
 
+use crate::allocator::Allocator;
+use crate::backing::paged::lend::Busy;
+use crate::core::pools::PoolKey;
 use crate::error::AllocError;
 use crate::pools::PrivatePool;
 use crate::sleep::wake_lock::WakeLock;
@@ -61,8 +64,11 @@ use crate::types::StreamId;
 pub struct GraphUses {
     /// Number of the graph.
     graph: u64,
-    /// The allocator state that serves the capture.
+    /// The allocator state that serves the capture, and the pool that does.
     state: &'static AllocatorState,
+    pool: PoolKey,
+    /// True if the pool may lend memory of idle graphs.
+    lends: bool,
     /// Bytes in live blocks of the pool when the capture began, by stream.
     live_before: BTreeMap<StreamId, u64>,
     device_id: u32,
@@ -111,6 +117,8 @@ impl GraphUses {
         let uses = Arc::new(GraphUses {
             graph: launches.number(),
             state: pool.allocator().state(),
+            pool: pool.key(),
+            lends: pool.lends_when_idle(),
             live_before: pool.contents().1,
             device_id: stream.device_id(),
             noted: Mutex::default(),
@@ -193,13 +201,19 @@ impl GraphUses {
     }
 
     /// Notes which addresses the pool has, before the capture ends that `stream` is part of. Returns
-    /// how many bytes of the pool the capture leaves in live blocks, of all its streams.
+    /// how many bytes of the pool the capture leaves in live blocks, of all its streams. The pool may
+    /// lend memory of the graph from now on
+    /// ([`PoolOptions::lends_when_idle`](crate::PoolOptions::lends_when_idle)), so each launch needs
+    /// [`GraphUses::begin_launch`].
     pub fn note_pool(&self, pool: &PrivatePool, stream: &Stream) -> u64 {
         let (ranges, live) = pool.contents();
         let mut noted = self.noted.lock();
         ranges.into_iter().for_each(|range| note_range(&mut noted.ranges, range));
         drop(noted);
-        let core = self.state.lock();
+        let mut core = self.state.lock();
+        if let Some(private) = core.pools.find_mut(self.pool) {
+            private.graphs.note_bringing_back(self.graph);
+        }
         let of_streams = live.into_iter().map(|(id, bytes)| (core.streams.timeline(id).cloned(), id, bytes));
         let of_streams: Vec<_> = of_streams.collect();
         drop(core);
@@ -209,15 +223,26 @@ impl GraphUses {
         own.map(|(_, id, bytes)| bytes.saturating_sub(self.live_before.get(&id).copied().unwrap_or(0))).sum()
     }
 
-    /// Keeps the allocator awake while a launch is enqueued, which also uses memory that no handle
-    /// names any more.
+    /// Keeps the allocator awake, and the graph's memory where it is, until the result is dropped: while
+    /// a launch on `stream` is enqueued, which also uses memory that no handle names any more. If the
+    /// pool has lent memory of idle graphs, this first brings memory back behind the same addresses.
     ///
     /// # Errors
     /// [`AllocError::Asleep`] while the allocator, or the graph's part of its memory, sleeps or is about
-    /// to.
-    pub fn keep_awake(&self) -> Result<impl Sized + use<>, AllocError> {
+    /// to; for memory that was lent, as [`Allocator::alloc_bytes`]: what is not back yet stays lent, and
+    /// this can be tried again.
+    pub fn begin_launch(&self, allocator: &Allocator, stream: &Stream) -> Result<impl Sized + use<>, AllocError> {
+        let busy = self.lends.then(|| Busy::begin(self.state, self.pool));
         let ranges: Vec<Range<u64>> = self.noted.lock().ranges.iter().map(|(&start, &end)| start..end).collect();
-        WakeLock::of_all(ranges.into_iter().map(|range| (self.state, range)))
+        let keep_awake = || WakeLock::of_all(ranges.iter().map(|range| (self.state, range.clone())));
+        let mut awake = keep_awake()?;
+        if let Some((busy, 1..)) = &busy {
+            // Room is made without keeping the allocator awake, as for requests.
+            drop(awake);
+            busy.bring_back(allocator, stream)?;
+            awake = keep_awake()?;
+        }
+        Ok((awake, busy))
     }
 }
 

@@ -33,7 +33,8 @@ type Allocated = (Layout, usize);
 
 struct PassState {
     state: &'static AllocatorState,
-    made: Vec<(Allocated, Weak<Storage>)>,
+    /// Its allocations, each with the stream that it was made for.
+    made: Vec<(Allocated, Stream, Weak<Storage>)>,
     counts: HashMap<Layout, usize>,
     /// Memory for allocations to come.
     ready: HashMap<Allocated, Arc<Storage>>,
@@ -50,7 +51,7 @@ pub struct Pass {
 
 /// What outlived a pass.
 #[derive(Debug)]
-pub struct Outlived(Vec<Allocated>);
+pub struct Outlived(Vec<(Allocated, Stream)>);
 
 impl Pass {
     /// Begins a pass, without memory from an earlier one.
@@ -58,14 +59,15 @@ impl Pass {
         Pass::begin(allocator, HashMap::new())
     }
 
-    /// Begins a pass that repeats one. Memory for what outlived that is allocated now.
+    /// Begins a pass that repeats one. Memory for what outlived that is allocated now, for the same
+    /// streams.
     ///
     /// # Errors
     /// As [`Allocator::alloc_storage`].
-    pub fn again(allocator: &Allocator, outlived: &Outlived, stream: &Stream) -> Result<Pass, AllocError> {
-        let allocate = |&allocated: &Allocated| {
-            let ((bytes, alignment), _) = allocated;
-            Ok((allocated, allocator.alloc_plain(bytes, alignment, stream)?))
+    pub fn again(allocator: &Allocator, outlived: &Outlived) -> Result<Pass, AllocError> {
+        let allocate = |(allocated, stream): &(Allocated, Stream)| {
+            let &((bytes, alignment), _) = allocated;
+            Ok((*allocated, allocator.alloc_plain(bytes, alignment, stream)?))
         };
         let ready: Result<HashMap<_, _>, AllocError> = outlived.0.iter().map(allocate).collect();
         Ok(Pass::begin(allocator, ready?))
@@ -81,8 +83,8 @@ impl Pass {
     pub fn outlived(&self) -> Outlived {
         PASSES.with_borrow(|passes| {
             let made = passes.last().map(|pass| pass.made.as_slice()).unwrap_or_default();
-            let alive = made.iter().filter(|(_, storage)| storage.strong_count() > 0);
-            Outlived(alive.map(|&(allocated, _)| allocated).collect())
+            let alive = made.iter().filter(|(.., storage)| storage.strong_count() > 0);
+            Outlived(alive.map(|(allocated, stream, _)| (*allocated, stream.clone())).collect())
         })
     }
 }
@@ -97,7 +99,7 @@ impl Drop for Pass {
 impl Outlived {
     /// Its size.
     pub fn bytes(&self) -> u64 {
-        self.0.iter().map(|((bytes, _), _)| bytes).sum()
+        self.0.iter().map(|(((bytes, _), _), _)| bytes).sum()
     }
 }
 
@@ -125,7 +127,7 @@ pub(super) fn alloc_in_pass(
         Some((_, Some(ready))) => Ok(ready),
         Some((allocated, None)) => {
             let storage = allocator.alloc_plain(bytes, alignment, stream)?;
-            let made = (allocated, Arc::downgrade(&storage));
+            let made = (allocated, stream.clone(), Arc::downgrade(&storage));
             PASSES
                 .with_borrow_mut(|passes| passes.last_mut().into_iter().for_each(|pass| pass.made.push(made.clone())));
             Ok(storage)

@@ -211,3 +211,18 @@ fn what_a_pool_keeps_stays_while_a_stream_captures() {
         assert!(!bench.is_refused(900), "{backing:?}");
     }
 }
+
+#[test]
+fn what_a_pool_that_lent_leaves_when_it_is_dropped_serves_requests() {
+    for backing in BACKINGS {
+        let bench = Bench::new(backing, 64);
+        let options = PoolOptions { use_on_oom: true, ..PoolOptions::default() };
+        let pool = bench.memory.create_pool(options).unwrap();
+        drop(pool.alloc_bytes(40 * MIB, &bench.stream).unwrap());
+        drop(pool);
+        let _rest = bench.memory.alloc_bytes(20 * MIB, &bench.stream).unwrap();
+        let served = bench.memory.alloc_bytes(40 * MIB, &bench.stream);
+        assert!(served.is_ok(), "{backing:?}: {served:?}");
+        assert!(bench.is_refused(20), "{backing:?}");
+    }
+}

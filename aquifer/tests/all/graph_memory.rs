@@ -1,7 +1,7 @@
 //! The memory that graphs need, and where it is reused.
 
 use aquifer::device::sim::{Fault, SimDriver};
-use aquifer::memory::{Contents, Part, PoolOptions, SleepOptions};
+use aquifer::memory::{Contents, Part, PoolOptions, PrivatePool, SleepOptions};
 use aquifer::prelude::*;
 use aquifer::{Error, Graph, GraphPlan};
 use aquifer_device::{Code, Operation};
@@ -169,7 +169,7 @@ fn launches_come_after_earlier_work_on_memory_of_the_streams_that_joined() {
 }
 
 #[test]
-fn a_plan_tells_within_a_percent_what_graphs_leave() {
+fn a_plan_tells_what_graphs_leave_at_least_and_no_more_than_an_output_less() {
     for config in ["", "limit_mb:20000"] {
         let bench = bench("sim:24GiB,violations=panic");
         let memory = Allocator::new(&bench.device, config).unwrap();
@@ -183,7 +183,8 @@ fn a_plan_tells_within_a_percent_what_graphs_leave() {
         let graphs =
             batches.map(|batch| memory.graph_in(&pool, stream, |stream| bucket(&memory, batch, stream)).unwrap());
         let left = memory.available_after(&GraphPlan::default()).unwrap();
-        assert!(planned.abs_diff(left) * 100 <= left, "{config:?}: {planned} planned, {left} left");
+        let most = planned + 50 * 640_000 + 4 * MIB;
+        assert!((planned - 4 * MIB..=most).contains(&left), "{config:?}: {planned} planned, {left} left");
         let rest = memory.alloc::<u8>(usize::try_from(left - 64 * MIB).unwrap(), stream);
         assert!(rest.is_ok(), "{config:?}: {rest:?}");
         drop(graphs);
@@ -366,5 +367,142 @@ fn memory_of_a_graph_that_is_never_launched_goes_back_after_earlier_work_on_it()
             memory.empty_cache().unwrap();
         }
         assert_eq!(memory.memory_reserved(), 0);
+    }
+}
+
+/// As counters that a library's kernels initialise once, in a workspace that the capture frees.
+#[test]
+fn state_in_memory_that_a_capture_freed_is_kept_by_sleep_unless_its_pool_is_discarded() {
+    type Sleep = fn(&PrivatePool) -> SleepOptions;
+    let sleeps: [(&str, Sleep, bool); 4] = [
+        ("all, saved", |_| SleepOptions::all(Contents::SaveToHost), true),
+        ("the pool, saved", |pool| SleepOptions::part(Part::pool(pool), Contents::SaveToHost), true),
+        (
+            "all else discarded",
+            |pool| SleepOptions::all(Contents::Discard).with(Part::pool(pool), Contents::SaveToHost),
+            true,
+        ),
+        ("all zeroed", |_| SleepOptions::all(Contents::Zero), false),
+    ];
+    for (name, sleep, keeps) in sleeps {
+        let bench = Bench::new();
+        let Bench { memory, stream, .. } = &bench;
+        let pool = memory.create_pool(PoolOptions::default()).unwrap();
+        let mut state = Vec::new();
+        let mut workspace = |stream: &Stream| {
+            let workspace = memory.alloc_bytes(1 << 20, stream)?;
+            state.push(workspace.ptr());
+            Ok::<_, Error>(workspace)
+        };
+        let first =
+            memory.graph_in(&pool, stream, |stream| Ok(stream.fill(workspace(stream)?.ptr(), 7, 512)?)).unwrap();
+        let graph = memory
+            .graph_in(&pool, stream, |stream| {
+                let workspace = workspace(stream)?;
+                let mut output = memory.alloc::<u8>(512, stream)?;
+                with(stream, [write(&mut output)], |raw, [output]| raw.copy(output.ptr(), workspace.ptr(), 512))?;
+                Ok(output)
+            })
+            .unwrap();
+        assert_eq!(state[1], state[3], "both captures had the same memory");
+        first.launch(stream).unwrap();
+        let read = || {
+            graph.launch(stream).unwrap();
+            graph.output().to_vec(stream).unwrap()
+        };
+        assert_eq!(read(), [7; 512], "{name}: before");
+        memory.sleep(sleep(&pool)).unwrap();
+        memory.wake().unwrap();
+        assert_eq!(read(), [if keeps { 7 } else { 0 }; 512], "{name}");
+    }
+}
+
+#[test]
+fn a_graph_of_two_streams_replays_after_memory_ran_out_and_the_cache_was_emptied() {
+    let bench = bench("sim:64MiB,violations=panic");
+    let Bench { device, memory, stream, side } = &bench;
+    let pool = memory.create_pool(PoolOptions::default()).unwrap();
+    let event = device.create_event(false).unwrap();
+    let mut of_side = 0;
+    let mut capture = |mib: usize| {
+        memory.graph_in(&pool, stream, |stream| {
+            let own = memory.alloc_zeros::<u8>(mib << 20, stream)?;
+            event.record(stream)?;
+            side.wait_event(&event)?;
+            let mut theirs = memory.alloc::<u8>(mib << 20, side)?;
+            of_side = theirs.ptr().0;
+            theirs.copy_from(&own, side)?;
+            let mut output = memory.alloc::<u8>(512, side)?;
+            output.copy_from(&theirs.slice(..512), side)?;
+            event.record(side)?;
+            stream.wait_event(&event)?;
+            Ok(output)
+        })
+    };
+    let graph = capture(10).unwrap();
+    assert!(memory.alloc::<u8>(48 << 20, stream).unwrap_err().is_out_of_memory());
+    // The device is full of what another capture would need.
+    let full = memory.alloc::<u8>(36 << 20, stream).unwrap();
+    assert!(capture(20).unwrap_err().is_out_of_memory());
+    drop(full);
+    memory.empty_cache().unwrap();
+    let small = capture(4).unwrap();
+    let in_pool = |addr: u64| {
+        let segments = memory.snapshot().segments;
+        let holds = segments.iter().find(|one| (one.address..one.address + one.total_size).contains(&addr));
+        holds.is_some_and(|segment| segment.segment_pool_id == pool.id())
+    };
+    assert!(in_pool(of_side), "what the second stream allocates in the capture is the pool's");
+    for graph in [&graph, &small, &graph] {
+        graph.launch(stream).unwrap();
+        assert_eq!(graph.output().to_vec(stream).unwrap(), [0; 512]);
+    }
+}
+
+#[test]
+fn an_output_of_another_stream_of_the_capture_stays_that_streams() {
+    let bench = Bench::new();
+    let Bench { device, memory, stream, side } = &bench;
+    let event = device.create_event(false).unwrap();
+    let graph = memory
+        .graph(stream, |stream| {
+            event.record(stream)?;
+            side.wait_event(&event)?;
+            let output = memory.alloc_zeros::<u8>(3 << 20, side)?;
+            event.record(side)?;
+            stream.wait_event(&event)?;
+            Ok(output)
+        })
+        .unwrap();
+    let at = graph.output().ptr().0;
+    let segments = memory.snapshot().segments;
+    let of = segments.iter().find(|one| (one.address..one.address + one.total_size).contains(&at)).unwrap();
+    assert_eq!(of.stream, side.id());
+    graph.launch(stream).unwrap();
+    assert_eq!(graph.output().slice(..3).to_vec(stream).unwrap(), [0; 3]);
+}
+
+#[test]
+fn a_refusal_in_a_capture_names_its_pool() {
+    let bench = bench("sim:64MiB,violations=panic");
+    let Bench { memory, stream, .. } = &bench;
+    let mut other = Vec::new();
+    let refused = memory
+        .graph(stream, |stream| {
+            let first = memory.alloc_zeros::<u8>(20 << 20, stream)?;
+            if stream.is_capturing() {
+                // As another program that takes memory between the passes.
+                other.push(memory.device().alloc(30 << 20)?);
+            }
+            let second = memory.alloc_zeros::<u8>(20 << 20, stream)?;
+            drop((first, second));
+            Ok(())
+        })
+        .unwrap_err();
+    assert!(refused.is_out_of_memory(), "{refused}");
+    let text = refused.to_string();
+    assert!(text.contains("for: a capture, whose pool holds 20.00 MiB"), "{text}");
+    for ptr in other {
+        bench.device.free(ptr).unwrap();
     }
 }

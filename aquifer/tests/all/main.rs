@@ -3,6 +3,7 @@
 mod edges;
 mod errors;
 mod graph_bodies;
+mod graph_lending;
 mod graph_memory;
 mod graphs;
 mod unwind;

@@ -338,7 +338,7 @@ pub extern "C" fn aquifer_pool_create(device: c_int, options: c_int) -> u64 {
         if options & !(AQUIFER_POOL_USE_ON_OOM | AQUIFER_POOL_NO_SPLIT) != 0 {
             return Err(Failure::invalid(format!("unknown options of a pool: {options}")));
         }
-        pools::create(Gpu::of(device)?, PoolOptions { use_on_oom, no_split })
+        pools::create(Gpu::of(device)?, PoolOptions { use_on_oom, no_split, ..PoolOptions::default() })
     })
 }
 

@@ -64,6 +64,7 @@ JSON keys:
   safety_checks             contents compared, looks for races and misuse, statistics read
   liveness_checks           refusals that were found right, and requests that had to be served
   needless_waits            requests that waited although far more memory than they need was free
+  lent_bytes                bytes of memory of idle graphs that served other requests
   turns                     how often the schedule passed from thread to thread
   driver_calls              calls of the simulated driver
   virtual_seconds           time of the simulated devices

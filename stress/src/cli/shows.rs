@@ -94,6 +94,8 @@ JSON keys, per program:
   launch_us                 time on the host of a launch
   launch_driver_calls       driver calls of that
   wrong_results             launches that did not compute with their own parameters
+  lent_bytes                memory that all graphs, being idle, lend to a request for all memory
+  return_us                 time on the host of a launch that brings that back
   violations                pieces of work that the simulated device found unordered; 0 unless there
                             is a bug";
 

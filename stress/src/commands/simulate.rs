@@ -11,7 +11,7 @@ use crate::commands::hundredths;
 use crate::exit::{Failure, Outcome};
 use crate::session::Session;
 use crate::simulate::{self, Counts, Failed, Plan};
-use crate::text::plural;
+use crate::text::{Bytes, plural};
 
 /// Failures after which a run stops.
 const FAILURES_MAX: u64 = 10;
@@ -29,6 +29,7 @@ pub struct Row {
     pub safety_checks: u64,
     pub liveness_checks: u64,
     pub needless_waits: u64,
+    pub lent_bytes: u64,
     pub turns: u64,
     pub driver_calls: u64,
     pub virtual_seconds: f64,
@@ -53,7 +54,7 @@ pub fn run(session: &Session, args: &SimulateArgs) -> Result<Outcome, Failure> {
     session.row(&row)?;
     session.show(format_args!(
         "{}, from {} on: {} in {}, {} steps, {} driver calls, {:.0} s of virtual time, {:.0} seeds a second\n\
-         {} checks of safety, {} of liveness; {} waited with memory to spare",
+         {} checks of safety, {} of liveness; {} waited with memory to spare; idle graphs lent {}",
         plural(row.seeds, "seed"),
         row.first_seed,
         plural(row.failures, "failure"),
@@ -65,6 +66,7 @@ pub fn run(session: &Session, args: &SimulateArgs) -> Result<Outcome, Failure> {
         row.safety_checks,
         row.liveness_checks,
         plural(row.needless_waits, "request"),
+        Bytes(row.lent_bytes),
     ))?;
     Ok(if row.failures > 0 { Outcome::Failed } else { Outcome::Done })
 }
@@ -82,11 +84,12 @@ fn run_seeds(session: &Session, args: &SimulateArgs, seeds: Range<u64>) -> Row {
         row.seeds += 1;
         progress.inc(1);
         match simulate::run(&Plan::of_seed(seed)) {
-            Ok(Counts { steps, safety, liveness, needless_waits, turns, calls, time_ns: time, .. }) => {
+            Ok(Counts { steps, safety, liveness, needless_waits, lent_bytes, turns, calls, time_ns: time, .. }) => {
                 row.steps += steps;
                 row.safety_checks += safety;
                 row.liveness_checks += liveness;
                 row.needless_waits += needless_waits;
+                row.lent_bytes += lent_bytes;
                 row.turns += turns;
                 row.driver_calls += calls;
                 time_ns += time;

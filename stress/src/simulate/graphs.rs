@@ -16,8 +16,8 @@ pub(super) struct Copying {
 const GRAPHS_MAX: usize = 3;
 
 impl Player<'_> {
-    /// Captures a graph, with memory of a pool or of its own.
-    pub(super) fn make_graph(&mut self, pool: u32, stream: u32, bytes: u64) {
+    /// Captures a graph, with memory of a pool or of its own, and a temporary that it writes.
+    pub(super) fn make_graph(&mut self, pool: u32, stream: u32, bytes: u64, temporary: u64) {
         let world = self.world;
         let can_capture = |stream: &Stream| self.runs(stream) && !stream.raw().is_legacy();
         let (one, other) = (self.stream(stream), self.stream(stream + 1));
@@ -30,6 +30,7 @@ impl Player<'_> {
         let events = (world.device.create_event(false), world.device.create_event(false));
         let (Some(fork), Some(join)) = (world.allow(events.0), world.allow(events.1)) else { return };
         let work = |stream: &Stream| {
+            world.memory.alloc::<u8>(length(temporary), stream)?.fill(1, stream)?;
             let mut first = parameter.like(stream)?;
             first.copy_from(&parameter, stream)?;
             fork.record(stream)?;
@@ -72,7 +73,7 @@ impl Player<'_> {
         };
         let [first, second] = [0, 1].map(|at| launch(&streams[at], patterns[at]));
         for (found, pattern) in [first, second].into_iter().zip(patterns) {
-            if let Some(found) = world.allow(found.and_then(|found| found.wait())) {
+            if let Some(found) = world.launched(found.and_then(|found| found.wait())) {
                 world.compare(&found, pattern);
             }
         }

@@ -41,6 +41,21 @@ impl World {
         self.served(outcome)
     }
 
+    /// What a launch gave, or `None` where it may be refused. Memory that its graph lent comes back if it
+    /// fits.
+    pub(super) fn launched<T>(&self, outcome: Result<T, Error>) -> Option<T> {
+        if let Err(Error::Alloc(AllocError::OutOfMemory(report))) = &outcome
+            && self.is_calm()
+        {
+            count(&self.counts.liveness);
+            let room = self.room(&self.memory);
+            if report.growth <= room {
+                self.report(format!("a launch of a graph that lent memory is refused, and {room} are free: {report}"));
+            }
+        }
+        self.served(outcome)
+    }
+
     /// What sleeps could not wake up for lack of memory: checks that it does not fit.
     pub(super) fn check_lack(&self, error: &DeviceError) {
         if self.is_alone() {
@@ -114,7 +129,7 @@ impl World {
         }
         match self.found() {
             Some(found) => Err(found),
-            None => Ok(self.counts.read()),
+            None => Ok(Counts { lent_bytes: self.memory.stats().graph_bytes_lent, ..self.counts.read() }),
         }
     }
 

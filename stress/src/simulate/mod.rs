@@ -56,6 +56,8 @@ pub struct Counts {
     pub liveness: u64,
     /// Requests that waited although the device had more than enough free memory.
     pub needless_waits: u64,
+    /// Bytes that idle graphs lent.
+    pub lent_bytes: u64,
     /// Turns of threads.
     pub turns: u64,
     /// Calls of the driver.

@@ -134,12 +134,13 @@ pub enum Step {
     DropGraph(u32),
     /// Leaves a graph to the other threads.
     GiveGraph(u32),
-    /// Captures a graph that orders itself, with memory of a private pool if the thread has one.
-    MakeGraph { pool: u32, stream: u32, bytes: u64 },
+    /// Captures a graph that orders itself, with memory of a private pool if the thread has one, and
+    /// with a temporary of its own.
+    MakeGraph { pool: u32, stream: u32, bytes: u64, temporary: u64 },
     /// Launches such a graph on two streams, with two parameters, and compares both outputs.
     ReplayGraph { graph: u32, stream: u32 },
-    /// Makes a private pool.
-    CreatePool { lends: bool },
+    /// Makes a private pool. It lends free memory, or that of its graphs while they are idle.
+    CreatePool { lends: bool, lends_when_idle: bool },
     /// Drops a private pool.
     DropPool(u32),
     /// Leaves a private pool to the other threads.
@@ -214,7 +215,8 @@ impl Plan {
         let (chunk_bytes, copiers) = (4096 << random.below(6), 1 + random.below(3) as usize);
         let steps = 10 + random.below(70);
         // Otherwise most threads end before they have a pool.
-        let first = (random.below(2) == 0).then_some(Step::CreatePool { lends: false });
+        let first = (random.below(2) == 0)
+            .then_some(Step::CreatePool { lends: false, lends_when_idle: seed.is_multiple_of(4) });
         let thread = |random: &mut Random| first.into_iter().chain((0..steps).map(|_| step(random, &kind))).collect();
         let threads = (0..count).map(|_| thread(random)).collect();
         Plan { seed, capacity, options, second, lag, chunk_bytes, copiers, threads }
@@ -296,7 +298,7 @@ fn bytes(random: &mut Random) -> u64 {
 fn step(random: &mut Random, kind: &Kind) -> Step {
     let (pick, stream, other, bytes) = (random.below(1 << 16), random.below(4), random.below(4), bytes(random));
     let small = 1 + bytes % (64 << 10);
-    match random.below(180) {
+    match random.below(186) {
         0..=19 => Step::Alloc { stream, bytes, tag: pick % 3 },
         20..=24 => Step::AllocFrom { pool: pick, stream, bytes },
         25..=30 => Step::AllocRaw { stream, bytes },
@@ -327,7 +329,7 @@ fn step(random: &mut Random, kind: &Kind) -> Step {
         110..=113 => Step::Launch { graph: pick, stream },
         114 => Step::DropGraph(pick),
         115 => Step::GiveGraph(pick),
-        116..=118 => Step::CreatePool { lends: other == 0 },
+        116..=118 => Step::CreatePool { lends: other == 0, lends_when_idle: pick % 2 == 0 },
         119 => Step::DropPool(pick),
         120 => Step::GivePool(pick),
         121 => Step::EmptyPool(pick),
@@ -358,8 +360,8 @@ fn step(random: &mut Random, kind: &Kind) -> Step {
             let operation = AIMED_AT[pick as usize / 3 % AIMED_AT.len()];
             Step::Fault { nth: u64::from(1 + pick % 3), operation: Some(operation) }
         }
-        177 => Step::MakeGraph { pool: pick, stream, bytes: small },
-        178 | 179 => Step::ReplayGraph { graph: pick, stream },
+        177..=179 => Step::MakeGraph { pool: pick, stream, bytes: small, temporary: bytes },
+        180..=185 => Step::ReplayGraph { graph: pick, stream },
         _ => Step::Alloc { stream, bytes: small, tag: pick % 3 },
     }
 }

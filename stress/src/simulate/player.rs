@@ -257,12 +257,12 @@ impl<'a> Player<'a> {
             }
             Step::Capture { pool, stream, bytes, ending } => self.capture(pool, stream, bytes, ending),
             Step::Launch { graph, stream } => self.launch(graph, stream),
-            Step::MakeGraph { pool, stream, bytes } => self.make_graph(pool, stream, bytes),
+            Step::MakeGraph { pool, stream, bytes, temporary } => self.make_graph(pool, stream, bytes, temporary),
             Step::ReplayGraph { graph, stream } => self.replay_graph(graph, stream),
             Step::DropGraph(pick) => drop(take(&mut self.graphs, pick)),
-            Step::CreatePool { lends } => {
+            Step::CreatePool { lends, lends_when_idle } => {
                 if self.pools.len() < 3 {
-                    let options = PoolOptions { use_on_oom: lends, ..PoolOptions::default() };
+                    let options = PoolOptions { use_on_oom: lends, lends_when_idle, ..PoolOptions::default() };
                     self.pools.extend(world.allow(world.memory.create_pool(options)));
                 }
             }

@@ -157,7 +157,7 @@ impl Interpreter {
             }
             Op::CreatePool { use_on_oom, no_split } => {
                 if self.pools.len() < 3 {
-                    match self.allocator.create_pool(PoolOptions { use_on_oom, no_split }) {
+                    match self.allocator.create_pool(PoolOptions { use_on_oom, no_split, ..PoolOptions::default() }) {
                         Ok(pool) => self.pools.push(pool),
                         Err(error) => self.judge::<(), _>(Err(error)),
                     }

@@ -58,7 +58,7 @@ fn size(draw: &mut impl FnMut(u64) -> u64) -> u64 {
 
 impl Scene {
     fn empty(bench: Bench, wanted: Wanted, bytes: u64, no_split: bool) -> Scene {
-        let options = PoolOptions { use_on_oom: false, no_split };
+        let options = PoolOptions { no_split, ..PoolOptions::default() };
         let pool = Some(bench.allocator.create_pool(options).unwrap());
         let cache = bench.allocator.growable(1 << 40, &bench.stream).ok();
         let (live, in_pool, shared, pins) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());

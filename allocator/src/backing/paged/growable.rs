@@ -14,28 +14,22 @@ use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
-use aquifer_device::internal::Timeline;
 use aquifer_device::{DevicePtr, ErrorKind, Stream};
 
 use crate::allocator::Allocator;
-use crate::backing::growth::{Room, buyable, room};
-use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::dedicated::{DedicatedMemory, recycle_deferred_releases};
+use crate::backing::paged::fill::{Place, try_fill};
 use crate::backing::paged::gate::Gate;
-use crate::backing::paged::grow::ROUNDS;
-use crate::core::limits::Refusal;
 use crate::core::paged::deferred_release::DeferredRelease;
 use crate::core::paged::granules::POOL;
-use crate::core::pools::Which;
-use crate::core::streams::Pending;
-use crate::cross_stream::{poll, stall_for};
 use crate::error::AllocError;
 use crate::pools::refuse_capture_dedicated;
 use crate::recovery::ladder::climb_dedicated;
+use crate::recovery::oom::Tried;
 use crate::size_class::REQUEST_LIMIT;
 use crate::storage::{Memory, Storage};
 use crate::tags::Tag;
-use crate::types::{After, Request, StreamId, Use, latest_by_stream};
+use crate::types::{Request, StreamId, Use, latest_by_stream};
 
 /// Memory that grows and shrinks at one address, such as a cache of keys and values. It consists of
 /// whole granules, of 2 MiB by default ([`crate::Config::granule`]), so it suits few that are large
@@ -74,19 +68,6 @@ pub struct Growable {
     rest: Vec<Use>,
 }
 
-/// The next step of a growth.
-enum Next {
-    Finished(Result<(), Refusal>),
-    /// Learn, without waiting, how far these streams got.
-    Ask(Pending),
-    /// Wait on the host until the timeline has got this far.
-    Wait(Arc<Timeline>, After),
-    /// Wait until other threads have finished taking memory: only then is it known how much the
-    /// device has left.
-    AskRoom,
-    Again,
-}
-
 impl Allocator {
     /// Reserves addresses for `capacity` bytes, without memory yet, for work on `stream`.
     ///
@@ -123,91 +104,6 @@ impl Allocator {
         let memory = Arc::new(DedicatedMemory::new(self, ptr, 0, id));
         let storage = Arc::new(Storage::new(Memory::Dedicated(memory.clone()), self, stream));
         Ok(Growable { memory, storage, capacity, granule, rest: Vec::new() })
-    }
-}
-
-/// Maps memory at those places of a range that have none. Plans anew after each wait.
-fn try_fill(
-    allocator: &Allocator,
-    request: &Request,
-    base: u64,
-    range: &Range<u64>,
-) -> Result<Result<(), Refusal>, AllocError> {
-    let mut may_ask = true;
-    for _ in 0..ROUNDS {
-        recycle_deferred_releases(allocator)?;
-        match fill_step(allocator, request, base, range, may_ask)? {
-            Next::Finished(filled) => return Ok(filled),
-            Next::Ask(ticks) => {
-                may_ask = false;
-                poll(&ticks)?;
-            }
-            Next::Wait(timeline, after) => {
-                if !stall_for(allocator, &timeline, after)? {
-                    break;
-                }
-                may_ask = true;
-            }
-            Next::AskRoom => Room::wait_for_others(),
-            Next::Again => {}
-        }
-    }
-    Ok(Err(Refusal::Device))
-}
-
-fn fill_step(
-    allocator: &Allocator,
-    request: &Request,
-    base: u64,
-    range: &Range<u64>,
-    may_ask: bool,
-) -> Result<Next, AllocError> {
-    let room = room(allocator)?;
-    let _gate = allocator.gate()?.shared();
-    let mut guard = allocator.state().lock();
-    if guard.sleeps(&(base..range.end)) {
-        return Err(AllocError::Asleep);
-    }
-    let (buyable, refusal) = buyable(allocator, &guard, &room);
-    if range.end - range.start > allocator.device().info().total_bytes {
-        // Laying it out granule by granule is not worth while.
-        let refusal = if buyable < range.end - range.start { refusal } else { Refusal::Device };
-        return Ok(Next::Finished(Err(refusal)));
-    }
-    let Some(paged) = guard.paged() else { return Ok(Next::Finished(Err(Refusal::Device))) };
-    if paged.deferred_release.is_below(base, range.end) {
-        // Another thread was recycling this memory when it was looked for, and could not unmap it.
-        return Ok(Next::Again);
-    }
-    let (granule, at_hand) = (paged.granule, paged.spares.granules());
-    let fill = paged.unmapped_within(range);
-    let lacks = fill.iter().map(|range| range.end - range.start).sum::<u64>() / granule;
-    let spares = lacks.min(at_hand);
-    let donors = guard.donors(lacks - spares, None, Which::Unpromised);
-    let buy = (lacks - spares).saturating_sub(donors.granules);
-    if buy > 0 && may_ask {
-        let ticks = guard.streams.not_done(latest_by_stream(donors.not_done.keys().copied()));
-        if !ticks.is_empty() {
-            return Ok(Next::Ask(ticks));
-        }
-    }
-    if buy > buyable / granule {
-        return Ok(match guard.streams.first_enough(&donors.not_done, buy - buyable / granule) {
-            Some((timeline, after)) => Next::Wait(timeline, after),
-            None if refusal == Refusal::Headroom && room.is_uncertain(&guard) => Next::AskRoom,
-            None => Next::Finished(Err(refusal)),
-        });
-    }
-    let (work, remap) = guard.plan_dedicated((base, request.stream), fill, donors, (spares, buy));
-    drop(guard);
-    let mut done = carry_out(allocator.device(), allocator.hooks(), work);
-    allocator.state().lock().commit(remap, &mut done);
-    match done.error {
-        None => Ok(Next::Finished(Ok(()))),
-        Some(error) if error.is_out_of_memory() => Ok(Next::Finished(Err(Refusal::Device))),
-        // A capture began before memory was unmapped. The next plan moves none.
-        Some(error) if error.kind == ErrorKind::Capture => Ok(Next::Again),
-        Some(error) => Err(error.into()),
     }
 }
 
@@ -346,7 +242,10 @@ impl Growable {
         let requested = bytes - self.bytes();
         let request = Request { requested, size: grown, pool: POOL, stream, tag: Tag::default(), is_regular: false };
         let range = base + self.size()..base + size;
-        climb_dedicated(allocator, &request, self.size(), || try_fill(allocator, &request, base, &range))
+        let place = Place::Dedicated { base, range };
+        climb_dedicated(allocator, &request, Tried::for_dedicated(self.size()), || {
+            try_fill(allocator, &request, &place)
+        })
     }
 
     /// Makes a stream's later work come after uses of memory.

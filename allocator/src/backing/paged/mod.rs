@@ -14,6 +14,8 @@
 //! | file | idea |
 //! | --- | --- |
 //! | `carry_out.rs` | the driver calls of a remap, and of memory that grows, and their outcome |
+//! | `fill.rs` | maps memory at given addresses: of memory that grows, and of graphs that lent theirs |
+//! | `lend.rs` | lends the memory of idle graphs, and brings memory back before a launch |
 //! | `grow.rs` | serves a request: drafts, waits, plans, carries out, commits, and tries again |
 //! | `gate.rs` | who may change mappings at a time |
 //! | `split.rs` | splitting frames that are partly in use, before a request is refused |
@@ -26,7 +28,7 @@
 //! Invariants, in addition to those of holes in the heap:
 //! * **P1** A mapping is unmapped only when the last use through it is known done on the host, and
 //!   when its frame is neither pinned nor in an open private pool, whose free memory a graph may
-//!   use. Trimming the pool itself is the exception.
+//!   use. Trimming the pool itself is an exception, and so is what idle graphs lend (`lend.rs`).
 //! * **P2** A frame is in one place: mapped in one reservation, among the spares, or held by one
 //!   operation. A frame that its stream reused before the device was done with it may also be mapped
 //!   where it was before, at addresses that stay held until they are unmapped (`trim.rs`).
@@ -45,9 +47,11 @@
 pub(crate) mod carry_out;
 pub(crate) mod dedicated;
 pub(crate) mod exportable;
+pub(crate) mod fill;
 pub(crate) mod gate;
 pub(crate) mod grow;
 pub(crate) mod growable;
+pub(crate) mod lend;
 pub(crate) mod pin;
 #[cfg(all(test, aquifer_shuttle))]
 pub(crate) mod schedules;

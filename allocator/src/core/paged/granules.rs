@@ -281,15 +281,20 @@ impl Paged {
     /// The frames that may sleep, by address, each with its reservation. Pinned frames stay, and
     /// exportable memory.
     pub(crate) fn may_sleep<'a>(&'a self, pins: &'a Pins) -> impl Iterator<Item = MaySleep> + 'a {
-        let may_sleep = self.reservations.iter().filter(|(_, mapped)| mapped.purpose != Purpose::Exportable);
-        let frames = may_sleep.flat_map(|(&base, mapped)| {
+        let is_unusable = |frame: &MaySleep| self.is_unusable(frame.base, frame.range.start);
+        self.frames().filter(move |frame| !pins.are_in(frame.range.clone()) && !is_unusable(frame))
+    }
+
+    /// The frames that are mapped, by address, each with its reservation, without exportable memory.
+    pub(crate) fn frames(&self) -> impl Iterator<Item = MaySleep> + '_ {
+        let reservations = self.reservations.iter().filter(|(_, mapped)| mapped.purpose != Purpose::Exportable);
+        reservations.flat_map(|(&base, mapped)| {
             mapped.places.all().map(move |(place, frame)| {
                 let start = base + place as u64 * mapped.granule;
                 let range = start..start + frame.granules() * mapped.granule;
                 MaySleep { base, range, kind: mapped.kind, is_dedicated: mapped.purpose != Purpose::Heap }
             })
-        });
-        frames.filter(|frame| !pins.are_in(frame.range.clone()) && !self.is_unusable(frame.base, frame.range.start))
+        })
     }
 
     /// True if the frame mapped at an address of a reservation never became usable, and the driver

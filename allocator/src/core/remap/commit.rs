@@ -55,6 +55,10 @@ impl Core {
                 self.commit_dedicated(base, (pool, stream), &done.filled);
                 None
             }
+            Target::Spares => {
+                self.commit_lent(&donors, done.unmapped);
+                None
+            }
         };
         self.account_for_granules();
         Committed { window, moved }

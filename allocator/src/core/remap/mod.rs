@@ -8,6 +8,7 @@
 pub(crate) mod commit;
 pub(crate) mod donors;
 pub(crate) mod draft;
+pub(crate) mod lend;
 pub(crate) mod plan;
 pub(crate) mod split;
 pub(crate) mod trim;

@@ -73,6 +73,8 @@ pub(crate) enum Target {
     Window { pieces: Vec<BlockId>, peak: u64 },
     /// Memory outside of heaps, in the reservation at `base`.
     Dedicated { base: u64 },
+    /// Nowhere: the frames become spare, and the donors' pools have lent them.
+    Spares,
 }
 
 /// What a plan lacks.
@@ -138,7 +140,7 @@ impl Core {
     }
 
     /// The driver's work for a remap, whose frames are to fill ranges, none larger than `largest` allows.
-    fn work_of(&mut self, remap: &mut Remap, fill: Vec<Range<u64>>, largest: Largest) -> Work {
+    pub(super) fn work_of(&mut self, remap: &mut Remap, fill: Vec<Range<u64>>, largest: Largest) -> Work {
         let (unmap, reused) = (self.mappings_of(&remap.donors), self.mappings_of(&remap.reused));
         let Some(paged) = self.paged.as_mut() else { return Work::default() };
         let spares = paged.spares.take(remap.spares);

@@ -119,9 +119,14 @@ impl Core {
     /// addresses and lengths.
     pub(crate) fn take_empty_reservations(&mut self, which: Which) -> Vec<(u64, u64)> {
         let empty = self.heap.empty_reservations();
-        let empty: Vec<BlockId> = empty.filter(|&id| self.pools.is_among(self.heap.block(id).pool, which)).collect();
+        let goes = |id: &BlockId| {
+            let block = self.heap.block(*id);
+            self.pools.is_among(block.pool, which) && !self.keeps_lent(block.pool, &block.range())
+        };
+        let empty: Vec<BlockId> = empty.filter(goes).collect();
         let regions = empty.into_iter().map(|id| {
             let region = self.heap.remove_reservation(id);
+            self.forget_lent(region.pool, &(region.addr..region.addr + region.bytes));
             self.pools.forget_region(region.pool);
             if let Some(paged) = &mut self.paged {
                 paged.remove_reservation(region.addr);

@@ -1,6 +1,7 @@
 //! What of mapped memory sleeps, and where its contents are. `steps.rs` decides what falls asleep and
 //! what wakes up.
 
+pub(crate) mod staying;
 pub(crate) mod steps;
 
 use std::ops::Range;
@@ -140,7 +141,7 @@ pub(crate) fn within(ranges: &[Range<u64>], range: &Range<u64>) -> Vec<Range<u64
 }
 
 /// The parts of a range outside of some others, which ascend.
-fn outside(range: &Range<u64>, others: &[Range<u64>]) -> Vec<Range<u64>> {
+pub(crate) fn outside(range: &Range<u64>, others: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut parts = Vec::new();
     let mut at = range.start;
     for other in within(others, range) {

@@ -36,12 +36,24 @@ pub(crate) struct Tried {
     pub(crate) dedicated: bool,
     /// Bytes that the owner of such memory has already and keeps.
     pub(crate) own: u64,
+    /// The private pool whose graph is to be launched, if the request brings back what that lent.
+    pub(crate) launched_pool: Option<(u64, u64)>,
 }
 
 /// The name under which reports count what other allocators gave back.
 const OTHER_ALLOCATORS: &str = "other allocators of this process";
 
 impl Tried {
+    /// For a request outside of the heaps, whose owner has `own` bytes already.
+    pub(crate) fn for_dedicated(own: u64) -> Tried {
+        Tried { dedicated: true, own, ..Tried::default() }
+    }
+
+    /// For a launch of a graph of a private pool.
+    pub(crate) fn for_launch(pool: (u64, u64)) -> Tried {
+        Tried { launched_pool: Some(pool), ..Tried::for_dedicated(0) }
+    }
+
     /// Has other allocators of the device give back what they cache, about `bytes`. Returns true if
     /// they gave anything.
     pub(crate) fn ask_others(&mut self, allocator: &Allocator, bytes: u64) -> bool {
@@ -109,6 +121,9 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
         released: tried.released,
         reclaimed: tried.reclaimers.iter().fold(0, |sum, one| sum.saturating_add(one.bytes)),
         reclaimers: tried.reclaimers,
+        is_captured: guard.streams.captures(request.stream),
+        launched_pool: tried.launched_pool,
+        lent_by_graphs: guard.lent(),
         ..OomReport::default()
     };
     drop(guard);

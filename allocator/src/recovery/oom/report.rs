@@ -88,6 +88,16 @@ pub struct OomReport {
     pub reclaimers: Vec<Reclaimed>,
     /// Unused bytes that cannot go back to the device because a stream captures.
     pub kept_by_captures: u64,
+    /// True if the request was part of a capture.
+    pub is_captured: bool,
+    /// Bytes that the request's private pool holds.
+    pub held_by_pool: u64,
+    /// The private pool that had lent as much while its graphs were idle
+    /// ([`PoolOptions::lends_when_idle`](crate::PoolOptions::lends_when_idle)), if the memory was for a
+    /// launch of one of them, or for the capture of another.
+    pub launched_pool: Option<(u64, u64)>,
+    /// Bytes that idle graphs have lent, in all.
+    pub lent_by_graphs: u64,
     /// What helps, most helpful first. Where one alone gives too little, several together may give
     /// enough.
     pub advice: Vec<Advice>,
@@ -134,6 +144,16 @@ impl fmt::Display for OomReport {
 
 impl OomReport {
     fn explain(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_captured {
+            let held = Bytes(self.held_by_pool);
+            write!(f, "\n  for: a capture, whose pool holds {held}; while it lasts, no memory moves or goes back")?;
+        }
+        if self.launched_pool.is_some() {
+            write!(f, "\n  for: memory that idle graphs of a pool lent; nothing was launched")?;
+        }
+        if self.lent_by_graphs > 0 {
+            write!(f, "\n  lent by idle graphs, whose launches need as much again: {}", Bytes(self.lent_by_graphs))?;
+        }
         if self.unused_in_part > 0 {
             let (unused, what) = (Bytes(self.unused_in_part), if self.is_mapped { "frames" } else { "segments" });
             write!(f, "\n  unallocated in {what} that other memory uses in part: {unused}")?;

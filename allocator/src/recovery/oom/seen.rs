@@ -119,6 +119,7 @@ impl Seen {
     /// Completes the report. Returns the memory that stands in the way of its request.
     pub(super) fn tell(self, report: &mut OomReport) -> Held {
         report.reserved_by_private_pools = self.reserved_by_private_pools;
+        report.held_by_pool = if report.pool.is_some() { self.held.own_pool } else { 0 };
         (report.largest_free, report.free_in_pool, report.pieces) = (self.largest, self.free, self.pieces);
         (report.unused_in_part, report.kept_by_captures) = (self.unused_in_part, self.kept_by_captures);
         let mut tags: Vec<(u32, u64)> = self.tags.into_iter().collect();

@@ -149,7 +149,8 @@ impl Machine {
             Step::Trim { bytes } => drop(self.allocator.trim_to(bytes).unwrap()),
             Step::EmptyPool { pool } => drop(self.pools[pool].empty_cache().unwrap()),
             Step::ReplacePool { pool, use_on_oom, no_split } => {
-                self.pools[pool] = self.allocator.create_pool(PoolOptions { use_on_oom, no_split }).unwrap();
+                self.pools[pool] =
+                    self.allocator.create_pool(PoolOptions { use_on_oom, no_split, ..PoolOptions::default() }).unwrap();
             }
         }
         assert_eq!(self.driver.violations(), [], "work on memory that was handed out too early");

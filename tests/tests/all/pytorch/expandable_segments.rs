@@ -60,7 +60,7 @@ fn pytorch_122057_memory_expands_by_default() {
 fn pytorch_147851_pools_and_mapped_memory_go_together() {
     let bench = bench(GIB, "");
     let pool = bench.pool();
-    let apart = bench.allocator.create_pool(PoolOptions { no_split: true, use_on_oom: false }).unwrap();
+    let apart = bench.allocator.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() }).unwrap();
     let (inside, whole) =
         (pool.alloc_bytes(5 * MIB, &bench.stream).unwrap(), apart.alloc_bytes(5 * MIB, &bench.stream).unwrap());
     let outside = bench.written(5 * MIB);

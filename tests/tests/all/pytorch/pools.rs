@@ -130,7 +130,7 @@ fn item_84_a_dropped_pool_lends_nothing() {
 #[test]
 fn item_85_no_split() {
     let bench = Bench::new(GIB, "");
-    let pool = bench.allocator.create_pool(PoolOptions { no_split: true, use_on_oom: false }).unwrap();
+    let pool = bench.allocator.create_pool(PoolOptions { no_split: true, ..PoolOptions::default() }).unwrap();
     let held = [1, 2].map(|_| pool.alloc_bytes(1000, &bench.stream).unwrap());
     assert_eq!(bench.allocator.stats().segment.all.current, 2);
     drop((held, pool));

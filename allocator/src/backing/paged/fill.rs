@@ -1,0 +1,201 @@
+//! Maps memory at given addresses: those of memory that grows, and those of graphs whose memory was lent.
+//!
+//! The memory comes from the same places as that of blocks: spare frames, frames in free blocks whose
+//! last use is done, and the device.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use aquifer_device::ErrorKind;
+use aquifer_device::internal::Timeline;
+
+use crate::allocator::Allocator;
+use crate::backing::growth::{Room, buyable, room};
+use crate::backing::paged::carry_out::carry_out;
+use crate::backing::paged::dedicated::recycle_deferred_releases;
+use crate::backing::paged::grow::ROUNDS;
+use crate::backing::trim::take_stuck_back;
+use crate::core::Core;
+use crate::core::limits::Refusal;
+use crate::core::pools::{PoolKey, Which};
+use crate::core::remap::lend::LentMemory;
+use crate::core::streams::Pending;
+use crate::cross_stream::{poll, stall_for};
+use crate::error::AllocError;
+use crate::types::{After, BlockId, PoolId, Request, StreamId, latest_by_stream};
+
+/// Where memory is to be mapped.
+#[derive(Debug)]
+pub(crate) enum Place {
+    /// The parts of a range that have no memory, in the reservation at `base`.
+    Dedicated { base: u64, range: Range<u64> },
+    /// The addresses whose memory a pool has lent.
+    Lent(PoolKey),
+}
+
+/// What is to be filled now, as the lock's holder sees it.
+enum Lacking {
+    Nothing,
+    Dedicated {
+        base: u64,
+        ranges: Vec<Range<u64>>,
+    },
+    Lent {
+        pool: PoolId,
+        stream: StreamId,
+        holes: Vec<(BlockId, Range<u64>)>,
+    },
+    /// Another thread changes mappings there.
+    Changing,
+}
+
+/// The next step.
+enum Next {
+    Finished(Result<(), Refusal>),
+    /// Learn, without waiting, how far these streams got.
+    Ask(Pending),
+    /// Wait on the host until the timeline has got this far.
+    Wait(Arc<Timeline>, After),
+    /// Wait until other threads have finished taking memory: only then is it known how much the
+    /// device has left.
+    AskRoom,
+    /// Wait until other threads have finished changing mappings.
+    AwaitOthers,
+    /// A part was filled.
+    Filled,
+    Again,
+}
+
+/// Maps memory at those addresses of a place that have none. Plans anew after each wait.
+pub(crate) fn try_fill(
+    allocator: &Allocator,
+    request: &Request,
+    place: &Place,
+) -> Result<Result<(), Refusal>, AllocError> {
+    let (mut may_ask, mut round) = (true, 0);
+    while round < ROUNDS {
+        round += 1;
+        recycle_deferred_releases(allocator)?;
+        match fill_step(allocator, request, place, may_ask)? {
+            Next::Finished(filled) => return Ok(filled),
+            Next::Ask(ticks) => {
+                may_ask = false;
+                poll(&ticks)?;
+            }
+            Next::Wait(timeline, after) => {
+                if !stall_for(allocator, &timeline, after)? {
+                    break;
+                }
+                may_ask = true;
+            }
+            Next::AskRoom => Room::wait_for_others(),
+            Next::AwaitOthers => {
+                allocator.gate()?.wait();
+                take_stuck_back(allocator)?;
+            }
+            Next::Filled => round = 0,
+            Next::Again => {}
+        }
+    }
+    Ok(Err(Refusal::Device))
+}
+
+/// What a place lacks.
+fn look(core: &mut Core, place: &Place) -> Result<Lacking, AllocError> {
+    match place {
+        Place::Dedicated { base, range } => {
+            if core.sleeps(&(*base..range.end)) {
+                return Err(AllocError::Asleep);
+            }
+            Ok(match core.paged() {
+                None => Lacking::Nothing,
+                // Another thread was recycling this memory when it was looked for, and could not unmap it.
+                Some(paged) if paged.deferred_release.is_below(*base, range.end) => Lacking::Changing,
+                Some(paged) => Lacking::Dedicated { base: *base, ranges: paged.unmapped_within(range) },
+            })
+        }
+        Place::Lent(_) if core.is_asleep() => Err(AllocError::Asleep),
+        Place::Lent(key) => Ok(match core.lent_memory(*key) {
+            LentMemory::Nothing => Lacking::Nothing,
+            LentMemory::Changing => Lacking::Changing,
+            LentMemory::Holes { pool, stream, holes } => Lacking::Lent { pool, stream, holes },
+        }),
+    }
+}
+
+impl Lacking {
+    fn bytes(&self) -> u64 {
+        let of = |range: &Range<u64>| range.end - range.start;
+        match self {
+            Lacking::Dedicated { ranges, .. } => ranges.iter().map(of).sum(),
+            Lacking::Lent { holes, .. } => holes.iter().map(|(_, range)| of(range)).sum(),
+            Lacking::Nothing | Lacking::Changing => 0,
+        }
+    }
+}
+
+fn fill_step(allocator: &Allocator, request: &Request, place: &Place, may_ask: bool) -> Result<Next, AllocError> {
+    let room = room(allocator)?;
+    let _gate = allocator.gate()?.shared();
+    let mut guard = allocator.state().lock();
+    let lacking = look(&mut guard, place)?;
+    let is_whole = match &lacking {
+        Lacking::Nothing => return Ok(Next::Finished(Ok(()))),
+        Lacking::Changing if matches!(place, Place::Lent(_)) => return Ok(Next::AwaitOthers),
+        Lacking::Changing => return Ok(Next::Again),
+        Lacking::Dedicated { .. } => true,
+        Lacking::Lent { .. } => false,
+    };
+    let (buyable, refusal) = buyable(allocator, &guard, &room);
+    if lacking.bytes() > allocator.device().info().total_bytes {
+        // Laying it out granule by granule is not worth while.
+        let refusal = if buyable < lacking.bytes() { refusal } else { Refusal::Device };
+        return Ok(Next::Finished(Err(refusal)));
+    }
+    let Some(paged) = guard.paged() else { return Ok(Next::Finished(Err(Refusal::Device))) };
+    let (granule, at_hand) = (paged.granule, paged.spares.granules());
+    let granules = lacking.bytes() / granule;
+    let spares = granules.min(at_hand);
+    let donors = guard.donors(granules - spares, None, Which::Unpromised);
+    let buy = (granules - spares).saturating_sub(donors.granules);
+    if buy > 0 && may_ask {
+        let ticks = guard.streams.not_done(latest_by_stream(donors.not_done.keys().copied()));
+        if !ticks.is_empty() {
+            return Ok(Next::Ask(ticks));
+        }
+    }
+    if buy > buyable / granule {
+        return Ok(match guard.streams.first_enough(&donors.not_done, buy - buyable / granule) {
+            Some((timeline, after)) => Next::Wait(timeline, after),
+            None if refusal == Refusal::Headroom && room.is_uncertain(&guard) => Next::AskRoom,
+            None => Next::Finished(Err(refusal)),
+        });
+    }
+    let (work, remap) = match lacking {
+        Lacking::Lent { pool, stream, holes } => {
+            guard.plan_bringing_back((pool, stream), &holes, donors, (spares, buy))
+        }
+        Lacking::Dedicated { base, ranges } => {
+            guard.plan_dedicated((base, request.stream), ranges, donors, (spares, buy))
+        }
+        Lacking::Nothing | Lacking::Changing => return Ok(Next::Again),
+    };
+    drop(guard);
+    let mut done = carry_out(allocator.device(), allocator.hooks(), work);
+    let mut guard = allocator.state().lock();
+    guard.commit(remap, &mut done);
+    if !is_whole {
+        let back =
+            done.filled.iter().filter(|filled| filled.usable).map(|filled| filled.range.end - filled.range.start);
+        guard.counters.events.graph_bytes_returned += back.sum::<u64>();
+    }
+    drop(guard);
+    match done.error {
+        None if is_whole => Ok(Next::Finished(Ok(()))),
+        None => Ok(Next::Filled),
+        Some(error) if error.is_out_of_memory() => Ok(Next::Finished(Err(Refusal::Device))),
+        // A capture began before memory was unmapped. The next plan moves none.
+        Some(error) if error.kind == ErrorKind::Capture => Ok(Next::Again),
+        Some(error) => Err(error.into()),
+    }
+}
