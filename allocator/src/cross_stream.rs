@@ -93,16 +93,17 @@ pub(crate) fn poll_waiting(allocator: &Allocator) -> Result<(), AllocError> {
 /// becomes free and merges. Returns true if there was anything to wait for. Skips streams that
 /// cannot be waited for now.
 pub(crate) fn synchronize_pending(allocator: &Allocator, which: Which) -> Result<bool, AllocError> {
-    let mut waited = false;
-    // Twice, because a block that waited may become a stray, with a tick of its own stream.
-    for _ in 0..2 {
+    let (mut waited, mut last) = (false, usize::MAX);
+    loop {
         let mut guard = allocator.state().lock();
-        let waits = !guard.waiting().is_empty() || guard.heap().has_strays();
-        let mut pending = guard.waited_for(which);
-        pending.extend(guard.strays_wait_for(which));
-        if !waits {
+        // A block that waited may become a stray, with a tick of its own stream.
+        let left = 2 * guard.waiting().len() + guard.heap().noted_strays();
+        if left == 0 || left >= last {
             break;
         }
+        last = left;
+        let mut pending = guard.waited_for(which);
+        pending.extend(guard.strays_wait_for(which));
         if !waited && !pending.is_empty() {
             guard.counters.events.num_sync_all_streams += 1;
         }

@@ -142,7 +142,7 @@ impl Core {
         heap.note_recent_uses(|stream| streams.known_done(stream));
     }
 
-    /// Gives strays that are done to the streams of their regions. Returns true if there were any.
+    /// Gives strays that are done to the streams of their regions. Returns true if fewer are noted now.
     pub(crate) fn return_strays(&mut self) -> bool {
         let Core { heap, streams, .. } = self;
         heap.return_strays(|stream| streams.known_done(stream))

@@ -77,6 +77,10 @@ impl WaitingList {
         self.blocks.is_empty()
     }
 
+    pub(crate) fn len(&self) -> usize {
+        self.blocks.len()
+    }
+
     /// True if this allocation is to ask how far streams got. Counts the allocation. `is_little`
     /// says whether little memory waits.
     pub(super) fn is_to_be_asked_for(&mut self, is_little: bool) -> bool {

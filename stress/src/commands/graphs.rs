@@ -100,7 +100,7 @@ pub fn run(session: &Session, args: &GraphsArgs) -> Result<Outcome, Failure> {
     Ok(outcome)
 }
 
-const COLUMNS: [Column<Row>; 11] = [
+const COLUMNS: [Column<Row>; 13] = [
     ("program", |row| row.program.clone()),
     ("graphs", |row| row.graphs.to_string()),
     ("largest pass", |row| Bytes(row.pass_bytes).to_string()),

@@ -19,9 +19,9 @@ impl Heap {
 
     /// Gives strays that are done to the streams of their regions, after a look at no more than
     /// [`LOOKS`] of them. `done` gives the tick that a stream's timeline is known to have reached.
-    /// Returns true if there were any.
+    /// Returns true if fewer are noted now.
     pub(crate) fn return_strays(&mut self, done: impl Fn(StreamId) -> After) -> bool {
-        let mut any = false;
+        let noted = self.noted_strays();
         for _ in 0..self.strays.queue.len().min(LOOKS) {
             let Some(id) = self.strays.take() else { break };
             if !self.is_stray(id) {
@@ -31,13 +31,12 @@ impl Heap {
                 self.strays.note(id);
                 continue;
             }
-            any = true;
             self.unindex(id);
             self.free -= self.blocks[id].size;
             self.blocks[id].state = State::Waiting;
             self.give(id, self.region_of(id).stream, After::NOTHING);
         }
-        any
+        self.noted_strays() < noted
     }
 
     /// The last uses of some strays, each with its pool.
@@ -46,9 +45,9 @@ impl Heap {
         strays.map(|&id| (self.blocks[id].last_use(), self.blocks[id].pool))
     }
 
-    /// True if there are strays, as far as is known.
-    pub(crate) fn has_strays(&self) -> bool {
-        !self.strays.queue.is_empty()
+    /// The number of strays, and of blocks that were when they were last looked at.
+    pub(crate) fn noted_strays(&self) -> usize {
+        self.strays.queue.len()
     }
 }
 
@@ -112,7 +111,26 @@ mod tests {
         assert!(heap.return_strays(|stream| ticks([0, 7][stream.index()])));
         let block = heap.all_blocks().next().unwrap().2;
         assert_eq!((block.size, block.after, block.owner), (3 * MIB, ticks(6), StreamId(0)));
-        assert!(!heap.has_strays());
+        assert_eq!(heap.noted_strays(), 0);
+        assert_eq!(heap.check(), Ok(()));
+    }
+
+    #[test]
+    fn blocks_that_were_strays_hold_up_no_stray() {
+        let mut heap = Heap::new(true);
+        let count = 2 * LOOKS as u64;
+        heap.add_region(MIB, count * MIB, StreamId(0), PoolId::LARGE);
+        let mut take = |owner| heap.take_best(owner, PoolId::LARGE, MIB, MIB).unwrap();
+        let blocks: Vec<_> = (0..count).map(|_| take(Owner::in_own_regions(StreamId(0)))).collect();
+        let last = blocks[blocks.len() - 1];
+        for &block in &blocks {
+            heap.give(block, StreamId(1), ticks(1));
+            if block != last {
+                heap.take_best(Owner { stream: StreamId(1), has_strays: true }, PoolId::LARGE, MIB, MIB).unwrap();
+            }
+        }
+        while heap.return_strays(|_| ticks(1)) {}
+        assert_eq!((heap.noted_strays(), heap.block(last).owner), (0, StreamId(0)));
         assert_eq!(heap.check(), Ok(()));
     }
 

@@ -5,6 +5,9 @@ use aquifer_device::{
     RawStream, StreamFlags,
 };
 use aquifer_standin::Number;
+use cudarc::driver::CudaContext;
+use cudarc::driver::result::malloc_async;
+use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 
 use crate::bench::{Bench, MIB, PTX, code, fill, standin};
 
@@ -59,12 +62,16 @@ fn device_memory_comes_and_goes() {
 fn memory_of_allocations_within_graphs_is_told() {
     // Older drivers do not tell.
     for (bench, told) in [(Bench::new(), 3 * MIB), (Bench::without(&["cuDeviceGetGraphMemAttribute"]), 0)] {
-        let (driver, stream) = (&*bench.driver, bench.stream());
-        driver.begin_capture(stream).unwrap();
-        driver.alloc_async(3 * MIB, stream).unwrap();
-        let graph = driver.end_capture(stream).unwrap();
+        let driver = &*bench.driver;
+        // Only other libraries allocate within graphs.
+        let theirs = CudaContext::new(bench.device.ordinal() as usize).unwrap().new_stream().unwrap();
+        theirs.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+        // SAFETY: nothing uses the memory.
+        unsafe { malloc_async(theirs.cu_stream(), 3 << 20) }.unwrap();
+        let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+        let graph = theirs.end_capture(flags).unwrap().unwrap();
         assert_eq!(driver.pool_usage().unwrap().graphs, told);
-        driver.destroy_graph(graph).unwrap();
+        drop(graph);
         driver.trim_graph_memory().unwrap();
         assert_eq!(driver.pool_usage().unwrap().graphs, 0);
         bench.assert_no_violation();

@@ -58,3 +58,20 @@ fn a_request_that_finds_nothing_asks_at_once() {
         bench.assert_returned();
     }
 }
+
+#[test]
+fn emptying_gives_back_what_many_streams_used_last() {
+    for backing in BACKINGS {
+        let bench = Bench::new(GIB, &on(backing, ""));
+        let blocks: Vec<_> = (0..160).map(|_| bench.allocator.alloc_bytes(MIB / 2, &bench.stream).unwrap()).collect();
+        let streams: Vec<_> = blocks.iter().map(|_| bench.device.stream().unwrap()).collect();
+        for (block, stream) in blocks.into_iter().zip(&streams) {
+            stream.wait_for(&bench.stream.tick()).unwrap();
+            bench.stall(stream, LONG);
+            write_on(stream, block.ptr(), block.bytes());
+            block.drop_on(stream).unwrap();
+        }
+        bench.allocator.empty_cache().unwrap();
+        assert_eq!(bench.allocator.memory_reserved(), 0, "{backing}");
+    }
+}
