@@ -404,7 +404,7 @@ mod key_tests {
         let high = u64::MAX - MIN_BLOCK + 1;
         for addr in [0, 1 << 57, 3 << 58, high] {
             let (small, large) = (
-                Key { size: MIN_BLOCK, addr: addr, block: BlockId(7) },
+                Key { size: MIN_BLOCK, addr, block: BlockId(7) },
                 Key { size: 2 * MIN_BLOCK, addr: 0, block: BlockId(7) },
             );
             assert!(small < large);

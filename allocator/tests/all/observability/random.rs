@@ -10,18 +10,20 @@ use super::totals::{PoolTotals, totals};
 /// Statistics of one pool, by which to read them.
 fn of_pool(stats: &MemoryStats, pool: fn(&PoolStats) -> Stat) -> PoolTotals {
     let current = |stats: &PoolStats| pool(stats).current;
-    let mut totals = PoolTotals::default();
-    totals.segment = current(&stats.segment);
-    totals.reserved_bytes = current(&stats.reserved_bytes);
-    totals.allocation = current(&stats.allocation);
-    totals.allocated_bytes = current(&stats.allocated_bytes);
-    totals.active = current(&stats.active);
-    totals.active_bytes = current(&stats.active_bytes);
-    totals.requested_bytes = current(&stats.requested_bytes);
-    totals
+    PoolTotals {
+        segment: current(&stats.segment),
+        reserved_bytes: current(&stats.reserved_bytes),
+        allocation: current(&stats.allocation),
+        allocated_bytes: current(&stats.allocated_bytes),
+        active: current(&stats.active),
+        active_bytes: current(&stats.active_bytes),
+        requested_bytes: current(&stats.requested_bytes),
+        ..PoolTotals::default()
+    }
 }
 
-/// Bytes of the largest frames of programs whose memory does not move in each repetition: what is left of a broken one is spare.
+/// Bytes of the largest frames of programs whose memory does not move in each repetition: what is left
+/// of a broken one is spare.
 const FRAME: u64 = 16 << 20;
 
 fn check_stats(stats: &MemoryStats, snapshot: &Snapshot, spare: u64) -> Result<(), TestCaseError> {
