@@ -111,7 +111,7 @@ fn a_launch_has_its_memory_while_other_threads_are_lent_it() {
         let uses = GraphUses::collect(&lender, one).unwrap();
         let route = allocator.capture(one, &lender).unwrap();
         let used = fill_scratch(&allocator, one).unwrap();
-        assert_eq!(uses.note_pool(&lender), 0);
+        assert_eq!(uses.note_pool(&lender, one), 0);
         let graph = capture.end().unwrap();
         drop(route);
         let (launching, stream) = (allocator.clone(), one.clone());

@@ -98,8 +98,8 @@ impl Allocator {
     ///
     /// It runs with no lock of the heap held, on the thread that needs the change, so it delays
     /// that thread. It may free, and allocate what free memory serves. What would change mappings,
-    /// or wait for such a change to end, returns [`AllocError::Observing`] there, because it would
-    /// wait for itself: a request that no free memory serves, [`Allocator::empty_cache`],
+    /// or wait for such a change to end, returns [`crate::AllocError::Observing`] there, because it
+    /// would wait for itself: a request that no free memory serves, [`Allocator::empty_cache`],
     /// [`Allocator::trim_to`], [`crate::Growable::grow_to`], [`Allocator::alloc_exportable`],
     /// [`Allocator::pin_mapping`], [`Allocator::sleep`], [`Allocator::wake`],
     /// [`Allocator::enable_peer_access`]. A [`crate::PrivatePool`] dropped there gives its memory
