@@ -35,9 +35,9 @@ impl Allocator {
     #[track_caller]
     #[inline]
     pub fn alloc_bytes(&self, bytes: u64, stream: &Stream) -> Result<Allocation, AllocError> {
-        // Build the handle in the caller so that it stays in registers. A handle written by a callee is
-        // read back with wider loads than it was written with, and these stall until the stores retire:
-        // longer than the rest of a hit takes.
+        // Build the handle in the caller so that it stays in registers. A handle written by a
+        // callee is read back with wider loads than it was written with, and these stall until the
+        // stores retire: longer than the rest of a hit takes.
         let at = Location::caller();
         let Granted { block, addr } = match grant_cached(self, bytes, stream, at, false) {
             Ok(granted) => granted,

@@ -1,8 +1,8 @@
 //! History: a ring buffer of trace entries, with PyTorch's actions. It is off by default, and then
 //! costs one branch per operation.
 //!
-//! Entries are made, and snapshots taken, under the allocator's lock, so that a snapshot's history and
-//! segments agree. Nothing is formatted until a snapshot is taken.
+//! Entries are made, and snapshots taken, under the allocator's lock, so that a snapshot's history
+//! and segments agree. Nothing is formatted until a snapshot is taken.
 //!
 //! Everything that happens to a block at one moment is one record, so that an operation reads the
 //! clock once and writes 40 bytes in place. A free that completes at once is
@@ -264,8 +264,8 @@ static ANCHOR: LazyLock<Anchor> = LazyLock::new(|| {
 });
 
 impl Stamp {
-    /// Measures the counter's rate, if that was not done yet: it takes a millisecond or so, which no
-    /// allocation should wait for.
+    /// Measures the counter's rate, if that was not done yet: it takes a millisecond or so, which
+    /// no allocation should wait for.
     pub(crate) fn prepare() {
         LazyLock::force(&ANCHOR);
     }

@@ -1,14 +1,14 @@
-//! Size rules: rounding of requests, pools, and the sizes of segments. Pure arithmetic; all sizes are
-//! bytes.
+//! Size rules: rounding of requests, pools, and the sizes of segments. Pure arithmetic; all sizes
+//! are bytes.
 //!
 //! *Segments* are plain driver allocations, for devices that cannot map memory. Small requests share
-//! segments of [`SMALL_SEGMENT`], medium ones share segments of [`LARGE_SEGMENT`], and a request from
-//! [`MIN_LARGE_ALLOC`] on gets a segment of its own size, rounded up to [`ROUND_LARGE`]. Other sizes
-//! make little difference: with segments of 2 to 64 MiB, shared by requests below 1 to 32 MiB, 26
-//! recorded programs hold 1.33 to 1.34 times what they request, in the geometric mean.
+//! segments of [`SMALL_SEGMENT`], medium ones share segments of [`LARGE_SEGMENT`], and a request
+//! from [`MIN_LARGE_ALLOC`] on gets a segment of its own size, rounded up to [`ROUND_LARGE`]. Other
+//! sizes make little difference: with segments of 2 to 64 MiB, shared by requests below 1 to 32
+//! MiB, 26 recorded programs hold 1.33 to 1.34 times what they request, in the geometric mean.
 //!
-//! On any memory, a free block serves every request that it is large enough for, nearly the smallest
-//! such block is taken, and what is left of it is a free block again.
+//! On any memory, a free block serves every request that it is large enough for, nearly the
+//! smallest such block is taken, and what is left of it is a free block again.
 
 /// The size of the smallest block; the size of every block is a multiple of it.
 pub const MIN_BLOCK: u64 = 512;

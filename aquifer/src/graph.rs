@@ -107,8 +107,8 @@ impl Allocator {
     }
 
     /// As [`Allocator::graph`], with memory of a pool that several graphs share: together they need
-    /// as much as the largest one, besides their outputs. Their launches run one after the other. The
-    /// pool lends their memory only if it was made to ([`PoolOptions::lends_when_idle`]).
+    /// as much as the largest one, besides their outputs. Their launches run one after the other.
+    /// The pool lends their memory only if it was made to ([`PoolOptions::lends_when_idle`]).
     ///
     /// ```
     /// use aquifer::memory::PoolOptions;
@@ -138,7 +138,8 @@ impl Allocator {
         let pass = Pass::again(self, &outlived)?;
         let mut capture = GraphCapture::new(self, PoolOf::Shared(pool), stream, || stream.begin_capture())?;
         let output = work(stream)?;
-        // Other graphs of the pool may write what is left there: it belongs to no buffer of the warm-up.
+        // Other graphs of the pool may write what is left there: it belongs to no buffer of the
+        // warm-up.
         let more = pass.outlived().bytes().max(capture.left_in_pool());
         if more > 0 {
             return Err(Error::UnevenWork { bytes: more });
@@ -147,16 +148,16 @@ impl Allocator {
         capture.finish(output, Capture::end)
     }
 
-    /// Begins a [`Graph`] whose driver calls another library makes, for adapters: `begin` begins the
-    /// capture, as cudarc's `CudaStream::begin_capture` does. What the calling thread allocates until
-    /// [`GraphCapture::end`] comes from `pool`, or else from a pool of the graph's own.
+    /// Begins a [`Graph`] whose driver calls another library makes, for adapters: `begin` begins
+    /// the capture, as cudarc's `CudaStream::begin_capture` does. What the calling thread allocates
+    /// until [`GraphCapture::end`] comes from `pool`, or else from a pool of the graph's own.
     ///
-    /// There is no warm-up. So what needs a module that is loaded at first use, or memory of another
-    /// library, must have run before.
+    /// There is no warm-up. So what needs a module that is loaded at first use, or memory of
+    /// another library, must have run before.
     ///
     /// # Errors
-    /// Those of `begin`; a stream of another device, or one that captures already; a pool of another
-    /// allocator.
+    /// Those of `begin`; a stream of another device, or one that captures already; a pool of
+    /// another allocator.
     pub fn begin_graph<'p>(
         &self,
         pool: Option<&'p PrivatePool>,
@@ -170,8 +171,9 @@ impl Allocator {
         GraphCapture::new(self, pool, stream, || stream.begin_capture_with(begin))
     }
 
-    /// Does the work of a graph once, as the warm-up of [`Allocator::graph`] does, and returns what the
-    /// graph will need: to size the rest of memory, such as a cache, before anything is captured.
+    /// Does the work of a graph once, as the warm-up of [`Allocator::graph`] does, and returns what
+    /// the graph will need: to size the rest of memory, such as a cache, before anything is
+    /// captured.
     ///
     /// While a graph is captured into a pool that already serves others, its warm-up needs its pass
     /// beside that pool: fill the rest of memory once the last graph is captured.
@@ -202,15 +204,17 @@ impl Allocator {
         mut work: impl FnMut(&Stream) -> Result<R, Error>,
     ) -> Result<GraphPlan, Error> {
         let (outlived, bytes) = self.warm_up(stream, &mut work)?;
-        // The output may have had memory that was a temporary's before, so all of the pass may be needed.
+        // The output may have had memory that was a temporary's before, so all of the pass may be
+        // needed.
         Ok(GraphPlan { pool_bytes: bytes, output_bytes: outlived.bytes() })
     }
 
-    /// Bytes that can still be allocated, in all, once the planned graphs are captured: what the device
-    /// has free, within limit and headroom, and what is cached here. As much as the outputs of the largest
-    /// graph more may be left; and where memory is mapped, up to two granules
-    /// ([`Config::granule`](crate::memory::Config::granule)) more or less. What the driver takes for graphs is
-    /// not known before ([`Attribution::graphs`](crate::memory::Attribution::graphs)).
+    /// Bytes that can still be allocated, in all, once the planned graphs are captured: what the
+    /// device has free, within limit and headroom, and what is cached here. As much as the outputs
+    /// of the largest graph more may be left; and where memory is mapped, up to two granules
+    /// ([`Config::granule`](crate::memory::Config::granule)) more or less. What the driver takes
+    /// for graphs is not known before
+    /// ([`Attribution::graphs`](crate::memory::Attribution::graphs)).
     ///
     /// # Errors
     /// Errors of the driver.
@@ -257,9 +261,9 @@ impl Allocator {
     }
 }
 
-/// A graph that is being captured on a stream: see [`Allocator::begin_graph`]. It belongs to the thread
-/// that began it, whose allocations are the graph's. Dropping it ends the capture, of which nothing
-/// is left.
+/// A graph that is being captured on a stream: see [`Allocator::begin_graph`]. It belongs to the
+/// thread that began it, whose allocations are the graph's. Dropping it ends the capture, of which
+/// nothing is left.
 #[derive(Debug)]
 #[must_use = "the capture ends when it is dropped"]
 pub struct GraphCapture<'p> {
@@ -308,15 +312,16 @@ impl<'p> GraphCapture<'p> {
         Ok(GraphCapture { capture, _route: route, _held: held, pool, uses, host, memory, before, pass_bytes: 0 })
     }
 
-    /// Ends the capture: `end` makes the driver calls, as cudarc's `CudaStream::end_capture` does, and
-    /// returns what launches the graph on a stream. The graph keeps `output`, and what `end` returned.
+    /// Ends the capture: `end` makes the driver calls, as cudarc's `CudaStream::end_capture` does,
+    /// and returns what launches the graph on a stream. The graph keeps `output`, and what `end`
+    /// returned.
     ///
     /// Memory of a pool of the graph's own may live on: launches write it.
     ///
     /// # Errors
-    /// Those of `end`, and of a capture that broke, with the call that did it. [`Error::UnevenWork`] if
-    /// memory of a shared pool lives on, which other graphs of the pool may write: allocate it before
-    /// the capture. The capture has ended in any case.
+    /// Those of `end`, and of a capture that broke, with the call that did it.
+    /// [`Error::UnevenWork`] if memory of a shared pool lives on, which other graphs of the pool
+    /// may write: allocate it before the capture. The capture has ended in any case.
     pub fn end<R, L>(self, output: R, end: impl FnOnce() -> Result<L, DeviceError>) -> Result<Graph<R>, Error>
     where
         L: Fn(RawStream) -> Result<(), DeviceError> + Send + Sync + 'static,

@@ -126,8 +126,8 @@ impl Drop for End {
     }
 }
 
-/// Runs threads until all of them have ended. The order in which they run depends on the seed and on
-/// nothing else. Returns the number of turns that they took.
+/// Runs threads until all of them have ended. The order in which they run depends on the seed and
+/// on nothing else. Returns the number of turns that they took.
 ///
 /// # Errors
 /// When a thread panics, when all threads wait, when they take more than `turns_max` turns, or when

@@ -142,8 +142,8 @@ impl Launches {
         made.of_bodies.dedup();
     }
 
-    /// True if work of the stream belongs to the graph: it takes part in the capture, or a body of a
-    /// conditional node was captured on it.
+    /// True if work of the stream belongs to the graph: it takes part in the capture, or a body of
+    /// a conditional node was captured on it.
     pub fn has(&self, stream: &Timeline) -> bool {
         stream.launches_of_capture().is_some_and(|launches| launches.number == self.number)
             || self.made.lock().of_bodies.contains(&stream.id())
@@ -214,9 +214,10 @@ impl Launches {
         !self.ours || self.gone.load(Ordering::Acquire)
     }
 
-    /// What must be done before memory of the graph may go, besides launches to come: the last launch
-    /// on each stream, and, as there may be none, the ticks that launches come after. Those known to
-    /// be done are left out. No driver call. `None` if launches of this graph are not seen here.
+    /// What must be done before memory of the graph may go, besides launches to come: the last
+    /// launch on each stream, and, as there may be none, the ticks that launches come after. Those
+    /// known to be done are left out. No driver call. `None` if launches of this graph are not seen
+    /// here.
     pub fn pending(&self) -> Option<Vec<Tick>> {
         self.ours.then(|| self.pending_here())
     }

@@ -360,7 +360,8 @@ impl ReleaseQueue {
     /// Forgets which work uses objects, because ticks keep the device's context alive. The device
     /// is waited for instead.
     pub(crate) fn forget_uses(&self) {
-        // Another thread that settles has entries out of the queue, and would put them back as they are.
+        // Another thread that settles has entries out of the queue, and would put them back as they
+        // are.
         let _turn = self.settling.lock();
         let uses: Vec<_> = self.entries.lock().iter_mut().filter_map(|entry| entry.uses.take()).collect();
         drop(uses);

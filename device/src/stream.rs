@@ -429,8 +429,8 @@ impl Stream {
         Capture::begin_with(self.clone(), begin)
     }
 
-    /// Makes a capture known that another library, such as cudarc, began on this stream: it counts as
-    /// capturing until the result is dropped. Drop it once the capture has ended.
+    /// Makes a capture known that another library, such as cudarc, began on this stream: it counts
+    /// as capturing until the result is dropped. Drop it once the capture has ended.
     ///
     /// # Errors
     /// When the stream does not capture, or its capture is known already; errors of the driver.
@@ -438,9 +438,10 @@ impl Stream {
         AnnouncedCapture::announce(self)
     }
 
-    /// Makes known that `body` captures a body of a conditional node, IF or SWITCH, which was just put
-    /// behind what this stream captured. It counts as work of this stream, and bodies share memory.
-    /// Drop the result when its capture has ended, before the next body and work behind the node.
+    /// Makes known that `body` captures a body of a conditional node, IF or SWITCH, which was just
+    /// put behind what this stream captured. It counts as work of this stream, and bodies share
+    /// memory. Drop the result when its capture has ended, before the next body and work behind the
+    /// node.
     ///
     /// # Errors
     /// As [`Stream::announce_capture`]; when this stream does not capture, or devices differ.
@@ -448,7 +449,8 @@ impl Stream {
         AnnouncedCapture::announce_body(self, body)
     }
 
-    /// If this stream captures an announced body, the stream with the outermost node. No driver call.
+    /// If this stream captures an announced body, the stream with the outermost node. No driver
+    /// call.
     pub fn body_of(&self) -> Option<Stream> {
         let (with_node, _) = self.0.timeline.capture_if_any()?.around.clone()?;
         with_node.body_of().or(Some(with_node))

@@ -1,14 +1,16 @@
 //! Clean-up that a failing driver or a capture in progress interrupted, after the last handle was
 //! dropped: captures to be ended, and the release queues of devices that were closed.
 //!
-//! Captures are tried again when one is in the way of a call of their device. What belongs to devices
-//! of which callers have no handle is tried whenever any device of the process is opened or settled. Invariant: an unfinished clean-up is in the list, or, if it is
-//! of a release queue, one thread is trying it.
+//! Captures are tried again when one is in the way of a call of their device. What belongs to
+//! devices of which callers have no handle is tried whenever any device of the process is opened or
+//! settled. Invariant: an unfinished clean-up is in the list, or, if it is of a release queue, one
+//! thread is trying it.
 //!
-//! Things whose drop makes driver calls, and that are dropped where none may be made, wait in a list
-//! of their own, by device: handles of a device whose allocator went with its last buffer, and what
-//! other crates kept for it. They are dropped at a later call of the device, with its last handle of
-//! a caller, or, if callers have none any more, when any device of the process is opened or settled.
+//! Things whose drop makes driver calls, and that are dropped where none may be made, wait in a
+//! list of their own, by device: handles of a device whose allocator went with its last buffer, and
+//! what other crates kept for it. They are dropped at a later call of the device, with its last
+//! handle of a caller, or, if callers have none any more, when any device of the process is opened
+//! or settled.
 //!
 //! The lists' locks are leaves: nothing is called or dropped under them.
 

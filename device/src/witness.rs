@@ -1,5 +1,5 @@
-//! What a driver that checks programs learns beyond its calls: the [`Witness`], and what the calling
-//! thread does.
+//! What a driver that checks programs learns beyond its calls: the [`Witness`], and what the
+//! calling thread does.
 //!
 //! A driver sees the work that is enqueued, but not why. The layers above it say which memory
 //! allocators hand out in blocks, from which place in the program a call was made, and whether a
@@ -38,8 +38,8 @@ pub struct NewBlock {
 /// A caching allocator holds memory that no block uses at the moment, and blocks lie side by side
 /// in one allocation of the driver. So a driver alone cannot see that work goes beyond its block,
 /// or uses a block that was dropped. Each method does nothing unless it is implemented, and must
-/// neither call the driver nor take a lock that is held while something waits. It stays usable after
-/// a panic.
+/// neither call the driver nor take a lock that is held while something waits. It stays usable
+/// after a panic.
 pub trait Witness: fmt::Debug + Send + Sync + UnwindSafe + RefUnwindSafe {
     /// Whether the other methods do anything. Allocators ask once, when they open.
     fn watches_blocks(&self) -> bool {

@@ -13,7 +13,8 @@ fn main() {
         return;
     }
     let folder = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
-    // An empty assembler file: of an archive without members, linkers make a library without a name.
+    // An empty assembler file: of an archive without members, linkers make a library without a
+    // name.
     let nothing = folder.join("nothing.s");
     fs::write(&nothing, "").expect("the build's folder can be written");
     let linker = env::var_os("RUSTC_LINKER").unwrap_or_else(|| "cc".into());
@@ -29,7 +30,8 @@ fn main() {
     for argument in ["-soname,libcuda.so.1", "-Bsymbolic", "--no-as-needed", "-z,nodelete"] {
         println!("cargo:rustc-cdylib-link-arg=-Wl,{argument}");
     }
-    // Both are in the folder of this library. A program's RPATH, which would come first, may have stubs.
+    // Both are in the folder of this library. A program's RPATH, which would come first, may have
+    // stubs.
     println!("cargo:rustc-cdylib-link-arg=-Wl,--enable-new-dtags,-rpath,$ORIGIN");
     println!("cargo:rustc-cdylib-link-arg=-L{}", folder.display());
     for (file, _) in needed {

@@ -49,8 +49,8 @@ casts! {
     f64 to u8 i32 u32 i64 u64 f16 bf16 f32;
 }
 
-/// The dtypes of the kernel that converts these. Integers become the low bits of integers: the sign of
-/// the target makes no difference, nor does that of a source that is not extended.
+/// The dtypes of the kernel that converts these. Integers become the low bits of integers: the sign
+/// of the target makes no difference, nor does that of a source that is not extended.
 fn low_bits(from: DType, to: DType) -> (DType, DType) {
     if from.is_float() || to.is_float() {
         return (from, to);

@@ -96,8 +96,8 @@ impl DType {
         DType::ALL.iter().copied().find(|dtype| dtype.name() == name)
     }
 
-    /// The unsigned integers of the same size in place of signed ones: arithmetic that wraps gives both
-    /// the same bits.
+    /// The unsigned integers of the same size in place of signed ones: arithmetic that wraps gives
+    /// both the same bits.
     pub(crate) const fn unsigned(self) -> DType {
         match self {
             DType::I32 => DType::U32,

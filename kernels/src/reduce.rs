@@ -237,7 +237,8 @@ impl Kernels {
         let check = self.check("reduce_sum", stream)?;
         let from = check.reads("from", from)?;
         let (scratch, to) = (check.writes("scratch", scratch)?, check.writes("to", to)?);
-        // Signed integers of 64 bits wrap as unsigned ones do; shorter ones are extended by their sign.
+        // Signed integers of 64 bits wrap as unsigned ones do; shorter ones are extended by their
+        // sign.
         let of = if from.dtype() == DType::I64 { DType::U64 } else { from.dtype() };
         let sum = check.kernel(SUMS, &from, of)?;
         let dtype = from.dtype().of_sum();

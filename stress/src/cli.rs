@@ -98,9 +98,9 @@ pub struct Global {
     ///
     /// Presets: h100, h200, a100, rtx4090. Examples: sim:80GiB, sim:h100,
     /// sim:24GiB,seed=7,jitter=off, cuda:0. The default is a real GPU if there is one, else
-    /// sim:80GiB. The commands explain, advise, report, fit, compare and demo need devices of several
-    /// sizes, so their default is always sim:80GiB; on a GPU, fit and compare use limits of several
-    /// sizes. The choice is reported.
+    /// sim:80GiB. The commands explain, advise, report, fit, compare and demo need devices of
+    /// several sizes, so their default is always sim:80GiB; on a GPU, fit and compare use limits of
+    /// several sizes. The choice is reported.
     ///
     /// `aquifer-stress --help` lists the settings of simulated devices.
     #[arg(long, global = true, value_name = "SPEC")]
@@ -108,12 +108,13 @@ pub struct Global {
 
     /// Options of the allocator, as in PYTORCH_ALLOC_CONF; may be given several times to compare.
     ///
-    /// For example 'backing:segments,limit_mb:4096'; '' means the defaults. The commands
-    /// explain, report, replay, fit, compare, fragmentation and demo use each in turn; other commands
-    /// take only one. With 'backing:pytorch', explain, report, replay, fit and compare use a model of
+    /// For example 'backing:segments,limit_mb:4096'; '' means the defaults. The commands explain,
+    /// report, replay, fit, compare, fragmentation and demo use each in turn; other commands take
+    /// only one. With 'backing:pytorch', explain, report, replay, fit and compare use a model of
     /// PyTorch's allocator instead, which takes PyTorch's options; 'backing:expandable' stands for
     /// 'backing:pytorch,expandable_segments:True'. The environment is not read: to use its options,
-    /// pass them with --config "$PYTORCH_ALLOC_CONF". Options without effect are named in a warning.
+    /// pass them with --config "$PYTORCH_ALLOC_CONF". Options without effect are named in a
+    /// warning.
     #[arg(long = "config", global = true, value_name = "OPTIONS", allow_hyphen_values = true)]
     pub configs: Vec<ConfigArg>,
 
@@ -124,8 +125,8 @@ pub struct Global {
 
     /// Print one JSON object per line instead of tables.
     ///
-    /// Its keys have PyTorch's names: what tables call holds is `peak_reserved_bytes`, and its ratio
-    /// to what is requested is `reserved_over_requested`.
+    /// Its keys have PyTorch's names: what tables call holds is `peak_reserved_bytes`, and its
+    /// ratio to what is requested is `reserved_over_requested`.
     #[arg(long, global = true)]
     pub json: bool,
 }
@@ -134,8 +135,8 @@ pub struct Global {
 #[derive(Debug, Subcommand)]
 #[non_exhaustive]
 pub enum Command {
-    /// Explain a recorded program: what uses memory at its peak, what allocators hold for it, how it
-    /// runs out of memory, and what helps.
+    /// Explain a recorded program: what uses memory at its peak, what allocators hold for it, how
+    /// it runs out of memory, and what helps.
     Explain(ExplainArgs),
     /// Find what wastes memory in recorded programs, and the options and changes that help.
     Advise(AdviseArgs),
@@ -157,8 +158,8 @@ pub enum Command {
     /// Put memory under load: allocate, write patterns, hand on, copy, verify and free, from many
     /// threads.
     Soak(SoakArgs),
-    /// Run random programs of several threads under a schedule that a seed fixes, and check contents,
-    /// races, statistics and clean-up.
+    /// Run random programs of several threads under a schedule that a seed fixes, and check
+    /// contents, races, statistics and clean-up.
     Simulate(SimulateArgs),
     /// Fragment memory in several ways, under several policies side by side, and draw maps of it.
     Fragmentation(FragmentationArgs),

@@ -44,10 +44,10 @@ impl Recent {
 
 /// The least bytes that serve a program on a device that is `lag` events behind, if the program
 /// never waits for it. A stream reuses its own memory at once, and that of another stream once the
-/// device has reached the free. Nobody reuses memory that other streams used before that. So
-/// this is the most, over all times, of the sum over streams of the most that was live on the stream
-/// within the last `lag` events, or of what is live and what was freed after such uses, whichever is
-/// more.
+/// device has reached the free. Nobody reuses memory that other streams used before that. So this
+/// is the most, over all times, of the sum over streams of the most that was live on the stream
+/// within the last `lag` events, or of what is live and what was freed after such uses, whichever
+/// is more.
 pub fn lag_bound(program: &Program, lag: u64) -> u64 {
     let lag = usize::try_from(lag).unwrap_or(usize::MAX);
     let mut streams: Vec<Recent> = Vec::new();

@@ -4,10 +4,10 @@
 //! [`cli`] reads the command line; a [`session::Session`] has the device, the options and the
 //! output; one of the [`commands`] runs; [`exit`] defines the exit codes.
 //!
-//! [`input`] reads recorded programs, [`scenarios`] and [`patterns`] generate synthetic ones, and [`harness`]
-//! replays them to an allocator, to one that is [`observe`]d, to a model of [`pytorch`]'s, or to the
-//! [`yardstick`].
-//! [`room`] and [`map`] show the memory that they leave free.
+//! [`input`] reads recorded programs, [`scenarios`] and [`patterns`] generate synthetic ones, and
+//! [`harness`] replays them to an allocator, to one that is [`observe`]d, to a model of
+//! [`pytorch`]'s, or to the [`yardstick`]. [`room`] and [`map`] show the memory that they leave
+//! free.
 //!
 //! A [`profile`] is a program's own use of memory over time.
 #![forbid(unsafe_code)]

@@ -1,5 +1,5 @@
-//! What a long command shows while it runs: memory over time in a terminal, otherwise lines at growing
-//! intervals.
+//! What a long command shows while it runs: memory over time in a terminal, otherwise lines at
+//! growing intervals.
 
 mod terminal;
 
@@ -71,8 +71,8 @@ pub(crate) fn watch<T>(
     let (sender, output) = channel::bounded(OUTPUTS);
     let terminal = open(HEIGHT, false);
     let continued = at_continuation();
-    // Below what the shell wrote while this process was stopped, or on an empty screen, as terminals break the lines
-    // of a view differently when they get narrower.
+    // Below what the shell wrote while this process was stopped, or on an empty screen, as
+    // terminals break the lines of a view differently when they get narrower.
     let reopen = |is_resized: bool| match continued.swap(false, Ordering::Relaxed) {
         false if !is_resized => None,
         _ => open(HEIGHT, is_resized),
@@ -96,8 +96,9 @@ pub(crate) fn watch<T>(
     })
 }
 
-/// Draws until the work ends. A terminal that fails shows no more. `reopen` gets whether the terminal has another size
-/// than the view was drawn for, and gives another view if one has to be drawn.
+/// Draws until the work ends. A terminal that fails shows no more. `reopen` gets whether the
+/// terminal has another size than the view was drawn for, and gives another view if one has to be
+/// drawn.
 fn in_terminal<B: Backend>(
     mut terminal: Terminal<B>,
     title: &str,
@@ -241,7 +242,8 @@ impl View<'_> {
         frame.render_widget(Paragraph::new(texts), devices);
         let partial = console::strip_ansi_codes(&self.partial);
         let partial = Span::from(one_line(&partial, usize::from(foot.width)));
-        // A cursor that is shown stays visible if a signal ends this process. Answers are typed there.
+        // A cursor that is shown stays visible if a signal ends this process. Answers are typed
+        // there.
         let behind = u16::try_from(partial.width()).unwrap_or(u16::MAX).min(foot.width.saturating_sub(1));
         frame.set_cursor_position(Position::new(foot.x + behind, foot.y));
         frame.render_widget(partial, foot);
@@ -287,7 +289,8 @@ fn seconds(time: Duration) -> String {
 }
 
 impl Progress {
-    /// By how much a figure has grown. An allocator with fewer allocations than before is a new one.
+    /// By how much a figure has grown. An allocator with fewer allocations than before is a new
+    /// one.
     fn more_than(&self, before: &Progress, figure: fn(&Reading) -> u64) -> u64 {
         let more = |new: &Reading| {
             let is_same = |old: &&Reading| old.name == new.name && old.allocations <= new.allocations;

@@ -238,9 +238,10 @@ impl Map {
     }
 
     /// The memory that is held, as a character for each `cell` bytes: `.` is free, `~` waits for a
-    /// stream, `_` is not taken, and a letter is live. Its number from A on is four times the stream
-    /// that has most there, at most `STREAMS`, plus 0 to 3 for the live part: up to a quarter, up
-    /// to a half, less than 15 sixteenths, or more. Memory that is free on the device is not shown.
+    /// stream, `_` is not taken, and a letter is live. Its number from A on is four times the
+    /// stream that has most there, at most `STREAMS`, plus 0 to 3 for the live part: up to a
+    /// quarter, up to a half, less than 15 sixteenths, or more. Memory that is free on the device
+    /// is not shown.
     pub fn row(&self, cell: u64, columns: usize) -> String {
         let mut row = String::with_capacity(columns);
         let mut pieces = self.held().copied();

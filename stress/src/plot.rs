@@ -84,7 +84,8 @@ const TEXT: u32 = 14;
 const LINE: u32 = 20;
 const MARGIN: u32 = 12;
 
-/// Writes marks as a plot, without panels that have none; of none at all, there is a message instead.
+/// Writes marks as a plot, without panels that have none; of none at all, there is a message
+/// instead.
 ///
 /// # Errors
 /// When the file cannot be written.
@@ -138,8 +139,8 @@ pub(crate) fn save_curves(session: &Session, title: &str, panels: &[Curves<'_>],
     })
 }
 
-/// Writes points as a plot, with the frontier: the points that no other one beats in both figures. Of
-/// none at all, there is a message instead.
+/// Writes points as a plot, with the frontier: the points that no other one beats in both figures.
+/// Of none at all, there is a message instead.
 ///
 /// # Errors
 /// When the file cannot be written.

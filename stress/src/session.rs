@@ -29,8 +29,8 @@ pub struct Session {
     configs: Vec<ConfigArg>,
     /// Shared with the sessions that are made from this one.
     reported: Arc<Reported>,
-    /// Where messages go instead of standard error. Locked while a row or message is written, so that
-    /// lines never mix.
+    /// Where messages go instead of standard error. Locked while a row or message is written, so
+    /// that lines never mix.
     output: Mutex<Option<Sender<Output>>>,
 }
 

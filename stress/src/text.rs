@@ -46,8 +46,8 @@ pub fn wrap(text: &str, width: usize) -> String {
     lines
 }
 
-/// Each line of a text in lines of at most `width` characters; those after its first are indented by two
-/// more.
+/// Each line of a text in lines of at most `width` characters; those after its first are indented
+/// by two more.
 pub fn wrap_lines(text: &str, width: usize) -> String {
     let wrapped = text.lines().map(|line| {
         let indent = columns(line) - columns(line.trim_start());

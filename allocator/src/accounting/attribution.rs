@@ -41,10 +41,10 @@ pub struct Attribution {
     /// Bytes that this process holds otherwise: contexts, modules, memory of libraries. `None`
     /// where unknown ([`aquifer_device::Device::memory_users`]).
     pub rest_of_process: Option<u64>,
-    /// Bytes of these that the driver holds for graphs: memory of allocations within graphs, used or
-    /// not, and what it took for the graphs of `aquifer::Allocator::graph` that exist, an estimate: the
-    /// difference in free memory over their instantiations. Of `unattributed` where `rest_of_process` is
-    /// unknown.
+    /// Bytes of these that the driver holds for graphs: memory of allocations within graphs, used
+    /// or not, and what it took for the graphs of `aquifer::Allocator::graph` that exist, an
+    /// estimate: the difference in free memory over their instantiations. Of `unattributed` where
+    /// `rest_of_process` is unknown.
     pub graphs: u64,
     /// Other processes, by descending bytes. Empty where `rest_of_process` is unknown.
     pub other_processes: Vec<ProcessMemory>,
@@ -56,9 +56,9 @@ pub struct Attribution {
     /// Bytes that no allocator of this process held when this one opened.
     pub outside_at_open: u64,
     /// The most by which `rest_of_process` was seen to grow since this allocator opened, as when
-    /// libraries take memory. A process that sets the option `headroom_mb` to it leaves room for them
-    /// from the start. An allocator looks when it is asked for this or for a summary, and when the
-    /// device refuses a request.
+    /// libraries take memory. A process that sets the option `headroom_mb` to it leaves room for
+    /// them from the start. An allocator looks when it is asked for this or for a summary, and when
+    /// the device refuses a request.
     ///
     /// Where `rest_of_process` is unknown, it includes growth of other processes. On a GPU of which
     /// other processes held a part at opening, growth before the first look may be missing.
@@ -148,8 +148,8 @@ pub(crate) struct Outside {
 }
 
 impl Outside {
-    /// For an allocator that opens when the device has this memory, and other allocators hold `held`
-    /// bytes; `own` is what the process holds, if known.
+    /// For an allocator that opens when the device has this memory, and other allocators hold
+    /// `held` bytes; `own` is what the process holds, if known.
     pub(crate) fn at_open(memory: MemoryInfo, held: u64, own: Option<u64>) -> Outside {
         let at_open = used(memory).saturating_sub(held);
         let least_of_process = own.map_or(at_open, |own| own.saturating_sub(held));

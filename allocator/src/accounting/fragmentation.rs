@@ -55,8 +55,8 @@ pub struct Fragmentation {
     /// External fragmentation: the share of free bytes outside the largest free block, 0 to 1; 0
     /// when nothing is free.
     pub external: f64,
-    /// The share of free bytes that the request cannot use, 0 to 1: those in blocks smaller than it. 1 if
-    /// nothing is free.
+    /// The share of free bytes that the request cannot use, 0 to 1: those in blocks smaller than
+    /// it. 1 if nothing is free.
     pub unusable: f64,
     /// Free blocks by power of two, smallest first; sizes without a block are left out.
     pub free_sizes: Vec<FreeSizes>,

@@ -1,5 +1,5 @@
-//! Chooses where an allocator's memory comes from: whether the device can map memory, and whether at
-//! several addresses at once.
+//! Chooses where an allocator's memory comes from: whether the device can map memory, and whether
+//! at several addresses at once.
 
 use aquifer_device::{Attribute, Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions, RawPhysical, Reservation};
 
@@ -41,8 +41,8 @@ fn try_paged(device: &Device, config: &Config) -> Result<Paged, WhySegments> {
     Ok(Paged::new(fits, config.frame.map(|bytes| bytes.min(total)), ability, device.info().ordinal))
 }
 
-/// Returns how granules of `granule` bytes are mapped on the device, or why they cannot be. Maps one
-/// and gives it back. A device that is full counts as able.
+/// Returns how granules of `granule` bytes are mapped on the device, or why they cannot be. Maps
+/// one and gives it back. A device that is full counts as able.
 ///
 /// A driver may announce memory for RDMA and refuse to create it, for example in a virtual machine;
 /// such a device gets granules without RDMA.

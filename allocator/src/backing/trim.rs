@@ -1,6 +1,6 @@
 //! Giving unused memory back to the device, of either backing: whole segments (`segments.rs`), then
-//! free frames and empty reservations. If that does not suffice, the host waits for the streams that
-//! still use memory which was given back here, after which more may go.
+//! free frames and empty reservations. If that does not suffice, the host waits for the streams
+//! that still use memory which was given back here, after which more may go.
 //!
 //! Frames on their way back are not counted as reserved, because another thread may get their
 //! memory from the device, and count it, before this one has the lock again. The limit counts them
@@ -8,12 +8,12 @@
 //!
 //! **Memory that moved before the device was done with it.** A stream may use its own free memory
 //! again at once, because its later work runs after the last use. Only the addresses have to wait:
-//! they may be unmapped once the host knows that the last use is done (P1). So where a request lacks
-//! memory and its own stream has free frames that are not done, these are mapped at the window in
-//! addition. Their earlier mappings *linger*: the addresses stay held in the heap, and later
-//! operations unmap them. Neither the host nor a stream waits, and nothing is taken from the device.
-//! The frames carry the tick of their last use to the new addresses, so they become free for other
-//! streams, or move once more, no earlier than before.
+//! they may be unmapped once the host knows that the last use is done (P1). So where a request
+//! lacks memory and its own stream has free frames that are not done, these are mapped at the
+//! window in addition. Their earlier mappings *linger*: the addresses stay held in the heap, and
+//! later operations unmap them. Neither the host nor a stream waits, and nothing is taken from the
+//! device. The frames carry the tick of their last use to the new addresses, so they become free
+//! for other streams, or move once more, no earlier than before.
 
 use std::cmp::Reverse;
 
@@ -109,9 +109,9 @@ pub(crate) fn trim_paged(allocator: &Allocator, target: u64) -> Result<u64, Allo
     Ok(recycled + trim_pools(allocator, target, Which::Unpromised)?)
 }
 
-/// Gives free frames of some pools back to the device, until at most `target` bytes are held from it or
-/// none is left: spare ones first if the default pools are among them. Returns how many bytes went
-/// back. Dedicated memory stays.
+/// Gives free frames of some pools back to the device, until at most `target` bytes are held from
+/// it or none is left: spare ones first if the default pools are among them. Returns how many bytes
+/// went back. Dedicated memory stays.
 pub(crate) fn trim_pools(allocator: &Allocator, target: u64, which: Which) -> Result<u64, AllocError> {
     let stuck = take_stuck_back(allocator);
     let _gate = allocator.gate()?.shared();
@@ -169,9 +169,9 @@ fn commit_trim(allocator: &Allocator, trim: Trim, unmapped: usize) {
 }
 
 /// Unmaps stuck mappings, which the driver refused to unmap when they failed. Their frames become
-/// spare. Such a frame may also be mapped where it was before, so mappings that linger go first, and
-/// nothing is taken back while the device may use memory through one. Mappings that the driver still
-/// refuses to unmap stay as they are. Returns the first error.
+/// spare. Such a frame may also be mapped where it was before, so mappings that linger go first,
+/// and nothing is taken back while the device may use memory through one. Mappings that the driver
+/// still refuses to unmap stay as they are. Returns the first error.
 pub(crate) fn take_stuck_back(allocator: &Allocator) -> Result<(), AllocError> {
     let _gate = allocator.gate()?.shared();
     let lingering = unmap_lingering_at_gate(allocator);
@@ -234,8 +234,8 @@ pub(crate) fn unmap_lingering(allocator: &Allocator) -> Result<(), AllocError> {
     unmap_lingering_at_gate(allocator)
 }
 
-/// As [`unmap_lingering`]; the caller has the gate. Mappings that the driver refuses to unmap linger
-/// on. Returns the first error once all others are unmapped.
+/// As [`unmap_lingering`]; the caller has the gate. Mappings that the driver refuses to unmap
+/// linger on. Returns the first error once all others are unmapped.
 pub(crate) fn unmap_lingering_at_gate(allocator: &Allocator) -> Result<(), AllocError> {
     let captures = allocator.device().is_capturing();
     let done = if captures { Vec::new() } else { allocator.state().shared().take_lingering() };

@@ -100,8 +100,8 @@ pub struct Config {
     /// How many trace entries are kept, the oldest giving way; 0, the default, is off. Option
     /// `history`.
     pub history: u32,
-    /// A file to which a snapshot of the memory is saved when a request is first refused for lack of
-    /// memory; `None`, the default, is off. Its ending names the format, as for
+    /// A file to which a snapshot of the memory is saved when a request is first refused for lack
+    /// of memory; `None`, the default, is off. Its ending names the format, as for
     /// [`Snapshot::save`](crate::Snapshot::save). The file names of devices other than the first
     /// have their ordinal before the ending. With `history`, the snapshot has the time before.
     /// Option `oom_snapshot`.

@@ -63,7 +63,8 @@ macro_rules! options {
             $($inert:literal $(| $inert_alias:literal)* => $asks:expr, $inert_expected:literal, $inert_default:literal;)*
         })*
     ) => {
-        /// All options in the order of the documentation, which is that of canonical option strings.
+        /// All options in the order of the documentation, which is that of canonical option
+        /// strings.
         pub(super) static ROWS: &[Row] = &[
             $(Row {
                 names: &[$name, $($alias),*],

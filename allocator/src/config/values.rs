@@ -1,5 +1,5 @@
-//! Reading one value: numbers, sizes, fractions, choices, which are listed here, and the two kinds of
-//! list.
+//! Reading one value: numbers, sizes, fractions, choices, which are listed here, and the two kinds
+//! of list.
 //!
 //! A value is taken as a whole or refused. Numbers are digits only: no sign, no hexadecimal,
 //! nothing after them.

@@ -32,8 +32,8 @@ impl Core {
         Some(Recycling { piece, purpose, frames })
     }
 
-    /// Accounts for deferred memory after the driver unmapped it, or failed to. Returns the frames that
-    /// are of no use to others, with their bytes.
+    /// Accounts for deferred memory after the driver unmapped it, or failed to. Returns the frames
+    /// that are of no use to others, with their bytes.
     pub(crate) fn commit_recycling(&mut self, leaving: Recycling, unmapped: bool) -> Vec<(RawPhysical, u64)> {
         let Recycling { piece, purpose, frames } = leaving;
         let Some(paged) = &mut self.paged else { return Vec::new() };
@@ -72,7 +72,8 @@ impl Core {
         dedicated + self.heap.in_use()
     }
 
-    /// Sets the size of an owner's part of its reservation, and notes that in statistics and history.
+    /// Sets the size of an owner's part of its reservation, and notes that in statistics and
+    /// history.
     pub(crate) fn set_owned(&mut self, base: u64, size: u64, requested: u64) {
         let Some(paged) = &mut self.paged else { return };
         let Some(owned) = paged.owned.get_mut(&base) else { return };
@@ -98,8 +99,8 @@ impl Core {
         }
     }
 
-    /// True if deferred memory is known done, or addresses may go back. Not while the allocator sleeps:
-    /// nothing is behind the addresses then.
+    /// True if deferred memory is known done, or addresses may go back. Not while the allocator
+    /// sleeps: nothing is behind the addresses then.
     pub(crate) fn is_recyclable(&mut self) -> bool {
         let Core { paged, streams, .. } = self;
         let paged = paged.as_mut().filter(|paged| paged.sleep.allows_recycling());
@@ -158,8 +159,8 @@ impl Core {
         self.paged.as_mut().map(|paged| paged.deferred_release.take_below(base, end)).unwrap_or_default()
     }
 
-    /// Retires the memory that a failed growth got, between `from` and `end`, and what it had taken off
-    /// the list.
+    /// Retires the memory that a failed growth got, between `from` and `end`, and what it had taken
+    /// off the list.
     pub(crate) fn put_back_retired(&mut self, base: u64, mut from: u64, end: u64, retaken: Vec<DeferredRelease>) {
         let Some(paged) = &mut self.paged else { return };
         let known = retaken.iter().chain(paged.deferred_release.of(base));

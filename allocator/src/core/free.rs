@@ -141,8 +141,8 @@ impl Core {
 
     fn end_waits_of(&mut self, ordered: Option<(StreamId, &Clock)>) {
         let Core { waiting: list, streams, .. } = self;
-        // Read before the blocks are looked at, so that progress of a stream meanwhile leads to another
-        // look.
+        // Read before the blocks are looked at, so that progress of a stream meanwhile leads to
+        // another look.
         list.streams.iter_mut().for_each(|(&stream, waited_for)| waited_for.seen = streams.known_done(stream));
         list.uses.advance(|stream| streams.known_done(stream));
         let mut free = list.uses.done().clone();
@@ -190,8 +190,8 @@ impl Core {
         bytes.into_iter().collect()
     }
 
-    /// True if this allocation is to ask how far streams got. A request that no free block serves asks
-    /// in any case.
+    /// True if this allocation is to ask how far streams got. A request that no free block serves
+    /// asks in any case.
     pub(crate) fn is_poll_due(&mut self) -> bool {
         let is_little = self.waits_little();
         self.waiting.is_to_be_asked_for(is_little)

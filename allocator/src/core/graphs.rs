@@ -109,8 +109,8 @@ impl Graphs {
         }
     }
 
-    /// True if no graph runs, as far as is known, and each one that may be launched brings back first
-    /// what the pool lent.
+    /// True if no graph runs, as far as is known, and each one that may be launched brings back
+    /// first what the pool lent.
     pub(crate) fn are_idle(&self) -> bool {
         let may_rest = |(number, graph): (&u64, &Arc<Launches>)| {
             (graph.is_over() || self.bring_back.contains(number)) && graph.pending_here().is_empty()

@@ -1,10 +1,10 @@
 //! What an allocator knows, and all that it decides: one value, [`Core`].
 //!
-//! A pure data structure: it knows no lock, driver, thread or clock. How far streams got it reads from
-//! their timelines ([`streams`]). Its parts are private to this folder; the rest of the allocator
-//! reads them, and changes them through its methods alone. Each is a decision or the account of what
-//! the driver did: [`Core::take_own`], [`Core::free`], [`Core::draft`], [`Core::plan`],
-//! [`Core::commit`].
+//! A pure data structure: it knows no lock, driver, thread or clock. How far streams got it reads
+//! from their timelines ([`streams`]). Its parts are private to this folder; the rest of the
+//! allocator reads them, and changes them through its methods alone. Each is a decision or the
+//! account of what the driver did: [`Core::take_own`], [`Core::free`], [`Core::draft`],
+//! [`Core::plan`], [`Core::commit`].
 //!
 //! | file | what it is about |
 //! | --- | --- |
@@ -86,8 +86,8 @@ pub(crate) struct Core {
 }
 
 impl Core {
-    /// A core that nothing was allocated from. `crosses_streams` says whether free blocks serve other
-    /// streams than their owners.
+    /// A core that nothing was allocated from. `crosses_streams` says whether free blocks serve
+    /// other streams than their owners.
     pub(crate) fn new(crosses_streams: bool, history: History, paged: Option<Paged>) -> Core {
         Core { crosses_streams, heap: Heap::new(crosses_streams), history, paged, ..Core::default() }
     }

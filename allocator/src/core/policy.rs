@@ -18,14 +18,15 @@
 //! * **Ahead of need**, where there is room, a small share of what is held is taken with each
 //!   purchase or move.
 //!
-//! The *peak of use* is the most bytes that were live, or that no stream could use yet although they
-//! were free, at one time. Figures: docs/notes/2026-11-28-policy.md.
+//! The *peak of use* is the most bytes that were live, or that no stream could use yet although
+//! they were free, at one time. Figures: docs/notes/2026-11-28-policy.md.
 
 /// Memory is scarce if the device and the limit can give less than the peak of use divided by this.
 const LEFT_SHARE: u64 = 8;
 /// Memory is scarce if more would be held than the peak of use, and that peak divided by this.
 const OVER_SHARE: u64 = 48;
-/// Memory is bought rather than moved until the peak of use, and that peak divided by this, is held.
+/// Memory is bought rather than moved until the peak of use, and that peak divided by this, is
+/// held.
 const BUY_SHARE: u64 = 96;
 /// Bytes of frames where there is room,
 const FRAME: u64 = 16 << 20;
@@ -63,9 +64,9 @@ impl Facts {
         more <= self.left && !self.little_is_left() && !self.exceeds(more, BUY_SHARE)
     }
 
-    /// Bytes of the largest frames that are made for a block when `more` bytes are taken. They are at
-    /// most half as large as the block: then it has a whole frame, which may move once the block is
-    /// free, wherever it begins. `given` is the configuration's size of frames, if it has one.
+    /// Bytes of the largest frames that are made for a block when `more` bytes are taken. They are
+    /// at most half as large as the block: then it has a whole frame, which may move once the block
+    /// is free, wherever it begins. `given` is the configuration's size of frames, if it has one.
     pub(crate) fn frame(&self, block: u64, more: u64, granule: u64, given: Option<u64>) -> u64 {
         if self.is_scarce(more) {
             return granule;

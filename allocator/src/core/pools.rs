@@ -44,9 +44,11 @@ pub(crate) struct Private {
     regions: BTreeMap<PoolId, usize>,
     /// Number of scopes that route threads to it.
     routes: usize,
-    /// Number of threads that launch a graph of it, or capture one into it: nothing of it is lent then.
+    /// Number of threads that launch a graph of it, or capture one into it: nothing of it is lent
+    /// then.
     pub(crate) busy: usize,
-    /// Addresses of graphs whose memory was lent, in order: holes, until a launch brings memory back.
+    /// Addresses of graphs whose memory was lent, in order: holes, until a launch brings memory
+    /// back.
     pub(crate) lent: Vec<Range<u64>>,
 }
 
@@ -233,16 +235,16 @@ impl PoolTable {
         regions.filter(move |&number| self.is_among(number, which))
     }
 
-    /// The launches that memory of closed pools still waits for: of all of them, or of one. Launches
-    /// that are not seen here come before `now`.
+    /// The launches that memory of closed pools still waits for: of all of them, or of one.
+    /// Launches that are not seen here come before `now`.
     pub(crate) fn awaited_launches(&self, now: &WaitMark, of: Option<PoolKey>) -> Launched {
         let closed = self.at(self.closed.iter().copied().filter(|&place| of.is_none_or(|key| key.place == place)));
         let closed = closed.filter(|private| of.is_none_or(|key| key.id == private.id) && private.graphs.any());
         closed.map(|private| private.graphs.launched(now.clone())).fold(Launched::default(), Launched::and)
     }
 
-    /// Closes a pool. Returns the launches that its memory waits for. Graphs of other libraries are not
-    /// launched after `now`.
+    /// Closes a pool. Returns the launches that its memory waits for. Graphs of other libraries are
+    /// not launched after `now`.
     pub(crate) fn close(&mut self, key: PoolKey, now: WaitMark) -> Launched {
         let Some(private) = self.find_mut(key) else { return Launched::default() };
         private.open = false;
@@ -372,8 +374,8 @@ impl Private {
         self.numbers().filter(move |&number| lends && number.kind() == kind && !self.keeps_for_graphs(number))
     }
 
-    /// True if its free memory may be lent: every graph of it brings memory back before a launch, no
-    /// launch is under way or is about to be, and nothing is captured.
+    /// True if its free memory may be lent: every graph of it brings memory back before a launch,
+    /// no launch is under way or is about to be, and nothing is captured.
     pub(crate) fn lends_when_idle(&self) -> bool {
         self.options.lends_when_idle && self.busy == 0 && self.graphs.are_idle()
     }
@@ -434,7 +436,7 @@ pub struct PoolOptions {
     /// Rather than that a request is refused, it gets memory that the graphs of this pool freed in
     /// their captures, while none of them runs. A launch first brings memory back to the same
     /// addresses, and is refused if there is none. So a graph finds nothing there that an earlier
-    /// launch left: set this only if no kernel keeps state in such memory. It takes effect where memory
-    /// is mapped, and as long as all graphs of the pool are `aquifer::Graph`s.
+    /// launch left: set this only if no kernel keeps state in such memory. It takes effect where
+    /// memory is mapped, and as long as all graphs of the pool are `aquifer::Graph`s.
     pub lends_when_idle: bool,
 }

@@ -55,8 +55,8 @@ impl Core {
         self.history.note(Action::SegmentAlloc, subject);
     }
 
-    /// Takes a segment out of the heap. `None` if it is not wholly free any more, or if a graph may use
-    /// it by now.
+    /// Takes a segment out of the heap. `None` if it is not wholly free any more, or if a graph may
+    /// use it by now.
     pub(crate) fn begin_release(&mut self, &Chosen { block: id, addr, kept_for_graphs }: &Chosen) -> Option<Releasing> {
         let block = self.heap.block(id);
         if block.state != State::Free || block.addr != addr || !self.is_whole_segment(block) {
@@ -107,7 +107,8 @@ impl Core {
         self.counters.events.num_device_free += 1;
     }
 
-    /// Adds a region of mapped memory for requests like this one, in which nothing is mapped so far.
+    /// Adds a region of mapped memory for requests like this one, in which nothing is mapped so
+    /// far.
     pub(crate) fn add_reservation(&mut self, request: &Request, addr: u64, bytes: u64) {
         let Some(paged) = &mut self.paged else { return };
         paged.add_reservation(addr, bytes, request.pool.kind(), Purpose::Heap);

@@ -36,8 +36,8 @@ impl Core {
         Some(self.taken(request, block))
     }
 
-    /// Serves a request that no free block in its stream's regions serves: after merging the stream's
-    /// deferred blocks, and from its strays.
+    /// Serves a request that no free block in its stream's regions serves: after merging the
+    /// stream's deferred blocks, and from its strays.
     #[cold]
     #[inline(never)]
     fn take_further(&mut self, request: &Request) -> Option<BlockId> {
@@ -68,8 +68,8 @@ impl Core {
         Granted { block: id, addr }
     }
 
-    /// Serves a request from memory that is known done: from what came back to the stream's regions,
-    /// else from that of others.
+    /// Serves a request from memory that is known done: from what came back to the stream's
+    /// regions, else from that of others.
     pub(crate) fn take_done(&mut self, request: &Request) -> Option<Granted> {
         if self.return_strays()
             && let Some(granted) = self.take_own(request)
@@ -79,13 +79,14 @@ impl Core {
         self.take_of_others(request, |streams, owner| streams.known_done(owner))
     }
 
-    /// Serves a request from memory of other streams that is known done, or that the request's stream
-    /// is ordered after, according to its clock.
+    /// Serves a request from memory of other streams that is known done, or that the request's
+    /// stream is ordered after, according to its clock.
     pub(crate) fn take_ordered(&mut self, request: &Request, clock: &Clock) -> Option<Granted> {
         self.take_of_others(request, |streams, owner| streams.known_done(owner).max(After::ordered(clock, owner)))
     }
 
-    /// Takes the best block of another stream whose last use is before what `until` gives for its owner.
+    /// Takes the best block of another stream whose last use is before what `until` gives for its
+    /// owner.
     fn take_of_others(&mut self, request: &Request, until: impl Fn(&Streams, StreamId) -> After) -> Option<Granted> {
         let until = |owner| until(&self.streams, owner);
         let best = self.heap.best_of_others(request.stream, request.pool, request.size, until)?;
@@ -142,14 +143,15 @@ impl Core {
         heap.note_recent_uses(|stream| streams.known_done(stream));
     }
 
-    /// Gives strays that are done to the streams of their regions. Returns true if fewer are noted now.
+    /// Gives strays that are done to the streams of their regions. Returns true if fewer are noted
+    /// now.
     pub(crate) fn return_strays(&mut self) -> bool {
         let Core { heap, streams, .. } = self;
         heap.return_strays(|stream| streams.known_done(stream))
     }
 
-    /// Checks the heap's identities now and then, in debug builds. The cost of a check grows with the
-    /// number of blocks, so as many operations pass between two checks.
+    /// Checks the heap's identities now and then, in debug builds. The cost of a check grows with
+    /// the number of blocks, so as many operations pass between two checks.
     #[inline]
     pub(super) fn debug_check(&mut self) {
         #[cfg(debug_assertions)]

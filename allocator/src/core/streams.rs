@@ -1,5 +1,5 @@
-//! The streams that the allocator knows, how far each of them got, and when its next progress event is
-//! due.
+//! The streams that the allocator knows, how far each of them got, and when its next progress event
+//! is due.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -101,8 +101,8 @@ impl Streams {
         self.timeline(stream).is_some_and(|timeline| after < After::enqueued(timeline))
     }
 
-    /// Chooses the stream that can free the most granules, counting up to `granules`, and the earliest
-    /// tick by which it does.
+    /// Chooses the stream that can free the most granules, counting up to `granules`, and the
+    /// earliest tick by which it does.
     pub(crate) fn first_enough(&self, not_done: &BTreeMap<Use, u64>, granules: u64) -> Option<(Arc<Timeline>, After)> {
         let mut sums: BTreeMap<StreamId, (u64, After)> = BTreeMap::new();
         for (&Use { stream, after }, &count) in not_done {
@@ -144,8 +144,8 @@ impl Progress {
         Progress { due_at: 0, ..Progress::default() }
     }
 
-    /// True if an event is due now, which counts as recorded then. `reserved` are bytes held from the
-    /// device.
+    /// True if an event is due now, which counts as recorded then. `reserved` are bytes held from
+    /// the device.
     #[inline]
     pub(crate) fn is_due(&mut self, reserved: u64) -> bool {
         self.freed >= self.due_at && self.searches >= self.not_before && self.begin(reserved)

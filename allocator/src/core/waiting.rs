@@ -3,8 +3,8 @@
 //!
 //! A waiting block carries its uses by other streams, as of when it was freed. It becomes free once
 //! these are done or, where blocks may cross streams at all, once its owner's later work is ordered
-//! after them (invariant A1). Blocks are listed by the ticks that they wait for (`tick_index.rs`), so
-//! those that need not wait any more are found without a look at the others.
+//! after them (invariant A1). Blocks are listed by the ticks that they wait for (`tick_index.rs`),
+//! so those that need not wait any more are found without a look at the others.
 
 use std::collections::BTreeMap;
 
@@ -15,8 +15,8 @@ use crate::types::{After, BlockId, StreamId, Use};
 /// The most allocations in a row that do not ask, after one that asked in vain. A larger number
 /// saves few queries, and memory comes back later.
 const PAUSE_MAX: u32 = 3;
-/// How many allocations pass while little memory waits. They are off the fast path until it is asked
-/// for, so this is no larger than it takes to make asking cheap.
+/// How many allocations pass while little memory waits. They are off the fast path until it is
+/// asked for, so this is no larger than it takes to make asking cheap.
 const PAUSE_OF_LITTLE: u32 = 63;
 
 /// The blocks that wait, and the streams they wait for.

@@ -73,8 +73,8 @@ impl Allocator {
 
 // Here, so that what sleeps need not know this type.
 impl Part {
-    /// The allocations of a private pool, and the memory that its graphs use, in which kernels may keep
-    /// state: see [`Contents::Discard`](crate::Contents::Discard).
+    /// The allocations of a private pool, and the memory that its graphs use, in which kernels may
+    /// keep state: see [`Contents::Discard`](crate::Contents::Discard).
     pub fn pool(pool: &PrivatePool) -> Part {
         Part::of_pool(pool.key)
     }
@@ -169,8 +169,9 @@ impl PrivatePool {
         (ranges, live)
     }
 
-    /// Keeps the pool from lending memory of its graphs ([`PoolOptions::lends_when_idle`]) until the
-    /// result is dropped, and brings memory back where it has lent some: for a capture into the pool.
+    /// Keeps the pool from lending memory of its graphs ([`PoolOptions::lends_when_idle`]) until
+    /// the result is dropped, and brings memory back where it has lent some: for a capture into the
+    /// pool.
     ///
     /// # Errors
     /// A pool of another allocator; for memory that was lent, as [`Allocator::alloc_bytes`].

@@ -5,8 +5,8 @@
 //! enter the newest level; if all of their buckets there are full, a level is added. Entries never
 //! move. A look-up mostly reads one bucket.
 //!
-//! Adding needs no atomic read-modify-write, as the caller holds the allocator's lock: of the two that
-//! a pair of calls would make otherwise, one is 7 to 10 ns.
+//! Adding needs no atomic read-modify-write, as the caller holds the allocator's lock: of the two
+//! that a pair of calls would make otherwise, one is 7 to 10 ns.
 //!
 //! Memory: levels are kept, with their allocator state. One is added when half of the newest one is
 //! in use, so the table takes at most some 128 bytes for each pointer of the largest number that

@@ -133,8 +133,8 @@ fn take_lent_by_pools(allocator: &Allocator, request: &Request) -> Option<Grante
     pools.into_iter().find_map(|pool| guard.take_own(&Request { pool, is_regular: false, ..*request }))
 }
 
-/// Takes memory of idle graphs, as much as the request lacks. A request for a segment is served by the
-/// device, so the memory goes back there. Waits for launches under way only if it `waits`.
+/// Takes memory of idle graphs, as much as the request lacks. A request for a segment is served by
+/// the device, so the memory goes back there. Waits for launches under way only if it `waits`.
 fn lend_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried, waits: bool) -> Rung {
     while tried.refusal != Some(Refusal::Addresses) {
         let mut guard = allocator.state().lock();

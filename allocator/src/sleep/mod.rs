@@ -1,10 +1,11 @@
 //! Sleep: mapped memory goes back to the device, all of it or a part, while its addresses, and
 //! every live allocation there, stay what they are.
 //!
-//! What sleeps is listed by range (`core/sleep/`), with its frames as long as they are not released,
-//! and its contents if they were saved (`contents.rs`). Granules that lie wholly in free blocks leave
-//! the list once they have no frames, and become holes: they are neither saved nor brought back. So
-//! waking up needs memory only for the granules of live blocks and of graphs' pools.
+//! What sleeps is listed by range (`core/sleep/`), with its frames as long as they are not
+//! released, and its contents if they were saved (`contents.rs`). Granules that lie wholly in free
+//! blocks leave the list once they have no frames, and become holes: they are neither saved nor
+//! brought back. So waking up needs memory only for the granules of live blocks and of graphs'
+//! pools.
 //!
 //! Falling asleep and waking up work on that list and note each step in it, so either can stop
 //! anywhere: if falling asleep is interrupted, waking up undoes it; if waking up is interrupted, it
@@ -87,10 +88,10 @@ impl Allocator {
     /// up, allocations and their pointers are as before, and meanwhile they may be dropped. Memory
     /// comes back in units of a granule, and only where live allocations lie or a graph may use it.
     ///
-    /// Segments, exportable memory and frames with pinned granules stay. So do frames, mostly of one to
-    /// a few granules, in which allocations of other parts lie: what of a part lies in these stays
-    /// awake, with its contents. [`Allocator::staying_awake`] names all that. Allocations that were made of a part after it fell asleep are awake,
-    /// until it is put to sleep once more.
+    /// Segments, exportable memory and frames with pinned granules stay. So do frames, mostly of
+    /// one to a few granules, in which allocations of other parts lie: what of a part lies in these
+    /// stays awake, with its contents. [`Allocator::staying_awake`] names all that. Allocations
+    /// that were made of a part after it fell asleep are awake, until it is put to sleep once more.
     ///
     /// This fails while anything keeps the allocator awake: access guards ([`crate::AccessGuard`])
     /// and reservations ([`crate::Reservation`]) with its memory, as transfers have until they are
@@ -145,8 +146,8 @@ impl Allocator {
                 Err(AllocError::KeptAwake(by))
                     if !by.is_this_thread && until.is_none_or(|until| Instant::now() < until) =>
                 {
-                    // No lock is held here: threads that keep the allocator awake may need any before
-                    // they end that.
+                    // No lock is held here: threads that keep the allocator awake may need any
+                    // before they end that.
                     if options.are_for_all() {
                         self.state().refuse_wake_locks();
                     }
@@ -169,9 +170,9 @@ impl Allocator {
         }
     }
 
-    /// The memory in use that stays awake if these options are given to [`Allocator::sleep`], or that
-    /// stayed so, by address, with the reason. Free memory, which goes back rather than to sleep, is
-    /// not listed.
+    /// The memory in use that stays awake if these options are given to [`Allocator::sleep`], or
+    /// that stayed so, by address, with the reason. Free memory, which goes back rather than to
+    /// sleep, is not listed.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, Contents, KeptBy};
@@ -260,8 +261,8 @@ fn wake_up(allocator: &Allocator, waking: &Waking) -> Result<(), AllocError> {
     }
 }
 
-/// Gives back unused memory for what sleeps, of this allocator and of others of the device, and what
-/// idle graphs lend. Returns false if there was none.
+/// Gives back unused memory for what sleeps, of this allocator and of others of the device, and
+/// what idle graphs lend. Returns false if there was none.
 fn make_room(allocator: &Allocator) -> Result<bool, AllocError> {
     let bytes = allocator.sleeping_bytes();
     let target = allocator.memory_reserved().saturating_sub(bytes);

@@ -12,14 +12,15 @@ use crate::types::PoolId;
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Contents {
-    /// The contents are lost: after [`crate::Allocator::wake`] the memory is uninitialised. That goes for
-    /// memory of graphs' pools, too, in which kernels may keep state, such as counters of a library's
-    /// workspace that are set once: save these pools ([`Part::pool`], [`SleepOptions::with`]).
+    /// The contents are lost: after [`crate::Allocator::wake`] the memory is uninitialised. That
+    /// goes for memory of graphs' pools, too, in which kernels may keep state, such as counters of
+    /// a library's workspace that are set once: save these pools ([`Part::pool`],
+    /// [`SleepOptions::with`]).
     Discard,
     /// The contents are lost, and all bytes are 0 after waking up.
     Zero,
-    /// The contents of live memory, and of memory that graphs use, are kept in pinned host memory, and
-    /// restored from there.
+    /// The contents of live memory, and of memory that graphs use, are kept in pinned host memory,
+    /// and restored from there.
     SaveToHost,
     /// The contents of live memory are kept in a file, and restored from there. The file must not
     /// exist before, and no other program may change it. It is removed once the contents are back,

@@ -1,5 +1,5 @@
-//! Wake locks: what keeps an allocator awake. Access guards on its memory and reservations have one,
-//! and so do callers of [`Allocator::keep_awake`].
+//! Wake locks: what keeps an allocator awake. Access guards on its memory and reservations have
+//! one, and so do callers of [`Allocator::keep_awake`].
 //!
 //! Work that is about to be enqueued has no tick yet, so waiting for the device does not wait for
 //! it. So an allocator sleeps only if nothing keeps it awake, and from then on nothing may begin to
@@ -79,8 +79,8 @@ fn number(count: u64) -> u64 {
     count % (1 << NUMBER_BITS)
 }
 
-/// A count of one in what keeps an allocator awake. While there is any, on any thread, the allocator
-/// does not give its memory back.
+/// A count of one in what keeps an allocator awake. While there is any, on any thread, the
+/// allocator does not give its memory back.
 pub(crate) struct Count {
     state: &'static AllocatorState,
     kind: Kind,
@@ -294,9 +294,9 @@ impl AllocatorState {
         self.wake_locks.woken.notify_all();
     }
 
-    /// Has newcomers wait until the result is dropped. `None` if another thread has an access guard,
-    /// or if memory is reserved for work, and that does not end at once: such work may be enqueued
-    /// at any time.
+    /// Has newcomers wait until the result is dropped. `None` if another thread has an access
+    /// guard, or if memory is reserved for work, and that does not end at once: such work may be
+    /// enqueued at any time.
     pub(crate) fn begin_split(&'static self) -> Option<Splitting> {
         note(self, Kind::Split);
         self.wake_locks.flags.fetch_or(SPLITTING, Ordering::SeqCst);

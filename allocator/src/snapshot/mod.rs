@@ -202,7 +202,8 @@ pub struct Settings {
     graph_capture_record_stream_reuse: bool,
     max_round_threshold: i64,
     max_cached_size: i64,
-    /// By the size in MiB that an interval starts at; all 0, because no request is rounded up by it.
+    /// By the size in MiB that an interval starts at; all 0, because no request is rounded up by
+    /// it.
     #[serde(serialize_with = "serialize_divisions")]
     roundup_power2_divisions: [u64; 16],
     /// True if entries of the history were overwritten by later ones:

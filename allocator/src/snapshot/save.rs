@@ -16,8 +16,8 @@ pub enum FileFormat {
     /// A pickle of protocol 2: for `torch.cuda._memory_viz`, PyTorch's memory viewer, and Python's
     /// `pickle.load`.
     Pickle,
-    /// JSON: for newer versions of PyTorch's memory viewer, and any other program. Three times as long
-    /// as a pickle.
+    /// JSON: for newer versions of PyTorch's memory viewer, and any other program. Three times as
+    /// long as a pickle.
     Json,
 }
 

@@ -1,4 +1,5 @@
-//! Taking a snapshot: blocks are copied under the lock, at one moment, and put into form without it.
+//! Taking a snapshot: blocks are copied under the lock, at one moment, and put into form without
+//! it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -18,8 +19,8 @@ impl Allocator {
     /// the history's entries from the last to the first, starting from the segments, meets no
     /// contradiction.
     ///
-    /// All of it is of one moment: other threads that allocate wait while the blocks are copied. As in
-    /// PyTorch, an [`crate::Action::Snapshot`] is recorded, which later snapshots show.
+    /// All of it is of one moment: other threads that allocate wait while the blocks are copied. As
+    /// in PyTorch, an [`crate::Action::Snapshot`] is recorded, which later snapshots show.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config};

@@ -1,7 +1,7 @@
 //! Giving blocks back. A drop makes no driver call, and while the allocator is open it waits for no
 //! lock, unless the queue is full: it tries the lock a few times, and else puts the block into a
-//! queue, which the next thread that allocates empties, and every slow path. Blocks in the queue are
-//! live until they are taken out, so a queued block never causes a refusal or growth.
+//! queue, which the next thread that allocates empties, and every slow path. Blocks in the queue
+//! are live until they are taken out, so a queued block never causes a refusal or growth.
 
 use aquifer_device::fork;
 

@@ -209,8 +209,8 @@ impl AllocatorState {
         guard
     }
 
-    /// Takes the lock for an allocation, or to read counters, and applies the frees queued so far. It
-    /// leaves deferred blocks alone, so that reading statistics changes no later decision.
+    /// Takes the lock for an allocation, or to read counters, and applies the frees queued so far.
+    /// It leaves deferred blocks alone, so that reading statistics changes no later decision.
     #[inline]
     pub(crate) fn enter(&'static self) -> StateGuard {
         let mut guard = self.shared();
@@ -220,8 +220,8 @@ impl AllocatorState {
         guard
     }
 
-    /// Reads what does not depend on which blocks are deferred, with the frees queued so far. In a forked
-    /// child, in which the thread that has the lock may be gone, the default.
+    /// Reads what does not depend on which blocks are deferred, with the frees queued so far. In a
+    /// forked child, in which the thread that has the lock may be gone, the default.
     pub(crate) fn read<R: Default>(&'static self, read: impl FnOnce(&Core) -> R) -> R {
         if fork::is_child() {
             return self.try_shared().map(|guard| read(&guard)).unwrap_or_default();
@@ -243,7 +243,8 @@ impl AllocatorState {
         Some(StateGuard::new(self, self.shared.try_lock()?))
     }
 
-    /// Passes all blocks on, a few at a time under the lock. Frees that were queued before are applied.
+    /// Passes all blocks on, a few at a time under the lock. Frees that were queued before are
+    /// applied.
     pub(crate) fn walk(&'static self, mut pass: impl FnMut(&Core, &Passed)) {
         let mut walk = Walk::default();
         loop {

@@ -80,8 +80,8 @@ pub struct GraphUses {
 /// Bytes that drivers took for graphs, by identity of the device.
 static OF_DRIVERS: Mutex<BTreeMap<u32, u64>> = Mutex::new(BTreeMap::new());
 
-/// Bytes that the driver of a device took for graphs that exist, as [`GraphUses::note_driver_bytes`]
-/// was told.
+/// Bytes that the driver of a device took for graphs that exist, as
+/// [`GraphUses::note_driver_bytes`] was told.
 pub(crate) fn driver_bytes_of_graphs(device_id: u32) -> u64 {
     OF_DRIVERS.lock().get(&device_id).copied().unwrap_or(0)
 }
@@ -200,11 +200,11 @@ impl GraphUses {
         outside.chain(own).collect()
     }
 
-    /// Notes which addresses the pool has, before the capture ends that `stream` is part of. Returns
-    /// how many bytes of the pool the capture leaves in live blocks, of all its streams. The pool may
-    /// lend memory of the graph from now on
-    /// ([`PoolOptions::lends_when_idle`](crate::PoolOptions::lends_when_idle)), so each launch needs
-    /// [`GraphUses::begin_launch`].
+    /// Notes which addresses the pool has, before the capture ends that `stream` is part of.
+    /// Returns how many bytes of the pool the capture leaves in live blocks, of all its streams.
+    /// The pool may lend memory of the graph from now on
+    /// ([`PoolOptions::lends_when_idle`](crate::PoolOptions::lends_when_idle)), so each launch
+    /// needs [`GraphUses::begin_launch`].
     pub fn note_pool(&self, pool: &PrivatePool, stream: &Stream) -> u64 {
         let (ranges, live) = pool.contents();
         let mut noted = self.noted.lock();
@@ -223,14 +223,15 @@ impl GraphUses {
         own.map(|(_, id, bytes)| bytes.saturating_sub(self.live_before.get(&id).copied().unwrap_or(0))).sum()
     }
 
-    /// Keeps the allocator awake, and the graph's memory where it is, until the result is dropped: while
-    /// a launch on `stream` is enqueued, which also uses memory that no handle names any more. If the
-    /// pool has lent memory of idle graphs, this first brings memory back behind the same addresses.
+    /// Keeps the allocator awake, and the graph's memory where it is, until the result is dropped:
+    /// while a launch on `stream` is enqueued, which also uses memory that no handle names any
+    /// more. If the pool has lent memory of idle graphs, this first brings memory back behind the
+    /// same addresses.
     ///
     /// # Errors
-    /// [`AllocError::Asleep`] while the allocator, or the graph's part of its memory, sleeps or is about
-    /// to; for memory that was lent, as [`Allocator::alloc_bytes`]: what is not back yet stays lent, and
-    /// this can be tried again.
+    /// [`AllocError::Asleep`] while the allocator, or the graph's part of its memory, sleeps or is
+    /// about to; for memory that was lent, as [`Allocator::alloc_bytes`]: what is not back yet
+    /// stays lent, and this can be tried again.
     pub fn begin_launch(&self, allocator: &Allocator, stream: &Stream) -> Result<impl Sized + use<>, AllocError> {
         let busy = self.lends.then(|| Busy::begin(self.state, self.pool));
         let ranges: Vec<Range<u64>> = self.noted.lock().ranges.iter().map(|(&start, &end)| start..end).collect();

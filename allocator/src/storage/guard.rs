@@ -5,9 +5,9 @@
 //! caller goes on, has no tick yet. Until it has one, its memory is reserved, and a thread that
 //! takes a conflicting access guard with it waits on the host.
 //!
-//! A thread that holds the lock on the uses of a storage and takes it again would wait for itself. So a
-//! thread that takes the lock leaves its mark ([`crate::sync::Holder`]). The mark is read only if the
-//! lock is not free, and a thread that finds its own mark gets an error instead of waiting.
+//! A thread that holds the lock on the uses of a storage and takes it again would wait for itself.
+//! So a thread that takes the lock leaves its mark ([`crate::sync::Holder`]). The mark is read only
+//! if the lock is not free, and a thread that finds its own mark gets an error instead of waiting.
 //!
 //! Invariants: reservations that conflict never hold at the same time; a thread that waits for a
 //! reservation holds no lock, so that it does not keep another thread from ending the reservation.
@@ -259,7 +259,8 @@ pub struct Reservation {
 
 impl Reservation {
     /// Waits until no thread has an access guard on the memory or a conflicting reservation, and
-    /// reserves it. The memory's allocator cannot be put to sleep before the reservation is dropped.
+    /// reserves it. The memory's allocator cannot be put to sleep before the reservation is
+    /// dropped.
     ///
     /// # Errors
     /// [`AllocError::AccessHeld`] while this thread has an access guard on the memory;

@@ -62,8 +62,8 @@ pub use view::{View, ViewMut};
 /// ```
 ///
 /// *Kernels* are enqueued, and their results are new buffers of the same allocator. The first one
-/// on an allocator loads all ([`Kernels::load`](aquifer_kernels::Kernels::load)), which fails while a
-/// stream captures.
+/// on an allocator loads all ([`Kernels::load`](aquifer_kernels::Kernels::load)), which fails while
+/// a stream captures.
 ///
 /// ```
 /// # use aquifer::prelude::*;

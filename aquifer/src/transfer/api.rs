@@ -442,8 +442,8 @@ impl Transfer {
     ///
     /// # Errors
     /// A file as the source; ends of different lengths, a region that reaches beyond either end or
-    /// writes a place twice, and errors of the driver, such as the loss of a device that was to write
-    /// `from`.
+    /// writes a place twice, and errors of the driver, such as the loss of a device that was to
+    /// write `from`.
     pub fn copy_on_host<'a, T: Pod + Send + Sync>(
         &self,
         from: impl Source<T>,

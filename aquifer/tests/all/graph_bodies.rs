@@ -16,8 +16,8 @@ fn sim(stream: &Stream) -> &SimDriver {
     stream.driver().as_any().and_then(|driver| driver.downcast_ref()).expect("it is simulated")
 }
 
-/// Does the work of each body of a SWITCH, each on a stream of `sides`: in a capture, in a body of a
-/// conditional node, which is returned, else one after the other.
+/// Does the work of each body of a SWITCH, each on a stream of `sides`: in a capture, in a body of
+/// a conditional node, which is returned, else one after the other.
 fn switch(
     stream: &Stream,
     sides: &[Stream],
@@ -123,8 +123,8 @@ fn bodies_of_captures_in_the_long_form_share_memory_too() {
     }
 }
 
-/// A made-up step with a branch: blocks of random sizes are filled, read and dropped, before, in and
-/// after the bodies, on the stream of each or on one that forks from it.
+/// A made-up step with a branch: blocks of random sizes are filled, read and dropped, before, in
+/// and after the bodies, on the stream of each or on one that forks from it.
 struct Random<'a> {
     memory: &'a Allocator,
     /// Outside of bodies, and in them: a stream takes part in one capture at a time.

@@ -335,8 +335,8 @@ fn an_empty_parameter_is_updated() {
     graph.update(&mut empty, vec![], stream).unwrap();
 }
 
-/// A graph's edges order nothing that was enqueued before the capture. Its launches come after that;
-/// where there is none, what gives the memory back must.
+/// A graph's edges order nothing that was enqueued before the capture. Its launches come after
+/// that; where there is none, what gives the memory back must.
 #[test]
 fn memory_of_a_graph_that_is_never_launched_goes_back_after_earlier_work_on_it() {
     for waits_for_pool in [true, false] {

@@ -2,9 +2,9 @@
 //!
 //! Captures begin in the relaxed mode. In the other modes, any potentially unsafe call on this
 //! thread, or in the whole process, would break the capture. It would also have to end on the
-//! thread on which it began, so that a [`aquifer_device::Capture`] could not be dropped on another one. The
-//! calls made here are relaxed anyway. A thread's default stream cannot be named on other threads,
-//! so its capture can only be ended on its own thread.
+//! thread on which it began, so that a [`aquifer_device::Capture`] could not be dropped on another
+//! one. The calls made here are relaxed anyway. A thread's default stream cannot be named on other
+//! threads, so its capture can only be ended on its own thread.
 
 use std::ffi::c_uint;
 use std::ptr;

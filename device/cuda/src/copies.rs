@@ -133,8 +133,8 @@ fn finish_part(gpu: &Gpu, operation: Operation, stream: &LiveStream, enqueued: u
 ///
 /// # Safety
 /// An end on the device is live device memory. For an end on the host the caller vouches as for
-/// [`aquifer_device::Driver::copy_to_device`] and [`aquifer_device::Driver::copy_to_host`]. At most one end is on the
-/// host.
+/// [`aquifer_device::Driver::copy_to_device`] and [`aquifer_device::Driver::copy_to_host`]. At most
+/// one end is on the host.
 unsafe fn copy_range(
     gpu: &Gpu,
     operation: Operation,

@@ -19,8 +19,8 @@
 //!   `context_state` is the state that all drivers of a context share: its device and its captures.
 //!
 //! Errors carry the driver's raw code. An error of work that failed on the GPU surfaces at a later
-//! call and is of kind [`DeviceLost`](aquifer_device::ErrorKind::DeviceLost): the context takes no calls of
-//! any library any more.
+//! call and is of kind [`DeviceLost`](aquifer_device::ErrorKind::DeviceLost): the context takes no
+//! calls of any library any more.
 //!
 //! Unsafe code calls the driver (invariants F1 in `functions`, C1 in `context`, L1 in `handles`)
 //! and passes promises on.

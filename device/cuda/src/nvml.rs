@@ -1,5 +1,5 @@
-//! NVIDIA's management library (NVML), which knows how much memory each process holds. It comes with
-//! the driver, is loaded on first use, and stays.
+//! NVIDIA's management library (NVML), which knows how much memory each process holds. It comes
+//! with the driver, is loaded on first use, and stays.
 //!
 //! The library and any of its answers may be missing: it is absent in some containers, which also
 //! hide the ids of processes; parts of a GPU (MIG) have other ids than the GPU; and Windows keeps

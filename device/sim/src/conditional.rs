@@ -23,7 +23,8 @@ use crate::refused::{Answer, Refused};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Conditional {
-    /// Runs the first body unless the condition is 0, and the second one, if there is one, if it is.
+    /// Runs the first body unless the condition is 0, and the second one, if there is one, if it
+    /// is.
     If,
     /// Runs the body whose number is the condition's value; none if there is no such body.
     Switch,
@@ -106,13 +107,14 @@ impl SimDriver {
     /// Ends the capture of a body, which began on this stream.
     ///
     /// # Errors
-    /// When it did not, a stream of it has not joined back, or an earlier call broke it. The capture
-    /// that the node belongs to is broken then.
+    /// When it did not, a stream of it has not joined back, or an earlier call broke it. The
+    /// capture that the node belongs to is broken then.
     pub fn end_body(&self, stream: RawStream) -> Result<()> {
         self.call(Operation::EndCapture, |machine| machine.end_body(stream))
     }
 
-    /// Sets the value of a condition for launches from now on, as a kernel of the graph does on GPUs.
+    /// Sets the value of a condition for launches from now on, as a kernel of the graph does on
+    /// GPUs.
     ///
     /// # Errors
     /// When the node is gone.

@@ -157,8 +157,8 @@ impl Lagging {
         self.stalls.load(Ordering::Relaxed)
     }
 
-    /// The program got `bytes` bytes at `ptr` and uses them from now on. Neither these addresses nor
-    /// others of the same physical memory may be live.
+    /// The program got `bytes` bytes at `ptr` and uses them from now on. Neither these addresses
+    /// nor others of the same physical memory may be live.
     pub fn allocated(&self, ptr: DevicePtr, bytes: u64) {
         let range = ptr.range(bytes);
         let aliases = self.inner.aliases(&range);

@@ -37,9 +37,10 @@
 //!   finds accesses that nothing orders, by `clock` and by the host's knowledge (`known`), and
 //!   reports a `violation`. `checks` finds misuse of memory. `lag` makes the device lag behind.
 //!
-//! Kernels run while a lock is held, so a [`HostKernel`](aquifer_device::HostKernel) must not call the
-//! driver. The legacy stream's implicit waits apply to work, records and waits; synchronising with it on the
-//! host covers only work enqueued on it. Stream priorities are accepted and have no effect.
+//! Kernels run while a lock is held, so a [`HostKernel`](aquifer_device::HostKernel) must not call
+//! the driver. The legacy stream's implicit waits apply to work, records and waits; synchronising
+//! with it on the host covers only work enqueued on it. Stream priorities are accepted and have no
+//! effect.
 //!
 //! Each device has its own address space and virtual clock. Devices wait for each other's events
 //! ([`Driver::wait_peer`]) and copy from each other's memory ([`Driver::copy_peer`]). Their race

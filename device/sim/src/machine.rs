@@ -310,8 +310,8 @@ impl Machine {
         self.detector.checks.as_ref()
     }
 
-    /// Checks that each range of device memory lies in one live block, and that no other live block is
-    /// mapped to the same physical memory. Returns the blocks that a graph of this work needs.
+    /// Checks that each range of device memory lies in one live block, and that no other live block
+    /// is mapped to the same physical memory. Returns the blocks that a graph of this work needs.
     pub(crate) fn check_blocks(&mut self, op: OpRef, touches: &[Touch]) -> Vec<Needed> {
         let Some(checks) = self.checks().cloned() else { return Vec::new() };
         let mut needed = Vec::new();

@@ -6,8 +6,8 @@
 //! last write and the reads since. An access must be ordered after the accesses it conflicts with:
 //! their operation numbers must be within the clock of its stream, or known to the host. Work of
 //! another device that reads memory of this one is noted here, with the clock that it has there.
-//! Accesses are noted by address; where physical memory is mapped at several addresses, an access at
-//! one of them is checked against those at all of them.
+//! Accesses are noted by address; where physical memory is mapped at several addresses, an access
+//! at one of them is checked against those at all of them.
 //!
 //! Invariants: a cell's reads are pairwise unordered and all later than its write, so a cell holds
 //! at most one read per stream; dropping a cell that the host knows complete changes no verdict;
@@ -67,8 +67,8 @@ pub(crate) struct Shadow {
 }
 
 impl Shadow {
-    /// The earlier accesses of `range` that conflict with an access and that `ordered` does not place
-    /// before it.
+    /// The earlier accesses of `range` that conflict with an access and that `ordered` does not
+    /// place before it.
     pub(crate) fn conflicts(
         &self,
         range: Range<u64>,
@@ -221,9 +221,9 @@ impl Detector {
         clock.forget_unless(|stream, seq| !self.known.knows(stream, seq));
     }
 
-    /// Checks and notes an access of `epoch`, whose stream is ordered after `clock`. The memory is also
-    /// mapped at `aliases`. The access is not noted there, so that these can be unmapped before it is
-    /// done.
+    /// Checks and notes an access of `epoch`, whose stream is ordered after `clock`. The memory is
+    /// also mapped at `aliases`. The access is not noted there, so that these can be unmapped
+    /// before it is done.
     pub(crate) fn access(&mut self, touch: Touch, aliases: &[Range<u64>], epoch: Epoch, clock: &OpClock) {
         let Touch { space, range, kind } = touch;
         let known = &self.known;

@@ -264,8 +264,8 @@ impl Violation {
     }
 }
 
-/// Several lines: the rule and the place, and below them, indented, the operations, what is missing,
-/// the block, and the remedy.
+/// Several lines: the rule and the place, and below them, indented, the operations, what is
+/// missing, the block, and the remedy.
 impl fmt::Display for Violation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Range { start, end } = self.range;

@@ -1,8 +1,8 @@
 //! Memory calls: plain allocations, the driver's pool, and physical memory mapped at reserved
 //! addresses.
 //!
-//! The rules of mapping are enforced as the driver has them: whole handles, whole mappings, no access
-//! before it is given, and no waiting for work. A handle may be mapped at several addresses.
+//! The rules of mapping are enforced as the driver has them: whole handles, whole mappings, no
+//! access before it is given, and no waiting for work. A handle may be mapped at several addresses.
 //! Invariant: a piece of physical memory lives while its handle or one of its mappings does.
 
 use std::collections::BTreeSet;

@@ -104,8 +104,9 @@ impl Capture {
     }
 
     /// As [`Capture::end`], where another library makes the driver calls, as cudarc's
-    /// `CudaStream::end_capture` does. `end` ends the capture and returns what launches the graph on
-    /// a stream; that is dropped with the [`Graph`]. Launches may come from several threads at once.
+    /// `CudaStream::end_capture` does. `end` ends the capture and returns what launches the graph
+    /// on a stream; that is dropped with the [`Graph`]. Launches may come from several threads at
+    /// once.
     ///
     /// ```
     /// use aquifer_device::{Device, Driver};
@@ -156,9 +157,9 @@ impl Drop for Capture {
 }
 
 /// The announcement of a capture that another library began on a stream and will end. Until then,
-/// the stream is treated as if [`Stream::begin_capture`] had been called. Drop this once the capture
-/// has ended. As long as it lives on, calls that the capture would be in the way of ask the driver
-/// whether it has.
+/// the stream is treated as if [`Stream::begin_capture`] had been called. Drop this once the
+/// capture has ended. As long as it lives on, calls that the capture would be in the way of ask the
+/// driver whether it has.
 ///
 /// ```
 /// use aquifer_device::{Device, Driver};
@@ -262,7 +263,8 @@ pub struct Graph {
 enum Work {
     /// As the driver has it.
     Driver(RawGraph),
-    /// As another library has it, which this launches. A launch that panics leaves nothing half done here.
+    /// As another library has it, which this launches. A launch that panics leaves nothing half
+    /// done here.
     Other(AssertUnwindSafe<Box<dyn Fn(RawStream) -> Result<()> + Send + Sync>>),
 }
 

@@ -66,8 +66,8 @@ impl Scope {
         Scope::with(timeline, Launches::new(ours), !ours, None)
     }
 
-    /// The scope of a capture that another library began, of a body of a conditional node. `None` if
-    /// the stream with the node does not capture.
+    /// The scope of a capture that another library began, of a body of a conditional node. `None`
+    /// if the stream with the node does not capture.
     pub(super) fn of_body(timeline: &Timeline, with_node: &Stream) -> Option<Arc<Scope>> {
         let around = with_node.timeline().capture()?;
         let mut members = around.members.lock();
@@ -238,8 +238,8 @@ impl Scope {
         }
     }
 
-    /// As [`Scope::close`], for an announced capture. What the streams of a body did stays a part of
-    /// the graph, and the node's stream goes on after it.
+    /// As [`Scope::close`], for an announced capture. What the streams of a body did stays a part
+    /// of the graph, and the node's stream goes on after it.
     #[must_use]
     pub(super) fn close_announced(self: &Arc<Self>) -> Vec<(Arc<Timeline>, StreamHandle)> {
         let Some((with_node, around)) = &self.around else { return self.close() };

@@ -241,9 +241,9 @@ impl Device {
         self.0.context.called_from(at)
     }
 
-    /// Panics if the driver found violations that were not taken yet, as a simulated one does: races,
-    /// or misuse of memory. Takes them. For the end of tests; a real device finds none. Wait for the device
-    /// first: a kernel that reads its ranges in part is checked when it runs.
+    /// Panics if the driver found violations that were not taken yet, as a simulated one does:
+    /// races, or misuse of memory. Takes them. For the end of tests; a real device finds none. Wait
+    /// for the device first: a kernel that reads its ranges in part is checked when it runs.
     ///
     /// ```should_panic
     /// let device = aquifer_sim::open("24GiB")?;

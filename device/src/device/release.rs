@@ -98,8 +98,8 @@ impl Device {
         self.0.context.releases.add_used(Object::Host(memory), Some(Arc::new(uses)));
     }
 
-    /// Leaves something to the device whose drop makes driver calls: it is dropped at a later call of
-    /// the device that is no work, or when its last handle of a caller is. Makes no driver call.
+    /// Leaves something to the device whose drop makes driver calls: it is dropped at a later call
+    /// of the device that is no work, or when its last handle of a caller is. Makes no driver call.
     #[doc(hidden)]
     pub fn drop_later(&self, thing: Box<dyn Any + Send>) {
         unfinished::drop_later(self.id(), self.0.context.handles.clone(), thing);

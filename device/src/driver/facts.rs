@@ -10,8 +10,9 @@ pub struct DeviceInfo {
     pub kind: &'static str,
     /// Ordinal among the devices of its kind in this process.
     pub ordinal: u32,
-    /// True if the device is a model: its time is virtual, so that clocks of the host do not measure
-    /// it, it runs kernels by their host implementations, and no other library uses its streams.
+    /// True if the device is a model: its time is virtual, so that clocks of the host do not
+    /// measure it, it runs kernels by their host implementations, and no other library uses its
+    /// streams.
     pub is_virtual: bool,
     /// Human-readable name, such as `"NVIDIA H100 80GB HBM3"`.
     pub name: String,
@@ -25,7 +26,8 @@ pub struct DeviceInfo {
     /// Compute capability, major and minor number: the architecture that kernels are compiled for.
     pub compute_capability: (u32, u32),
     /// The newest CUDA version that the driver knows, major and minor number; `None` for a driver
-    /// that is not CUDA's. There is no version of the CUDA runtime: nothing here calls or needs one.
+    /// that is not CUDA's. There is no version of the CUDA runtime: nothing here calls or needs
+    /// one.
     pub driver_version: Option<(u32, u32)>,
 }
 

@@ -116,9 +116,9 @@ pub trait Driver: fmt::Debug + Send + Sync {
 
     /// Maps all of `physical` at `ptr`, inside one reservation, where nothing is mapped yet.
     /// `bytes` must be its whole size. Does not wait for work. No device has access before
-    /// [`Driver::set_access`]. Physical memory may be mapped at several addresses at once, unless the
-    /// driver refuses that; work on one of them is then ordered against work on the others as if it
-    /// used the same address.
+    /// [`Driver::set_access`]. Physical memory may be mapped at several addresses at once, unless
+    /// the driver refuses that; work on one of them is then ordered against work on the others as
+    /// if it used the same address.
     fn map(&self, ptr: DevicePtr, bytes: u64, physical: RawPhysical) -> Result<()>;
 
     /// Unmaps `bytes` bytes at `ptr`, which whole mappings must tile. Does not wait for work: the
@@ -152,10 +152,9 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Graphs that copy from or to it are not launched again. Any other address is refused.
     unsafe fn host_free(&self, ptr: HostPtr) -> Result<()>;
 
-    /// Announces that the host reads or writes pinned memory now. A
-    /// driver that checks programs looks for work of the device that may conflict; others do nothing.
-    /// Touches
-    /// no memory itself at any address, makes no driver call, and works on a lost device too.
+    /// Announces that the host reads or writes pinned memory now. A driver that checks programs
+    /// looks for work of the device that may conflict; others do nothing. Touches no memory itself
+    /// at any address, makes no driver call, and works on a lost device too.
     fn host_access(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<()>;
 
     /// Pins `bytes` bytes at `ptr` that the caller allocated. From then on, copies may name

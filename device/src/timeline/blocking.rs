@@ -115,8 +115,8 @@ impl Timeline {
                         error.with_more("the device cannot be waited for, and is taken to run nothing any more")
                     );
                 }
-                // The thread that ends the capture in the way may have to begin another one first, so
-                // captures are not held off while the host sleeps.
+                // The thread that ends the capture in the way may have to begin another one first,
+                // so captures are not held off while the host sleeps.
                 Err(error) if error.kind == ErrorKind::Capture => held_off = Ok(None),
                 Err(_) => refusals += 1,
             }

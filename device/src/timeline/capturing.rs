@@ -199,8 +199,8 @@ impl Timeline {
         joined.map(drop)
     }
 
-    /// Notes that what the stream captures from now on comes after all that `other` has captured, by
-    /// a conditional node, of which the one makes a body.
+    /// Notes that what the stream captures from now on comes after all that `other` has captured,
+    /// by a conditional node, of which the one makes a body.
     pub(crate) fn come_after_captured(&self, other: &Timeline) {
         let recorded = other.state.lock();
         let (clock, covers) = (recorded.capture_clock.clone(), other.count.fetch_add(1, Ordering::AcqRel) + 1);

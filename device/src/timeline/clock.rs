@@ -1,7 +1,7 @@
 //! Vector clocks over streams: the ticks that a stream is already ordered after.
 //!
-//! This is the clock of timelines, which count recorded events; a race detector below the driver has
-//! its own, which counts operations and must not trust this one.
+//! This is the clock of timelines, which count recorded events; a race detector below the driver
+//! has its own, which counts operations and must not trust this one.
 
 use crate::stream_map::StreamMap;
 

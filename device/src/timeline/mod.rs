@@ -271,8 +271,8 @@ impl Timeline {
     }
 
     /// Makes sure that an event covers tick `n`, recording one if need be: a *progress event*.
-    /// Recording one also asks the driver about earlier ones, so that [`Timeline::frontier`] follows
-    /// the device.
+    /// Recording one also asks the driver about earlier ones, so that [`Timeline::frontier`]
+    /// follows the device.
     ///
     /// # Errors
     /// Errors of the driver's event calls; a closed or capturing stream cannot record.

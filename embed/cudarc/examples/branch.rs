@@ -1,4 +1,5 @@
-//! A step with a branch is captured once: a SWITCH node runs one of four bodies, which share memory.
+//! A step with a branch is captured once: a SWITCH node runs one of four bodies, which share
+//! memory.
 use std::ptr::{null, null_mut};
 use std::sync::Arc;
 

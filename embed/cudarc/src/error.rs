@@ -29,14 +29,15 @@ pub enum Error {
     Untracked,
     /// The caller asked for a slice of cudarc's on a stream that captures, whose events cannot be
     /// captured: turn cudarc's event tracking off before the capture, or use a
-    /// [`Buffer`](aquifer::Buffer) with [`StreamExt::with`](crate::StreamExt::with), and its address.
+    /// [`Buffer`](aquifer::Buffer) with [`StreamExt::with`](crate::StreamExt::with), and its
+    /// address.
     #[error(
         "the stream captures, and cudarc's event tracking is on, whose events cannot be captured: turn it off before the capture, or use \
          a Buffer's address with StreamExt::with"
     )]
     TrackedCapture,
-    /// The stream captures, and cudarc's own method began that: nothing would keep the memory for the
-    /// graph. Begin with [`AllocatorExt::begin_capture`](crate::AllocatorExt::begin_capture).
+    /// The stream captures, and cudarc's own method began that: nothing would keep the memory for
+    /// the graph. Begin with [`AllocatorExt::begin_capture`](crate::AllocatorExt::begin_capture).
     #[error(
         "the stream captures, and nothing would keep the memory for the graph: begin the capture with AllocatorExt::begin_capture in place \
          of CudaStream::begin_capture"

@@ -32,7 +32,8 @@ impl<'p> Capture<'p> {
     ) -> Result<Capture<'p>, Error> {
         let begin = || {
             theirs.context().bind_to_thread()?;
-            // Not by cudarc's own method, in which an allocator of the context may begin a graph, too.
+            // Not by cudarc's own method, in which an allocator of the context may begin a graph,
+            // too.
             // SAFETY: the stream lives, and its context is current.
             unsafe { result::stream::begin_capture(theirs.cu_stream(), mode) }
         };
@@ -41,9 +42,9 @@ impl<'p> Capture<'p> {
         Ok(Capture { capture, stream: theirs.clone() })
     }
 
-    /// Ends the capture and returns the graph, which keeps `output`: the slices that the work wrote,
-    /// and those from outside that it used. Buffers of [`StreamExt::with`](crate::StreamExt::with)
-    /// need not be among them.
+    /// Ends the capture and returns the graph, which keeps `output`: the slices that the work
+    /// wrote, and those from outside that it used. Buffers of
+    /// [`StreamExt::with`](crate::StreamExt::with) need not be among them.
     ///
     /// # Errors
     /// When a call broke the capture; when the driver does not take the flags; what
@@ -71,8 +72,8 @@ fn failed(operation: Operation, error: DriverError) -> DeviceError {
 
 /// A [`CudaGraph`] whose memory is of Aquifer's: [`Capture::end`] makes it.
 ///
-/// It has the guarantees of [`aquifer::Graph`]: memory that the capture allocated is given to nobody
-/// else as long as the graph lives, the buffers that its work named with
+/// It has the guarantees of [`aquifer::Graph`]: memory that the capture allocated is given to
+/// nobody else as long as the graph lives, the buffers that its work named with
 /// [`StreamExt::with`](crate::StreamExt::with) are kept, and launches are ordered with what other
 /// streams do with them.
 #[derive(Debug)]
@@ -107,8 +108,8 @@ impl<R> Graph<R> {
         &self.graph
     }
 
-    /// Gives `look` the graph as cudarc has it, to look at its nodes or to upload it. Launches of other
-    /// threads wait meanwhile. Do not launch it there: nothing would order that.
+    /// Gives `look` the graph as cudarc has it, to look at its nodes or to upload it. Launches of
+    /// other threads wait meanwhile. Do not launch it there: nothing would order that.
     pub fn with_cuda_graph<T>(&self, look: impl FnOnce(&CudaGraph) -> T) -> T {
         look(&self.theirs.graph.lock().unwrap_or_else(PoisonError::into_inner).0)
     }

@@ -17,12 +17,12 @@ use crate::{Capture, Error};
 /// Allocation on streams of cudarc's.
 pub trait AllocatorExt {
     /// Begins a capture, in place of `CudaStream::begin_capture`. What this thread allocates until
-    /// [`Capture::end`] comes from a pool of the graph's own, whose memory nobody else gets as long as
-    /// the graph lives.
+    /// [`Capture::end`] comes from a pool of the graph's own, whose memory nobody else gets as long
+    /// as the graph lives.
     ///
     /// Name the buffers of each launch with [`StreamExt::with`](crate::StreamExt::with): the graph
-    /// keeps them, and its launches come after what other streams did with them. Slices need cudarc's
-    /// event tracking to be off, since its events cannot be captured.
+    /// keeps them, and its launches come after what other streams did with them. Slices need
+    /// cudarc's event tracking to be off, since its events cannot be captured.
     ///
     /// ```no_run
     /// use aquifer::prelude::*;
@@ -47,9 +47,10 @@ pub trait AllocatorExt {
     /// When cudarc cannot begin; a stream of another context, or one that captures already.
     fn begin_capture(&self, stream: &Arc<CudaStream>, mode: CUstreamCaptureMode) -> Result<Capture<'static>, Error>;
 
-    /// As [`AllocatorExt::begin_capture`], with memory of a pool that several graphs share: together
-    /// they need as much as the largest one. Their launches run one after the other. Allocate what
-    /// lives on, such as outputs, before the capture: other graphs of the pool may write in it.
+    /// As [`AllocatorExt::begin_capture`], with memory of a pool that several graphs share:
+    /// together they need as much as the largest one. Their launches run one after the other.
+    /// Allocate what lives on, such as outputs, before the capture: other graphs of the pool may
+    /// write in it.
     ///
     /// # Errors
     /// As [`AllocatorExt::begin_capture`], and a pool of another allocator.

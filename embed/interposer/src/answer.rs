@@ -69,8 +69,8 @@ thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Answers a call with `serve`, or with `pass` where the driver is to answer. In a child that was forked
-/// after a GPU was opened, neither is called: the answer is the one that CUDA has for that.
+/// Answers a call with `serve`, or with `pass` where the driver is to answer. In a child that was
+/// forked after a GPU was opened, neither is called: the answer is the one that CUDA has for that.
 ///
 /// A driver might call functions that it exports by name and find those here, while Aquifer calls
 /// it. Such calls go back to it.

@@ -35,7 +35,8 @@ pub(crate) fn begin() {
     }
 }
 
-/// Starts a thread that gets no signals: they are the program's, and its handlers expect its threads.
+/// Starts a thread that gets no signals: they are the program's, and its handlers expect its
+/// threads.
 fn without_signals(start: impl FnOnce()) {
     let (mut all, mut before) = (MaybeUninit::uninit(), MaybeUninit::uninit());
     // SAFETY: the set is written here.

@@ -103,9 +103,9 @@ pub struct SoakArgs {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     pub seeds: u64,
 
-    /// Memory to use, in MiB, such as 512 or 1.5, at most what the device has. By default half of what is free, but at
-    /// most 24 MiB or 12 granules on a simulated device, because there everything is written to
-    /// host memory.
+    /// Memory to use, in MiB, such as 512 or 1.5, at most what the device has. By default half of
+    /// what is free, but at most 24 MiB or 12 granules on a simulated device, because there
+    /// everything is written to host memory.
     #[arg(long = "limit-mb", value_name = "N", value_parser = mebibytes)]
     pub limit: Option<u64>,
 

@@ -8,7 +8,8 @@ use super::mebibytes;
 #[derive(Debug, Clone, Args)]
 #[command(after_long_help = TRANSFER_KEYS)]
 pub struct TransferArgs {
-    /// Largest copy, in MiB, such as 16 or 0.5. Sizes go from 4 KiB up to this, each 16 times the previous one.
+    /// Largest copy, in MiB, such as 16 or 0.5. Sizes go from 4 KiB up to this, each 16 times the
+    /// previous one.
     #[arg(long = "max-mb", value_name = "N", default_value = "64", value_parser = mebibytes)]
     pub largest: u64,
 

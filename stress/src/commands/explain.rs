@@ -171,8 +171,9 @@ impl Printer<'_> {
         self.session.show(format_args!("{text}\n{}", line.repeat(text.chars().count())))
     }
 
-    /// Prints the programs of a file or folder, which are the ranks of a job: all in a table, and the
-    /// one that needs most in detail. `with_usage` is false if what it uses was already printed.
+    /// Prints the programs of a file or folder, which are the ranks of a job: all in a table, and
+    /// the one that needs most in detail. `with_usage` is false if what it uses was already
+    /// printed.
     fn job(&self, studies: &[(&str, &Program, Study)], with_usage: bool) -> Result<(), Failure> {
         let needs = |study: &Study| {
             let smallest = study.usual().and_then(|case| case.smallest_device);

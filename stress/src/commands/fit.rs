@@ -22,8 +22,8 @@ use crate::text::Bytes;
 
 /// The sizes of devices that are tried are multiples of this.
 const STEP: u64 = 2 << 20;
-/// Equal steps from the peak to the first boundary, at which sizes are tried. There were as many for
-/// PyTorch's recorded figures.
+/// Equal steps from the peak to the first boundary, at which sizes are tried. There were as many
+/// for PyTorch's recorded figures.
 const SPREAD_STEPS: u64 = 24;
 /// How many sizes below a boundary are tried before it is taken for the lowest.
 const LOWER_SIZES: u64 = 64;
@@ -165,7 +165,8 @@ fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failu
     let least = (peak.saturating_sub(1) / STEP * STEP).min(most);
     let step = job.roughly.then(|| (peak / 512).next_multiple_of(STEP).max(STEP));
     let fit = search(least, most, step, attempt)?;
-    // Warnings of the allocator are shown for the device that is named, not for those that are tried.
+    // Warnings of the allocator are shown for the device that is named, not for those that are
+    // tried.
     if job.config.pytorch.is_none() {
         let (device, config) = session.sized(fit.as_ref().map_or(most, |fit| fit.bytes), job.config)?;
         session.allocator(&device, &config)?;
@@ -184,8 +185,8 @@ fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failu
 /// at none. With `roughly`, the result is up to so much larger.
 ///
 /// Whether a program finishes is not quite monotonic in the size: a larger device may let it
-/// fragment more. So bisection finds a boundary, and lower ones are searched among sizes spread down
-/// to `least`, and then near the lowest.
+/// fragment more. So bisection finds a boundary, and lower ones are searched among sizes spread
+/// down to `least`, and then near the lowest.
 fn search(
     least: u64,
     most: u64,

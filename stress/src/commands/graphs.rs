@@ -70,7 +70,8 @@ const BLOCK_BYTES: usize = 32 << 20;
 /// Runs the command.
 ///
 /// # Errors
-/// When the device cannot be opened, a capture or a launch fails, or standard output cannot be written.
+/// When the device cannot be opened, a capture or a launch fails, or standard output cannot be
+/// written.
 pub fn run(session: &Session, args: &GraphsArgs) -> Result<Outcome, Failure> {
     let (graphs, operations): (u64, &[usize]) = if args.quick { (10, &[100]) } else { (50, &[1000, 10_000]) };
     let mut rows = vec![measure(session, "one graph", |memory, stream| captured(memory, stream, &[graphs]))?];
@@ -167,9 +168,9 @@ fn measure(
     })
 }
 
-/// Has the idle graphs lend all that they can, to a request for all that the device has free and what
-/// they hold, and launches one, which brings that back. Returns how many bytes it was, and how long that
-/// launch took on the host.
+/// Has the idle graphs lend all that they can, to a request for all that the device has free and
+/// what they hold, and launches one, which brings that back. Returns how many bytes it was, and how
+/// long that launch took on the host.
 fn lend(memory: &Allocator, stream: &Stream, graphs: &[Graph<Buffer<u8>>]) -> Result<(u64, Duration), Error> {
     let pool_bytes: u64 = memory.reserved_by_private_pools().values().sum();
     let wanted = memory.device().memory_info()?.free.saturating_add(pool_bytes);
@@ -198,7 +199,8 @@ fn captured(memory: &Allocator, _stream: &Stream, batches: &[u64]) -> Result<Cap
     Ok(Captured { graphs, took: start.elapsed(), calls, wrong: 0 })
 }
 
-/// The memory of a pass of a model: of each layer, activations of different sizes. The logits live on.
+/// The memory of a pass of a model: of each layer, activations of different sizes. The logits live
+/// on.
 fn decode(memory: &Allocator, batch: u64, stream: &Stream) -> Result<Buffer<u8>, Error> {
     let zeros = |quarters: u64| {
         let bytes = batch * ACTIVATION_BYTES * quarters / 4;
@@ -218,8 +220,8 @@ fn decode(memory: &Allocator, batch: u64, stream: &Stream) -> Result<Buffer<u8>,
     Ok(logits)
 }
 
-/// One graph of several streams: in each operation one of them uses a block of the first, which waits for
-/// that before the next.
+/// One graph of several streams: in each operation one of them uses a block of the first, which
+/// waits for that before the next.
 fn forking(memory: &Allocator, stream: &Stream, streams: usize, operations: usize) -> Result<Captured, Error> {
     let device = memory.device();
     let sides = (1..streams).map(|_| device.stream()).collect::<Result<Vec<_>, _>>()?;

@@ -216,7 +216,8 @@ fn readings(folder: &Path) -> Vec<Reading> {
     processes.into_iter().flat_map(of).collect()
 }
 
-/// The age of readings from which on their process has probably ended. A process writes two a second.
+/// The age of readings from which on their process has probably ended. A process writes two a
+/// second.
 const FRESH: Duration = Duration::from_secs(3);
 
 /// The reading of a line that the interposer wrote.

@@ -45,8 +45,8 @@ fn of_line(line: &str) -> Option<&'static str> {
     }
 }
 
-/// Whether a line is one of RMM's other log, which is about its pools: `[thread][time][level] text`,
-/// where threads and levels are padded with spaces.
+/// Whether a line is one of RMM's other log, which is about its pools: `[thread][time][level]
+/// text`, where threads and levels are padded with spaces.
 fn is_debug_log(line: &str) -> bool {
     let mut parts = line.trim_start().split(']').map(|part| part.strip_prefix('[').map(str::trim));
     let mut next =

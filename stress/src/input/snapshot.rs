@@ -279,8 +279,8 @@ impl Counts {
 }
 
 /// The index from which on a refused request ended the program, of which `allocated` bytes are live
-/// in the snapshot: nothing is allocated later, and no more is freed than stays live. A program that
-/// frees more went on without the memory.
+/// in the snapshot: nothing is allocated later, and no more is freed than stays live. A program
+/// that frees more went on without the memory.
 fn end(trace: &[Entry], requested: bool, allocated: u64) -> usize {
     let is_free = |entry: &&Entry| match entry.action {
         Action::FreeRequested => requested,

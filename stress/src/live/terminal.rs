@@ -17,8 +17,8 @@ use crate::text::one_line;
 /// Columns below which a terminal gets no view.
 const WIDTH_MIN: u16 = 20;
 
-/// The terminal for a view of so many rows, if standard output and standard error are one that can show it. With
-/// `cleared`, what the screen shows scrolls away first.
+/// The terminal for a view of so many rows, if standard output and standard error are one that can
+/// show it. With `cleared`, what the screen shows scrolls away first.
 pub(super) fn open(height: u16, cleared: bool) -> Option<Terminal<AtBottom<CrosstermBackend<BufWriter<Stderr>>>>> {
     let is_capable = std::env::var_os("TERM").is_some_and(|term| !term.is_empty() && term != "dumb") || cfg!(windows);
     if !is_capable || !io::stdout().is_terminal() || !io::stderr().is_terminal() {

@@ -1,7 +1,8 @@
 //! Allocation patterns that other projects published, as programs that every allocator can play.
 //!
-//! Sizes, counts and probabilities are theirs; the source of each is named. Threads of their programs
-//! are streams here, in turns that the pattern fixes, so that each allocator gets the same requests.
+//! Sizes, counts and probabilities are theirs; the source of each is named. Threads of their
+//! programs are streams here, in turns that the pattern fixes, so that each allocator gets the same
+//! requests.
 
 mod fragmentation;
 mod rmm;

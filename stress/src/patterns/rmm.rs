@@ -59,8 +59,8 @@ impl Engine {
         least + self.up_to(most - least)
     }
 
-    /// A number from 0 to `most`. Numbers that would make some results more frequent are skipped; if
-    /// one number has too few values, the upper digits of the result are drawn first.
+    /// A number from 0 to `most`. Numbers that would make some results more frequent are skipped;
+    /// if one number has too few values, the upper digits of the result are drawn first.
     fn up_to(&mut self, most: u64) -> u64 {
         if most < Engine::RANGE {
             let scale = Engine::RANGE / (most + 1);

@@ -30,8 +30,8 @@ pub(super) fn larson() -> Program {
     script.finish()
 }
 
-/// Producers and consumers: half of the threads allocate batches of 4096 blocks of 17 sizes from 8 KiB
-/// to 2 MiB, the others use and free them.
+/// Producers and consumers: half of the threads allocate batches of 4096 blocks of 17 sizes from 8
+/// KiB to 2 MiB, the others use and free them.
 pub(super) fn xmalloc_test() -> Program {
     const COUNT: u32 = 17;
     const SIZES: [u64; COUNT as usize] =

@@ -1,7 +1,8 @@
 //! Models of PyTorch's CUDA allocators, for comparison: which blocks they hand out, what they hold,
 //! and when they run out of memory. They make the same driver calls.
 //!
-//! [`PyTorch`] is a plain data structure for one thread, and knows nothing of this project's allocator.
+//! [`PyTorch`] is a plain data structure for one thread, and knows nothing of this project's
+//! allocator.
 
 mod index;
 mod model;

@@ -2,8 +2,8 @@
 //!
 //! It reproduces torch 2.15: blocks of each stream, in a pool of small and one of large ones. A
 //! request takes the smallest free block of its stream and pool, and of several that at the lowest
-//! address. Otherwise the allocator takes memory from the device, as `segments.rs` or `pages.rs` has
-//! it.
+//! address. Otherwise the allocator takes memory from the device, as `segments.rs` or `pages.rs`
+//! has it.
 //!
 //! A block that other streams used is free once an event on each of them is complete. Events are
 //! asked for when memory is requested.
@@ -222,8 +222,8 @@ impl PyTorch {
         id
     }
 
-    /// Cuts a block that is in no index to a size. The rest is a block in the same state, in no index
-    /// either.
+    /// Cuts a block that is in no index to a size. The rest is a block in the same state, in no
+    /// index either.
     #[inline]
     pub(super) fn cut(&mut self, id: u32, size: u64) -> u32 {
         let block = &mut self.blocks[id as usize];
@@ -238,8 +238,8 @@ impl PyTorch {
         rest
     }
 
-    /// Gives a block that is in no index a state, free or unmapped, merges it with neighbours in the
-    /// same state, and puts it into the index. Returns what it became.
+    /// Gives a block that is in no index a state, free or unmapped, merges it with neighbours in
+    /// the same state, and puts it into the index. Returns what it became.
     #[inline]
     pub(super) fn merge_and_list(&mut self, id: u32, state: State) -> u32 {
         let Block { mut place, mut size, prev, next, .. } = self.blocks[id as usize];

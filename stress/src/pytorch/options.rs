@@ -69,8 +69,8 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Reads options that ask for a model with `backing:pytorch`, or with `backing:expandable`, which
-    /// adds `expandable_segments:True`; `None` if they do not. The others are as in
+    /// Reads options that ask for a model with `backing:pytorch`, or with `backing:expandable`,
+    /// which adds `expandable_segments:True`; `None` if they do not. The others are as in
     /// `PYTORCH_ALLOC_CONF`. Also returns the configuration of this project's allocator that they
     /// give, of which the limits count.
     ///

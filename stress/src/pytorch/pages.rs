@@ -1,9 +1,9 @@
-//! Memory with expandable segments: a range of addresses for each stream and pool, of which pages are
-//! mapped as needed.
+//! Memory with expandable segments: a range of addresses for each stream and pool, of which pages
+//! are mapped as needed.
 //!
-//! If no free block serves a request, pages are mapped; after a refusal once more, when all free pages
-//! have been released. The driver calls are PyTorch's. Uses by other streams are done at once, as if
-//! the device were idle.
+//! If no free block serves a request, pages are mapped; after a refusal once more, when all free
+//! pages have been released. The driver calls are PyTorch's. Uses by other streams are done at
+//! once, as if the device were idle.
 
 use std::ops::Range;
 
@@ -47,8 +47,8 @@ impl PyTorch {
         Ok(expanded)
     }
 
-    /// Maps pages until a stretch of free blocks and unmapped ones of a segment is one block that is
-    /// large enough, and takes it; `None` if memory is lacking.
+    /// Maps pages until a stretch of free blocks and unmapped ones of a segment is one block that
+    /// is large enough, and takes it; `None` if memory is lacking.
     fn expand(&mut self, stream: u16, size: u64) -> Result<Option<u32>, DeviceError> {
         if size > self.device.info().total_bytes {
             return Ok(None);
@@ -103,8 +103,8 @@ impl PyTorch {
         Ok(first)
     }
 
-    /// Maps the pages of the first `bytes` bytes of an unmapped block, which becomes free and merges
-    /// with the free blocks next to it. Returns the block that it became.
+    /// Maps the pages of the first `bytes` bytes of an unmapped block, which becomes free and
+    /// merges with the free blocks next to it. Returns the block that it became.
     fn map(&mut self, id: u32, bytes: u64) -> Result<u32, DeviceError> {
         let Block { kind, place, size, .. } = self.blocks[id as usize];
         let page = PAGES[usize::from(kind)];

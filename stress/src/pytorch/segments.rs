@@ -7,8 +7,8 @@
 //! 3. release oversize segments, if there is a size from which on blocks are oversize, and repeat 2;
 //! 4. wait for the blocks that other streams use, release all unused segments, and repeat 2.
 //!
-//! PyTorch has segments in the order of their addresses. Here a newer segment counts as higher, as on
-//! a device that gives out each address once, so that figures do not depend on the driver.
+//! PyTorch has segments in the order of their addresses. Here a newer segment counts as higher, as
+//! on a device that gives out each address once, so that figures do not depend on the driver.
 
 use aquifer::device::DeviceError;
 
@@ -103,8 +103,8 @@ impl PyTorch {
         Ok(())
     }
 
-    /// Releases the smallest unused oversize segment that is large enough for the request, or else the
-    /// largest ones. Returns whether together they are large enough.
+    /// Releases the smallest unused oversize segment that is large enough for the request, or else
+    /// the largest ones. Returns whether together they are large enough.
     fn release_oversize(&mut self, stream: u16, size: u64) -> Result<bool, DeviceError> {
         let least = self.options.max_split;
         if least == u64::MAX {

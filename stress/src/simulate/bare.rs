@@ -1,4 +1,5 @@
-//! Steps that use memory without access guards: bare pointers, captures and graphs, memory that grows.
+//! Steps that use memory without access guards: bare pointers, captures and graphs, memory that
+//! grows.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! Steps with graphs that order themselves: captured in one verb, launched with new parameters, and read
-//! back.
+//! Steps with graphs that order themselves: captured in one verb, launched with new parameters, and
+//! read back.
 
 use aquifer::prelude::*;
 use aquifer::{Error, Graph};

@@ -14,7 +14,8 @@ use super::world::{Handed, World, count};
 
 const MIB: u64 = 1 << 20;
 
-/// Driver calls within which a request is served once faults have stopped, for each MiB of the device.
+/// Driver calls within which a request is served once faults have stopped, for each MiB of the
+/// device.
 const CALLS_MAX: u64 = 16;
 
 impl World {
@@ -41,8 +42,8 @@ impl World {
         self.served(outcome)
     }
 
-    /// What a launch gave, or `None` where it may be refused. Memory that its graph lent comes back if it
-    /// fits.
+    /// What a launch gave, or `None` where it may be refused. Memory that its graph lent comes back
+    /// if it fits.
     pub(super) fn launched<T>(&self, outcome: Result<T, Error>) -> Option<T> {
         if let Err(Error::Alloc(AllocError::OutOfMemory(report))) = &outcome
             && self.is_calm()
@@ -72,8 +73,8 @@ impl World {
         self.device.info().total_bytes - self.driver.held_bytes()
     }
 
-    /// Bytes that a request to an allocator can have, at least: what is free on the device, and what
-    /// the allocators hold without need.
+    /// Bytes that a request to an allocator can have, at least: what is free on the device, and
+    /// what the allocators hold without need.
     fn room(&self, of: &Allocator) -> u64 {
         let idle: u64 = [&self.memory, &self.second].map(|memory| self.idle(memory)).iter().sum();
         (self.free() + idle).saturating_sub(of.config().headroom) / unit(of) * unit(of)
@@ -203,8 +204,8 @@ impl World {
         self.report(format!("at the end, {what}: {why}"));
     }
 
-    /// Checks that no more of the device is taken than the allocators hold: memory of those that are
-    /// gone is back.
+    /// Checks that no more of the device is taken than the allocators hold: memory of those that
+    /// are gone is back.
     fn check_taken(&self, reserved: u64) {
         let total = self.device.info().total_bytes;
         match self.device.memory_info() {
@@ -217,8 +218,8 @@ impl World {
         }
     }
 
-    /// Checks that each allocator serves a request for all memory, also while the other one holds it
-    /// without need.
+    /// Checks that each allocator serves a request for all memory, also while the other one holds
+    /// it without need.
     fn check_all_served(&self) {
         for memory in [&self.memory, &self.second, &self.memory] {
             self.check_served(memory, |bytes| {

@@ -1,17 +1,18 @@
 //! Whole-system simulation: programs of several threads on a simulated device, under a
 //! deterministic schedule, so that a failure is a seed.
 //!
-//! A seed fixes everything: the device, its size and how far it lags behind the host, the options of
-//! its allocators, the steps of the threads, their schedule ([`aquifer_device::executor`]: a thread
-//! may be interrupted at each driver call, where it finds a lock taken, and between steps), the order
-//! of the device's work, and the faults. Sizes that a machine would choose, such as the number of
-//! threads that copy, are part of the program.
+//! A seed fixes everything: the device, its size and how far it lags behind the host, the options
+//! of its allocators, the steps of the threads, their schedule ([`aquifer_device::executor`]: a
+//! thread may be interrupted at each driver call, where it finds a lock taken, and between steps),
+//! the order of the device's work, and the faults. Sizes that a machine would choose, such as the
+//! number of threads that copy, are part of the program.
 //!
 //! *Safety*, after each step: contents by pattern, races and misuse, statistics, snapshots, no
 //! panic, no error without a cause. *Liveness*, while a program of one thread runs: what fits is
-//! served, and wakes up. At the end of each program, once faults have stopped: all threads have ended,
-//! everything goes back to the device, and a request that fits is served within a bounded number of
-//! driver calls, also where a cache, an idle pool or the other allocator holds memory without need.
+//! served, and wakes up. At the end of each program, once faults have stopped: all threads have
+//! ended, everything goes back to the device, and a request that fits is served within a bounded
+//! number of driver calls, also where a cache, an idle pool or the other allocator holds memory
+//! without need.
 
 mod bare;
 mod graphs;
@@ -48,11 +49,11 @@ const STUCK_MAX: usize = 24;
 pub struct Counts {
     /// Steps of all threads.
     pub steps: u64,
-    /// Checks that nothing is wrong: comparisons of contents, looks for races and misuse, and readings
-    /// of statistics and snapshots.
+    /// Checks that nothing is wrong: comparisons of contents, looks for races and misuse, and
+    /// readings of statistics and snapshots.
     pub safety: u64,
-    /// Checks that what should happen does: refusals that were found right, and requests that had to be
-    /// served.
+    /// Checks that what should happen does: refusals that were found right, and requests that had
+    /// to be served.
     pub liveness: u64,
     /// Requests that waited although the device had more than enough free memory.
     pub needless_waits: u64,

@@ -8,8 +8,8 @@ use crate::random::Random;
 
 const MIB: u64 = 1 << 20;
 
-/// Calls after whose failure there is something to undo or to try again, and that are too rare for a
-/// fault of any call to hit them.
+/// Calls after whose failure there is something to undo or to try again, and that are too rare for
+/// a fault of any call to hit them.
 const AIMED_AT: [Operation; 6] = {
     use Operation::{CreatePhysical, Free, Map, ReleasePhysical, SetAccess, Unmap};
     [CreatePhysical, Free, Map, ReleasePhysical, SetAccess, Unmap]
@@ -134,8 +134,8 @@ pub enum Step {
     DropGraph(u32),
     /// Leaves a graph to the other threads.
     GiveGraph(u32),
-    /// Captures a graph that orders itself, with memory of a private pool if the thread has one, and
-    /// with a temporary of its own.
+    /// Captures a graph that orders itself, with memory of a private pool if the thread has one,
+    /// and with a temporary of its own.
     MakeGraph { pool: u32, stream: u32, bytes: u64, temporary: u64 },
     /// Launches such a graph on two streams, with two parameters, and compares both outputs.
     ReplayGraph { graph: u32, stream: u32 },

@@ -304,8 +304,8 @@ impl<'a> Player<'a> {
         }
     }
 
-    /// Asks for a buffer, writes it and keeps it, unless it was allocated in a capture: then it is the
-    /// graph's, and other graphs of the pool write it, too.
+    /// Asks for a buffer, writes it and keeps it, unless it was allocated in a capture: then it is
+    /// the graph's, and other graphs of the pool write it, too.
     fn add(
         &mut self,
         of: &Allocator,

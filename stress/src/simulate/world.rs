@@ -31,8 +31,8 @@ pub(super) enum Handed {
     Capture(Capture, Arc<Dropping>),
 }
 
-/// Whether a capture was dropped. What its stream enqueued before may have been captured, and what it
-/// enqueues afterwards is not.
+/// Whether a capture was dropped. What its stream enqueued before may have been captured, and what
+/// it enqueues afterwards is not.
 #[derive(Debug, Default)]
 pub(super) struct Dropping {
     done: AtomicBool,
@@ -84,7 +84,8 @@ pub(super) struct World {
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     pub(super) steps: AtomicU64,
-    /// Comparisons of contents, looks for races and misuse, and readings of statistics and snapshots.
+    /// Comparisons of contents, looks for races and misuse, and readings of statistics and
+    /// snapshots.
     pub(super) safety: AtomicU64,
     /// Refusals that were found right, and requests that had to be served.
     pub(super) liveness: AtomicU64,
@@ -171,8 +172,8 @@ impl World {
         self.is_alone() && !self.limited.load(Ordering::Relaxed) && !self.sleeping.may_refuse(self.threads)
     }
 
-    /// True if no other thread or process takes memory, no call fails, and the host may wait for the
-    /// device.
+    /// True if no other thread or process takes memory, no call fails, and the host may wait for
+    /// the device.
     pub(super) fn is_alone(&self) -> bool {
         self.threads == 1
             && !self.faulty.load(Ordering::Relaxed)
@@ -308,8 +309,8 @@ impl World {
         }
     }
 
-    /// Reads statistics and a snapshot, each of which is of one moment, and, where no other thread works,
-    /// compares them.
+    /// Reads statistics and a snapshot, each of which is of one moment, and, where no other thread
+    /// works, compares them.
     pub(super) fn look(&self) {
         count(&self.counts.safety);
         let stats = self.memory.stats();
@@ -322,8 +323,8 @@ impl World {
         let wrong = |stat: &Stat| stat.peak < stat.current || stat.allocated.wrapping_sub(stat.freed) != stat.current;
         let [requested, allocated, active, reserved] = named.map(|(_, stat)| stat);
         let is_awake = !self.sleeping.may_refuse(self.threads);
-        // Blocks that other streams still use are active and requested, and not allocated. Memory that
-        // sleeps is not reserved, and snapshots show it.
+        // Blocks that other streams still use are active and requested, and not allocated. Memory
+        // that sleeps is not reserved, and snapshots show it.
         let in_use = allocated.current.max(requested.current) <= active.current;
         let agree = in_use && (self.threads > 1 || !is_awake || active.current <= reserved.current);
         if named.iter().any(|(_, stat)| wrong(stat)) || !agree {

@@ -145,7 +145,8 @@ fn published_patterns_are_played_by_every_allocator() {
         assert_eq!(names, PEERS);
         rows.iter().map(|row| bytes(row, "peak_reserved_bytes") >> 20).collect()
     };
-    // The devlog's figures of PyTorch: four segments of 16 MiB and one of 32, and three pages of 20 MiB more than four.
+    // The devlog's figures of PyTorch: four segments of 16 MiB and one of 32, and three pages of 20
+    // MiB more than four.
     assert_eq!(held("comb"), [64, 96, 100, 64, 64], "the name itself, not comb_1gib");
     for row in &rows {
         assert!(row["clock"].is_null() && bytes(row, "ooms") == 0, "{row}");

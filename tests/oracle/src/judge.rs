@@ -5,8 +5,8 @@
 //! The oracle and the simulator's race detector judge the same calls, and must agree, for every
 //! program, on **the first call that races, and on the [`RaceKind`]s found in it**. A program
 //! without such a call is free of races for both. Nodes of one graph race in the call that captures
-//! the later one, whether or not the graph is launched; if they race because mappings changed since,
-//! in the launch.
+//! the later one, whether or not the graph is launched; if they race because mappings changed
+//! since, in the launch.
 //!
 //! Beyond the first race the two may differ: which of several unordered accesses counts as the last
 //! one is a matter of choice. So are the pairs and ranges that a report names.

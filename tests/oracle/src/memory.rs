@@ -94,8 +94,8 @@ impl Latest {
     }
 }
 
-/// Two accesses that nothing orders: the earlier one, and the addresses at which the later one meets
-/// it.
+/// Two accesses that nothing orders: the earlier one, and the addresses at which the later one
+/// meets it.
 pub(crate) type Conflict = (Op, Range<u64>);
 
 /// All memory that is known.

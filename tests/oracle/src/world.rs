@@ -210,7 +210,8 @@ impl World {
                 self.act(key);
                 self.at(key).clock.join(&before);
             }
-            // Waiting for an event that was never recorded does nothing. A graph has no edges to work outside.
+            // Waiting for an event that was never recorded does nothing. A graph has no edges to
+            // work outside.
             (None, _) | (_, Some(_)) => {}
         }
     }

@@ -1,4 +1,5 @@
-//! Captures: of memory that a private pool keeps for their graphs, ended, dropped or left to others.
+//! Captures: of memory that a private pool keeps for their graphs, ended, dropped or left to
+//! others.
 
 use aquifer_allocator::AllocError;
 

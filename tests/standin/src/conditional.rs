@@ -202,8 +202,8 @@ impl Life {
 }
 
 abi! {
-    /// Creates a condition for a graph that a stream is captured into. One without a default value is
-    /// refused.
+    /// Creates a condition for a graph that a stream is captured into. One without a default value
+    /// is refused.
     12030 cuGraphConditionalHandleCreate(
         call, condition: Out<'_, Handle>, graph: Handle, _context: Handle, value: u32, flags: u32,
     ) {

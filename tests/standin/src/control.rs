@@ -256,7 +256,8 @@ control! {
         Ok(())
     }
 
-    /// The bytes that the driver keeps unused from now on, for its pool and for graphs that allocate.
+    /// The bytes that the driver keeps unused from now on, for its pool and for graphs that
+    /// allocate.
     fn standin_set_kept_bytes(ordinal: u32, pool: u64, graphs: u64) {
         device(ordinal)?.life().sim.set_kept_bytes(pool, graphs);
         Ok(())

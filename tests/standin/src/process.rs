@@ -45,8 +45,8 @@ pub(crate) struct Process {
     orders: Option<Mutex<Orders>>,
     started: AtomicBool,
     devices: RwLock<Vec<Option<Arc<Device>>>>,
-    /// Removed devices whose primary context another library still retains, and how often. Their ordinals
-    /// are not used again until it is released, which would else release another device's.
+    /// Removed devices whose primary context another library still retains, and how often. Their
+    /// ordinals are not used again until it is released, which would else release another device's.
     ghosts: Mutex<BTreeMap<u32, u32>>,
     contexts: RwLock<BTreeMap<Handle, Arc<Context>>>,
     next_context: AtomicU64,

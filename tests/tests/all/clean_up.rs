@@ -217,7 +217,8 @@ fn assert_all_goes_back(seed: u64, inject: impl FnOnce(&Subject)) {
     }
     aquifer_allocator::close_abandoned();
     driver.clear_faults();
-    // A thread of another test may be about to do this device's deferred clean-up, and be preempted.
+    // A thread of another test may be about to do this device's deferred clean-up, and be
+    // preempted.
     let soon = |is_over: &dyn Fn() -> bool| {
         (0..5000).any(|_| {
             is_over() || {
@@ -240,7 +241,8 @@ fn assert_all_goes_back(seed: u64, inject: impl FnOnce(&Subject)) {
         driver.free() == CAPACITY && (before.is_none() || driver.live_objects() == before)
     });
     assert_eq!(driver.free(), CAPACITY);
-    // NVIDIA's driver keeps a captured graph that it refused to destroy three times with its context.
+    // NVIDIA's driver keeps a captured graph that it refused to destroy three times with its
+    // context.
     let kept = u64::from(!driver.info().is_virtual);
     assert!(driver.live_objects() <= before.map(|before| before + kept), "{:?} {before:?}", driver.live_objects());
     driver.assert_no_reservation();

@@ -80,7 +80,8 @@ enum Endpoint {
 pub struct BatchResults(Arc<OnceLock<PinnedBlock>>);
 
 impl BatchResults {
-    /// The bytes of a download, by the offset that [`Batch::download`] returned. Waits for the copy.
+    /// The bytes of a download, by the offset that [`Batch::download`] returned. Waits for the
+    /// copy.
     ///
     /// # Errors
     /// [`TransferError::NotRun`], and errors of the driver.

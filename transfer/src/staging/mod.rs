@@ -13,9 +13,9 @@
 //!   sizes;
 //! * `file`: files.
 //!
-//! A transfer ends in one way only: its [`Job`](crate::job::Job) is settled, and from then on no thread touches its
-//! host end. An error of a source, a target or the driver fails its transfer alone, and the chunks
-//! serve other transfers. When the device is lost, all transfers fail.
+//! A transfer ends in one way only: its [`Job`](crate::job::Job) is settled, and from then on no
+//! thread touches its host end. An error of a source, a target or the driver fails its transfer
+//! alone, and the chunks serve other transfers. When the device is lost, all transfers fail.
 
 mod config;
 mod endpoints;

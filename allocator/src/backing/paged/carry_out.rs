@@ -248,8 +248,8 @@ pub(crate) fn unless_capturing(unmapped: Result<(), DeviceError>) -> Result<(), 
     unmapped.or_else(|error| if error.kind == ErrorKind::Capture { Ok(()) } else { Err(error) })
 }
 
-/// Maps frames side by side from an address on, those that are not `mapped` so far, and gives access to
-/// all of them.
+/// Maps frames side by side from an address on, those that are not `mapped` so far, and gives
+/// access to all of them.
 pub(crate) fn map_frames(
     device: &Device,
     start: u64,

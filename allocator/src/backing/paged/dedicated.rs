@@ -8,8 +8,8 @@
 //! with those of free blocks (`donors.rs`).
 //!
 //! Invariant: the owner's record in the table of mapped memory lives until [`DedicatedMemory`] is
-//! dropped, which the handle and the buffers made of it share. Dropping it retires all memory that the
-//! owner has.
+//! dropped, which the handle and the buffers made of it share. Dropping it retires all memory that
+//! the owner has.
 
 use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -73,8 +73,8 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// [`aquifer_device::RequestError::Unsupported`] where the device has no such handles; when the stream
-    /// captures; otherwise as [`Allocator::alloc_bytes`].
+    /// [`aquifer_device::RequestError::Unsupported`] where the device has no such handles; when the
+    /// stream captures; otherwise as [`Allocator::alloc_bytes`].
     #[track_caller]
     pub fn alloc_exportable(&self, bytes: u64, kind: HandleKind, stream: &Stream) -> Result<Exportable, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Map)?;
@@ -242,9 +242,9 @@ impl Exportable {
         self.physical
     }
 
-    /// The memory, for buffers, kernels, transfers and [`crate::AccessGuard`]s. A handle of it keeps
-    /// the memory alive. Work on bare addresses is ordered with other uses of the memory only under
-    /// an [`crate::AccessGuard`].
+    /// The memory, for buffers, kernels, transfers and [`crate::AccessGuard`]s. A handle of it
+    /// keeps the memory alive. Work on bare addresses is ordered with other uses of the memory only
+    /// under an [`crate::AccessGuard`].
     pub fn storage(&self) -> &Arc<Storage> {
         &self.storage
     }

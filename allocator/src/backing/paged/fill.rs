@@ -1,7 +1,8 @@
-//! Maps memory at given addresses: those of memory that grows, and those of graphs whose memory was lent.
+//! Maps memory at given addresses: those of memory that grows, and those of graphs whose memory was
+//! lent.
 //!
-//! The memory comes from the same places as that of blocks: spare frames, frames in free blocks whose
-//! last use is done, and the device.
+//! The memory comes from the same places as that of blocks: spare frames, frames in free blocks
+//! whose last use is done, and the device.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -109,7 +110,8 @@ fn look(core: &mut Core, place: &Place) -> Result<Lacking, AllocError> {
             }
             Ok(match core.paged() {
                 None => Lacking::Nothing,
-                // Another thread was recycling this memory when it was looked for, and could not unmap it.
+                // Another thread was recycling this memory when it was looked for, and could not
+                // unmap it.
                 Some(paged) if paged.deferred_release.is_below(*base, range.end) => Lacking::Changing,
                 Some(paged) => Lacking::Dedicated { base: *base, ranges: paged.unmapped_within(range) },
             })

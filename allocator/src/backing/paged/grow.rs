@@ -122,9 +122,9 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
     })
 }
 
-/// What is tried before memory is bought from the device beyond the peak of use: to ask whether more
-/// work is done, or to use memory of the request's own stream before the device is done with it,
-/// which changes the draft.
+/// What is tried before memory is bought from the device beyond the peak of use: to ask whether
+/// more work is done, or to use memory of the request's own stream before the device is done with
+/// it, which changes the draft.
 fn instead_of_buying(
     core: &mut Core,
     request: &Request,

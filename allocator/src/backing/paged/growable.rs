@@ -92,8 +92,8 @@ impl Allocator {
         let reserved = capacity.max(1).next_multiple_of(granule);
         let ptr = match self.device().driver().reserve(reserved, granule) {
             Err(error) if error.kind == ErrorKind::OutOfAddresses => {
-                // This gives unused memory back, and with it the addresses at which nothing is mapped
-                // any more.
+                // This gives unused memory back, and with it the addresses at which nothing is
+                // mapped any more.
                 self.empty_cache()?;
                 self.device().driver().reserve(reserved, granule)
             }
@@ -128,10 +128,10 @@ impl Growable {
         self.ptr().range(self.bytes())
     }
 
-    /// The memory, for buffers, kernels, transfers and [`crate::AccessGuard`]s. A handle of it keeps
-    /// the memory alive and stays valid when this grows; while it lives this cannot shrink. Its
-    /// first use is ordered after the growth, but not after work on bare addresses: enqueue such
-    /// work under an [`crate::AccessGuard`] on it.
+    /// The memory, for buffers, kernels, transfers and [`crate::AccessGuard`]s. A handle of it
+    /// keeps the memory alive and stays valid when this grows; while it lives this cannot shrink.
+    /// Its first use is ordered after the growth, but not after work on bare addresses: enqueue
+    /// such work under an [`crate::AccessGuard`] on it.
     pub fn storage(&self) -> &Arc<Storage> {
         &self.storage
     }

@@ -1,8 +1,8 @@
 //! Lending the memory of idle graphs, and bringing memory back before a launch.
 //!
-//! A graph uses its addresses whenever it is launched, but what the capture freed holds nothing that a
-//! launch needs. So once all launches of a pool's graphs are known done, the memory behind these
-//! addresses may serve other requests ([`PoolOptions::lends_when_idle`]). The addresses stay.
+//! A graph uses its addresses whenever it is launched, but what the capture freed holds nothing
+//! that a launch needs. So once all launches of a pool's graphs are known done, the memory behind
+//! these addresses may serve other requests ([`PoolOptions::lends_when_idle`]). The addresses stay.
 //!
 //! [`PoolOptions::lends_when_idle`]: crate::PoolOptions::lends_when_idle
 
@@ -22,9 +22,9 @@ use crate::state::AllocatorState;
 use crate::tags::Tag;
 use crate::types::{PoolId, Request};
 
-/// Takes free memory of idle graphs, which becomes spare frames: about as much as a request that lacks
-/// `bytes` does not get from the device. Asks how far launches got; `waits` for them only where the
-/// request would be refused otherwise. Returns how many bytes that were.
+/// Takes free memory of idle graphs, which becomes spare frames: about as much as a request that
+/// lacks `bytes` does not get from the device. Asks how far launches got; `waits` for them only
+/// where the request would be refused otherwise. Returns how many bytes that were.
 pub(crate) fn lend(allocator: &Allocator, bytes: u64, waits: bool) -> Result<u64, AllocError> {
     let state = allocator.state();
     let core = state.shared();
@@ -78,7 +78,8 @@ impl Busy {
         (Busy { state, key }, lent)
     }
 
-    /// Brings memory back behind all addresses of the pool whose memory is lent, for work on `stream`.
+    /// Brings memory back behind all addresses of the pool whose memory is lent, for work on
+    /// `stream`.
     ///
     /// # Errors
     /// A stream of another device; otherwise as a request for so much memory.

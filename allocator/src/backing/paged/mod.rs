@@ -8,8 +8,8 @@
 //! memory taken from the device. So the memory held from the device follows what is in use, and
 //! fragmentation costs addresses rather than memory.
 //!
-//! What is decided, and accounted for afterwards, is in `core/` (`paged/`, `remap/`, `sleep/`). Here is
-//! what calls the driver:
+//! What is decided, and accounted for afterwards, is in `core/` (`paged/`, `remap/`, `sleep/`).
+//! Here is what calls the driver:
 //!
 //! | file | idea |
 //! | --- | --- |

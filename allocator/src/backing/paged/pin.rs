@@ -2,8 +2,8 @@
 //! registered it, and access of other devices.
 //!
 //! Pins are counted by granule, or by segment, so they may overlap. Memory of a live allocation
-//! moves only if its frame is split (`split.rs`); a pin prevents that, and keeps the memory in place
-//! after the allocation is dropped, until the other party has released it.
+//! moves only if its frame is split (`split.rs`); a pin prevents that, and keeps the memory in
+//! place after the allocation is dropped, until the other party has released it.
 //!
 //! Each mapping has its own list of devices with access. So a new peer is given access to all
 //! existing mappings, and to every later one by the list that operations on mappings use. The gate

@@ -13,8 +13,8 @@
 //!
 //! Everything that may fail for lack of memory comes before the first frame is unmapped: the new
 //! frames are created, mapped at addresses of their own, and filled. If a driver call fails after
-//! that, live granules lack their mapping. They then *sleep* (`sleep/mod.rs`), with their contents in
-//! the new frames, and are woken up at once; if that fails, too, [`Allocator::wake`] wakes them.
+//! that, live granules lack their mapping. They then *sleep* (`sleep/mod.rs`), with their contents
+//! in the new frames, and are woken up at once; if that fails, too, [`Allocator::wake`] wakes them.
 
 use std::ops::Range;
 

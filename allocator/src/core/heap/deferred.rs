@@ -87,8 +87,8 @@ impl Deferred {
 
 impl Heap {
     /// Frees a live block of `size` bytes that its stream alone used, until the tick `after`, and
-    /// defers its coalescing; it is given back as by [`Heap::give`] before anything depends on that.
-    /// Returns true if the stream's log of last uses has become long.
+    /// defers its coalescing; it is given back as by [`Heap::give`] before anything depends on
+    /// that. Returns true if the stream's log of last uses has become long.
     #[inline]
     pub fn give_deferred(&mut self, stream: StreamId, block: BlockId, size: u64, after: After) -> bool {
         debug_assert!(self.blocks[block].state == State::Live && self.blocks[block].owner == stream);

@@ -39,8 +39,8 @@ impl Region {
 }
 
 impl Heap {
-    /// Adds a region of addresses of a stream without memory, which is one hole. `granule` is a power
-    /// of two that divides address and length.
+    /// Adds a region of addresses of a stream without memory, which is one hole. `granule` is a
+    /// power of two that divides address and length.
     pub(crate) fn add_reservation(&mut self, addr: u64, bytes: u64, stream: StreamId, pool: PoolId, granule: u64) {
         let number = self.add_region_record(addr, bytes, stream, pool);
         let state = State::Hole;
@@ -74,8 +74,8 @@ impl Heap {
         }
     }
 
-    /// Empties the logs of last uses into the granules' ticks. Uses that are done are dropped: `done`
-    /// gives the tick that a stream's timeline has reached.
+    /// Empties the logs of last uses into the granules' ticks. Uses that are done are dropped:
+    /// `done` gives the tick that a stream's timeline has reached.
     pub(crate) fn note_recent_uses(&mut self, done: impl Fn(StreamId) -> After) {
         for stream in self.active_streams.iter().map(StreamId).collect::<Vec<_>>() {
             self.note_recent_uses_of(stream, done(stream));
@@ -95,8 +95,8 @@ impl Heap {
         self.of_stream(stream).recent = recent;
     }
 
-    /// Makes room in a stream's log of last uses: drops the uses that are done, and notes the others
-    /// in the granules' ticks if that is not enough.
+    /// Makes room in a stream's log of last uses: drops the uses that are done, and notes the
+    /// others in the granules' ticks if that is not enough.
     pub(crate) fn thin_recent_uses(&mut self, stream: StreamId, done: After) {
         if !self.of_stream(stream).recent.drop_done(done) {
             self.note_recent_uses_of(stream, done);
@@ -190,8 +190,8 @@ impl Heap {
         self.unhold_as_used(id, After::NOTHING)
     }
 
-    /// As [`Heap::unhold_as_free`]. Memory that was a hole was used by the region's stream until the
-    /// tick `until`, at other addresses; 0 if it is done for every stream.
+    /// As [`Heap::unhold_as_free`]. Memory that was a hole was used by the region's stream until
+    /// the tick `until`, at other addresses; 0 if it is done for every stream.
     pub(crate) fn unhold_as_used(&mut self, id: BlockId, until: After) -> BlockId {
         let Block { state, owner, after, addr, size, region, .. } = self.blocks[id];
         let (owner, after) = if state == State::Filling {
@@ -211,8 +211,8 @@ impl Heap {
         self.give(id, owner, after)
     }
 
-    /// Has a held block count as one without memory: the driver is about to take it away, or it moved
-    /// before its uses were done.
+    /// Has a held block count as one without memory: the driver is about to take it away, or it
+    /// moved before its uses were done.
     pub(crate) fn empty_held(&mut self, id: BlockId) {
         let block = &mut self.blocks[id];
         debug_assert_eq!(block.state, State::Held);

@@ -7,9 +7,10 @@
 //! 16 and 256 granules. A note raises the fewest nodes that make up its range, about 90 for 16 GiB
 //! in granules of 2 MiB. A granule's last use is the latest of the three nodes that cover it.
 //!
-//! Noting a use writes all over a region's tree, and mostly the device is done with the block before
-//! the host needs to know. So uses are first appended to a log, [`RecentUses`]. They are noted when a
-//! slow path needs them, or when there are many, and only those that are not known done yet.
+//! Noting a use writes all over a region's tree, and mostly the device is done with the block
+//! before the host needs to know. So uses are first appended to a log, [`RecentUses`]. They are
+//! noted when a slow path needs them, or when there are many, and only those that are not known
+//! done yet.
 //!
 //! Invariants of the log:
 //! * uses are in the order of their ticks, because a stream's ticks ascend;
@@ -29,10 +30,10 @@ const LEVELS: usize = 3;
 pub(crate) struct Granules {
     /// Binary logarithm of a granule's size in bytes.
     shift: u32,
-    /// For each node, the work of the region's stream that must be done before other streams may use
-    /// all that the node covers, as far as this node says. The level of single granules comes first.
-    /// A level ends with the last node that was ever raised: a region has room for all memory of the
-    /// device, and most of it is never used.
+    /// For each node, the work of the region's stream that must be done before other streams may
+    /// use all that the node covers, as far as this node says. The level of single granules comes
+    /// first. A level ends with the last node that was ever raised: a region has room for all
+    /// memory of the device, and most of it is never used.
     levels: [Vec<After>; LEVELS],
     /// The latest tick ever noted.
     latest: After,

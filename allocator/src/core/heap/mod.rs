@@ -131,8 +131,8 @@ impl Heap {
         self.streams.resize_with(stream.index() + 1, OfStream::default);
     }
 
-    /// Takes `size` bytes for a stream from the block that the index chooses among the free ones of an
-    /// owner, which is that stream.
+    /// Takes `size` bytes for a stream from the block that the index chooses among the free ones of
+    /// an owner, which is that stream.
     #[inline(always)]
     pub(crate) fn take_best(&mut self, owner: Owner, pool: PoolId, size: u64, requested: u64) -> Option<BlockId> {
         let record = self.pools.get_mut(pool)?;

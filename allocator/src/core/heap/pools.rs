@@ -173,8 +173,8 @@ impl Pools {
         all.map(PoolId::numbered).filter(|&number| self.get(number).is_some())
     }
 
-    /// Forgets owners that have no free block in the default pools now. Private pools are too many to be
-    /// looked at each time, and mostly have one owner.
+    /// Forgets owners that have no free block in the default pools now. Private pools are too many
+    /// to be looked at each time, and mostly have one owner.
     pub(super) fn forget_empty(&mut self) {
         self.default.iter_mut().for_each(Pool::forget_empty);
     }

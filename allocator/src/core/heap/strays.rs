@@ -74,8 +74,8 @@ impl Heap {
         Some(best.min()?.block)
     }
 
-    /// The latest tick of each other stream that has blocks of a pool which are large enough; and of
-    /// the owners of strays.
+    /// The latest tick of each other stream that has blocks of a pool which are large enough; and
+    /// of the owners of strays.
     pub(crate) fn ticks_of_others(&self, stream: StreamId, pool: PoolId, size: u64) -> Vec<Use> {
         let others = self.indexes(pool).filter(|(owner, _)| owner.stream != stream);
         let uses = others.flat_map(|(_, index)| {
@@ -148,8 +148,8 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
-        /// Blocks of several streams are taken, from any owner whose block is done, and given back; in
-        /// the end, when all is done, each region is one free block.
+        /// Blocks of several streams are taken, from any owner whose block is done, and given back;
+        /// in the end, when all is done, each region is one free block.
         #[test]
         fn regions_are_whole_again_in_the_end(
             steps in prop::collection::vec((0..3u32, any::<bool>(), 1..9u64, any::<prop::sample::Index>()), 1..200),

@@ -285,7 +285,8 @@ impl Paged {
         self.frames().filter(move |frame| !pins.are_in(frame.range.clone()) && !is_unusable(frame))
     }
 
-    /// The frames that are mapped, by address, each with its reservation, without exportable memory.
+    /// The frames that are mapped, by address, each with its reservation, without exportable
+    /// memory.
     pub(crate) fn frames(&self) -> impl Iterator<Item = MaySleep> + '_ {
         let reservations = self.reservations.iter().filter(|(_, mapped)| mapped.purpose != Purpose::Exportable);
         reservations.flat_map(|(&base, mapped)| {
@@ -334,8 +335,8 @@ impl Paged {
         })
     }
 
-    /// All addresses with what is mapped there, and all memory that is mapped nowhere, for the device
-    /// object to give back.
+    /// All addresses with what is mapped there, and all memory that is mapped nowhere, for the
+    /// device object to give back.
     pub(crate) fn into_memory(mut self) -> (Vec<Reservation>, Vec<RawPhysical>) {
         let mut loose = Vec::new();
         for sleeping in self.sleep.take_ranges() {

@@ -7,8 +7,8 @@
 //! from frames that fit nowhere: those are *broken*, that is, released, and others made of the
 //! memory.
 //!
-//! Frames that are still mapped elsewhere (`../remap/trim.rs`) are never broken. They come before all
-//! others, whatever their size; only those are chosen that have room ([`FrameRoom`]).
+//! Frames that are still mapped elsewhere (`../remap/trim.rs`) are never broken. They come before
+//! all others, whatever their size; only those are chosen that have room ([`FrameRoom`]).
 
 use super::frames::{LooseFrames, sizes};
 
@@ -116,8 +116,8 @@ impl Layout {
 
 /// The room that ranges have for frames that are not broken.
 ///
-/// Sizes are powers of two, so frames can be placed, the largest first, if for each size those of at
-/// least that size have no more granules than the ranges have in whole multiples of it.
+/// Sizes are powers of two, so frames can be placed, the largest first, if for each size those of
+/// at least that size have no more granules than the ranges have in whole multiples of it.
 #[derive(Debug)]
 pub(crate) struct FrameRoom {
     /// For each power of two, by its logarithm: granules in whole multiples of it.

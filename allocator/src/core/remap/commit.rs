@@ -1,5 +1,5 @@
-//! The commit of a remap: accounts for the driver calls, all of them or those before one that failed,
-//! and returns all held memory to the heap.
+//! The commit of a remap: accounts for the driver calls, all of them or those before one that
+//! failed, and returns all held memory to the heap.
 
 use std::ops::Range;
 
@@ -82,8 +82,8 @@ impl Core {
         pieces.iter().filter_map(|&id| self.release_piece(of, (id, used_until), &usable, &stuck)).last()
     }
 
-    /// Notes what is mapped at dedicated memory now. What cannot be used is retired: the next call that
-    /// recycles tries again to unmap it.
+    /// Notes what is mapped at dedicated memory now. What cannot be used is retired: the next call
+    /// that recycles tries again to unmap it.
     fn commit_dedicated(&mut self, base: u64, (pool, stream): (PoolId, StreamId), filled: &[Filled]) {
         for Filled { range, usable, .. } in filled {
             let Some(paged) = self.paged.as_mut() else { return };
@@ -123,8 +123,8 @@ impl Core {
         }
     }
 
-    /// Releases a piece of the window to the heap. The stream may be using the memory that it
-    /// got, at other addresses, until the tick `used_until`. Returns the free block that it is in now,
+    /// Releases a piece of the window to the heap. The stream may be using the memory that it got,
+    /// at other addresses, until the tick `used_until`. Returns the free block that it is in now,
     /// if it is in one.
     fn release_piece(
         &mut self,
@@ -139,8 +139,8 @@ impl Core {
             return Some(self.heap.unhold_as_free(id));
         }
         let range = block.range();
-        // Mapped without access, and not unmapped again: no request gets these addresses before they
-        // are unmapped.
+        // Mapped without access, and not unmapped again: no request gets these addresses before
+        // they are unmapped.
         let frames = stuck.iter().map(|filled| filled.range.clone());
         let frames: Vec<Range<u64>> = frames.filter(|frame| range.contains(&frame.start)).collect();
         if !frames.is_empty() {

@@ -29,8 +29,8 @@ pub(crate) struct Donor {
     pub(crate) block: BlockId,
     pub(crate) addr: u64,
     pub(crate) bytes: u64,
-    /// The work of their owner that must be done before the frames may be unmapped. The owner may use
-    /// them at other addresses at once.
+    /// The work of their owner that must be done before the frames may be unmapped. The owner may
+    /// use them at other addresses at once.
     pub(crate) after: After,
 }
 
@@ -116,11 +116,11 @@ impl Core {
         donors
     }
 
-    /// Adds frames of up to `wanted` granules that a stream used last and that are not done, as far as
-    /// the host was told when it last asked: an event covers their last use. The stream may use them at
-    /// other addresses at once. Only frames that there is room for are added: others would have to be
-    /// broken, which does not free their memory as long as they are mapped where they were. Memory of
-    /// private pools stays.
+    /// Adds frames of up to `wanted` granules that a stream used last and that are not done, as far
+    /// as the host was told when it last asked: an event covers their last use. The stream may use
+    /// them at other addresses at once. Only frames that there is room for are added: others would
+    /// have to be broken, which does not free their memory as long as they are mapped where they
+    /// were. Memory of private pools stays.
     pub(crate) fn add_reusable(
         &mut self,
         stream: StreamId,
@@ -160,9 +160,9 @@ impl Core {
         }
     }
 
-    /// As [`donors`], from at most [`BATCH`] blocks that begin below an address, and
-    /// without frames of more granules than are wanted. Frames side by side may be one donor. Returns
-    /// the address below which to go on; `None` if there are no more such blocks.
+    /// As [`donors`], from at most [`BATCH`] blocks that begin below an address, and without frames
+    /// of more granules than are wanted. Frames side by side may be one donor. Returns the address
+    /// below which to go on; `None` if there are no more such blocks.
     pub(crate) fn donors_below(&mut self, below: u64, wanted: u64, from: Which) -> (Vec<Donor>, Option<u64>) {
         self.note_recent_uses();
         let Some(paged) = self.paged.as_ref().filter(|_| !self.streams.any_captures()) else {
@@ -200,8 +200,8 @@ impl Core {
         true
     }
 
-    /// The free blocks that hold a whole frame, those at high addresses first. Most free blocks hold
-    /// none.
+    /// The free blocks that hold a whole frame, those at high addresses first. Most free blocks
+    /// hold none.
     fn donor_candidates(&self, paged: &Paged, from: Which) -> Vec<Candidate> {
         let mut found = Vec::new();
         self.for_each_block_with_granules(paged.granule, from, |id, block| {
@@ -213,8 +213,8 @@ impl Core {
         found
     }
 
-    /// The whole granules of the free blocks of some pools, whatever frames they belong to: for memory
-    /// whose frames are gone, or are to be split.
+    /// The whole granules of the free blocks of some pools, whatever frames they belong to: for
+    /// memory whose frames are gone, or are to be split.
     pub(crate) fn free_granules(&self, from: Which) -> Vec<Donor> {
         let mut found = Vec::new();
         let Some(granule) = self.paged.as_ref().map(|paged| paged.granule) else { return found };
@@ -228,8 +228,8 @@ impl Core {
         found
     }
 
-    /// Calls a function for each free block of some pools that is as large as a granule or larger and
-    /// whose memory comes in granules.
+    /// Calls a function for each free block of some pools that is as large as a granule or larger
+    /// and whose memory comes in granules.
     fn for_each_block_with_granules(&self, granule: u64, from: Which, mut with: impl FnMut(BlockId, &Block)) {
         for pool in self.pools_among(from) {
             self.heap.free_blocks_from(pool, granule).for_each(|key| {
@@ -241,8 +241,8 @@ impl Core {
         }
     }
 
-    /// Chooses frames from one block, from its high end on. Returns the smallest of those that may move
-    /// and are larger than what was still wanted.
+    /// Chooses frames from one block, from its high end on. Returns the smallest of those that may
+    /// move and are larger than what was still wanted.
     fn choose_in(&self, candidate: &Candidate, wanted: u64, window: &Range<u64>, donors: &mut Donors) -> Option<Donor> {
         let paged = self.paged.as_ref()?;
         let granule = paged.granule;

@@ -26,10 +26,10 @@ pub(crate) struct Draft {
 }
 
 impl Core {
-    /// Drafts a remap for a request: finds the cheapest window, and takes the granules that it lacks
-    /// from the spare ones, from donors, and the rest from the device. Granules are bought where others
-    /// might move only if `may_buy_rather`. The device, and the limit, have `left` bytes as far as is
-    /// known. `None` if the request's heap has no window.
+    /// Drafts a remap for a request: finds the cheapest window, and takes the granules that it
+    /// lacks from the spare ones, from donors, and the rest from the device. Granules are bought
+    /// where others might move only if `may_buy_rather`. The device, and the limit, have `left`
+    /// bytes as far as is known. `None` if the request's heap has no window.
     pub(crate) fn draft(&mut self, request: &Request, left: u64, may_buy_rather: bool) -> Option<Draft> {
         // Blocks that wait for other streams count.
         let live = self.in_use() + request.size;
@@ -46,8 +46,8 @@ impl Core {
             return Some(Draft { window, facts, donors, spares, buy: need, bought_though_movable: true, ahead: 0 });
         }
         let reach = self.reach(&window, request.pool, facts.ahead(0));
-        // Granules moved ahead of need serve the next requests of the same kind. At most half of those
-        // that could move beyond the need do.
+        // Granules moved ahead of need serve the next requests of the same kind. At most half of
+        // those that could move beyond the need do.
         let wanted = if need > 0 { need + 2 * reach } else { 0 };
         let mut donors = self.donors(wanted, Some(&window), Which::Unpromised);
         let ahead = (donors.granules.saturating_sub(need) / 2).min(reach);
@@ -62,8 +62,8 @@ impl Core {
         Some(Draft { window, facts, donors, spares, buy, bought_though_movable: false, ahead })
     }
 
-    /// Serves what a draft would take from the device from memory that the request's own stream may use
-    /// again at once although the device is not done with it (`trim.rs`).
+    /// Serves what a draft would take from the device from memory that the request's own stream may
+    /// use again at once although the device is not done with it (`trim.rs`).
     pub(crate) fn reuse_unfinished(&mut self, request: &Request, draft: &mut Draft) {
         let Some(paged) = self.paged.as_ref().filter(|paged| paged.may_alias && !request.pool.is_private()) else {
             return;
@@ -75,18 +75,19 @@ impl Core {
         draft.buy -= draft.donors.granules - before;
     }
 
-    /// Bytes that the device must give for a request beyond the free memory here that may move. `None`
-    /// if the request is not served from mapped memory, if no addresses are free for it, or if nothing
-    /// is lacking.
+    /// Bytes that the device must give for a request beyond the free memory here that may move.
+    /// `None` if the request is not served from mapped memory, if no addresses are free for it, or
+    /// if nothing is lacking.
     pub(crate) fn lacking_bytes(&mut self, request: &Request) -> Option<u64> {
         let granule = self.paged_granule_for(request)?;
         let draft = self.draft(request, 0, false)?;
         (draft.buy > 0).then_some(draft.buy * granule)
     }
 
-    /// Number of granules, of `bytes` that may be taken ahead of need, to map behind a window of a pool.
-    /// For a small pool, at most as many as small pools have: the next large request would take more of
-    /// them back. For a private pool, at most as many as it has there: no other pool may use them.
+    /// Number of granules, of `bytes` that may be taken ahead of need, to map behind a window of a
+    /// pool. For a small pool, at most as many as small pools have: the next large request would
+    /// take more of them back. For a private pool, at most as many as it has there: no other pool
+    /// may use them.
     fn reach(&self, window: &Window, pool: PoolId, bytes: u64) -> u64 {
         let Some(paged) = &self.paged else { return 0 };
         let most = match pool.kind() {

@@ -1,9 +1,9 @@
-//! Memory of idle graphs that is lent: it leaves its addresses, which become holes, and is brought back
-//! behind them before a launch.
+//! Memory of idle graphs that is lent: it leaves its addresses, which become holes, and is brought
+//! back behind them before a launch.
 //!
-//! Invariants: no launch begins while addresses of its pool are listed as lent; they are listed before
-//! their memory goes, and until it is back. While a pool is *busy*, nothing of it is lent: a thread is
-//! about to launch one of its graphs, or to capture one.
+//! Invariants: no launch begins while addresses of its pool are listed as lent; they are listed
+//! before their memory goes, and until it is back. While a pool is *busy*, nothing of it is lent: a
+//! thread is about to launch one of its graphs, or to capture one.
 
 use std::ops::Range;
 
@@ -28,8 +28,8 @@ pub(crate) enum LentMemory {
 }
 
 impl Core {
-    /// Notes that a thread is about to launch a graph of a pool, or to capture one into it. Returns the
-    /// bytes that the pool has lent.
+    /// Notes that a thread is about to launch a graph of a pool, or to capture one into it. Returns
+    /// the bytes that the pool has lent.
     pub(crate) fn begin_busy(&mut self, key: PoolKey) -> u64 {
         let Some(private) = self.pools.find_mut(key) else { return 0 };
         private.busy += 1;
@@ -56,7 +56,8 @@ impl Core {
         self.pools.iter().map(Private::lent_bytes).sum()
     }
 
-    /// Plans to take frames of about `bytes` from the free memory of idle graphs. `None` if none may go.
+    /// Plans to take frames of about `bytes` from the free memory of idle graphs. `None` if none
+    /// may go.
     pub(crate) fn plan_lending(&mut self, bytes: u64) -> Option<(Work, Remap)> {
         let granule = self.paged.as_ref()?.granule;
         let donors = self.donors(bytes.div_ceil(granule), None, Which::OfIdleGraphs);
@@ -75,7 +76,8 @@ impl Core {
         Some((self.work_of(&mut remap, Vec::new(), Largest::GRANULE), remap))
     }
 
-    /// Accounts for what was lent: the memory of the first `unmapped` donors. The others have theirs still.
+    /// Accounts for what was lent: the memory of the first `unmapped` donors. The others have
+    /// theirs still.
     pub(super) fn commit_lent(&mut self, donors: &[Donor], unmapped: usize) {
         let (gone, mut kept) = donors.split_at(unmapped);
         self.counters.events.graph_bytes_lent += gone.iter().map(|donor| donor.bytes).sum::<u64>();
@@ -123,8 +125,8 @@ impl Core {
         }
     }
 
-    /// Plans to map memory at lent addresses of one region: the frames of `donors`, `spares` granules of
-    /// spare frames, and `create` new granules.
+    /// Plans to map memory at lent addresses of one region: the frames of `donors`, `spares`
+    /// granules of spare frames, and `create` new granules.
     pub(crate) fn plan_bringing_back(
         &mut self,
         (pool, stream): (PoolId, StreamId),

@@ -49,8 +49,8 @@ pub(crate) struct Plan {
     pub(crate) purchase: Purchase,
 }
 
-/// A remap under way: what is held while the driver is at work, so that no other operation takes it.
-/// [`Core::commit`] ends it, whatever the driver did.
+/// A remap under way: what is held while the driver is at work, so that no other operation takes
+/// it. [`Core::commit`] ends it, whatever the driver did.
 #[derive(Debug)]
 pub(crate) struct Remap {
     pub(super) target: Target,
@@ -87,8 +87,8 @@ pub(crate) struct Short {
 }
 
 impl Core {
-    /// Turns a draft into a plan: checks it against the limits and holds all memory that takes part.
-    /// `buyable` bytes may be taken from the device, some of them ahead of need.
+    /// Turns a draft into a plan: checks it against the limits and holds all memory that takes
+    /// part. `buyable` bytes may be taken from the device, some of them ahead of need.
     pub(crate) fn plan(
         &mut self,
         request: &Request,
@@ -123,9 +123,9 @@ impl Core {
         Ok(Box::new(Plan { work, remap, purchase }))
     }
 
-    /// Plans to map memory at the ranges `fill` of dedicated memory: the frames of `donors`, `spares`
-    /// granules of spare frames, and `create` new granules. It can shrink by a granule, so frames are no
-    /// larger.
+    /// Plans to map memory at the ranges `fill` of dedicated memory: the frames of `donors`,
+    /// `spares` granules of spare frames, and `create` new granules. It can shrink by a granule, so
+    /// frames are no larger.
     pub(crate) fn plan_dedicated(
         &mut self,
         (base, stream): (u64, StreamId),
@@ -139,7 +139,8 @@ impl Core {
         (self.work_of(&mut remap, fill, Largest::GRANULE), remap)
     }
 
-    /// The driver's work for a remap, whose frames are to fill ranges, none larger than `largest` allows.
+    /// The driver's work for a remap, whose frames are to fill ranges, none larger than `largest`
+    /// allows.
     pub(super) fn work_of(&mut self, remap: &mut Remap, fill: Vec<Range<u64>>, largest: Largest) -> Work {
         let (unmap, reused) = (self.mappings_of(&remap.donors), self.mappings_of(&remap.reused));
         let Some(paged) = self.paged.as_mut() else { return Work::default() };
@@ -158,8 +159,8 @@ impl Core {
         donors.iter().map(|donor| (range(donor), paged.forget_mapped(donor.addr, donor.bytes))).collect()
     }
 
-    /// Holds the window, and some bytes of the hole behind it. Returns the held pieces, the ranges to
-    /// be filled, and the remainders of the blocks of which only a part was held.
+    /// Holds the window, and some bytes of the hole behind it. Returns the held pieces, the ranges
+    /// to be filled, and the remainders of the blocks of which only a part was held.
     fn hold_window(
         &mut self,
         window: &Window,

@@ -1,5 +1,5 @@
-//! Taking free frames out of the heap, on their way back to the device; and mappings that linger where
-//! frames moved away before the device was done with them.
+//! Taking free frames out of the heap, on their way back to the device; and mappings that linger
+//! where frames moved away before the device was done with them.
 
 use std::ops::Range;
 
@@ -33,9 +33,9 @@ impl Core {
         self.streams.not_done(latest_by_stream(free.into_keys().chain(lingering)))
     }
 
-    /// Takes free frames out of the heaps, and spare ones, until `target` bytes are held: those of the
-    /// next blocks below an address, or, if that is `None`, of all blocks. Returns the address below
-    /// which to go on; `None` if there are no more blocks.
+    /// Takes free frames out of the heaps, and spare ones, until `target` bytes are held: those of
+    /// the next blocks below an address, or, if that is `None`, of all blocks. Returns the address
+    /// below which to go on; `None` if there are no more blocks.
     pub(crate) fn begin_trim(&mut self, trim: &mut Trim, below: Option<u64>, target: u64, which: Which) -> Option<u64> {
         let excess = self.reserved.saturating_sub(target);
         let paged = self.paged.as_mut()?;
@@ -90,8 +90,8 @@ impl Core {
         self.account_for_granules();
     }
 
-    /// Takes the mappings that have been stuck for longest. They stay in the table of what is mapped
-    /// until they are unmapped.
+    /// Takes the mappings that have been stuck for longest. They stay in the table of what is
+    /// mapped until they are unmapped.
     pub(crate) fn take_stuck(&mut self) -> Option<Stuck> {
         let paged = self.paged.as_mut().filter(|paged| !paged.sleep.is_whole)?;
         let stuck = paged.stuck.pop_front()?;
@@ -99,7 +99,8 @@ impl Core {
         Some(stuck)
     }
 
-    /// Accounts for stuck mappings, of which the last `unmapped` were unmapped, and the others stay.
+    /// Accounts for stuck mappings, of which the last `unmapped` were unmapped, and the others
+    /// stay.
     pub(crate) fn commit_stuck(&mut self, mut stuck: Stuck, unmapped: usize) {
         let Some(paged) = &mut self.paged else { return };
         paged.in_hands -= stuck.bytes() / paged.granule;
@@ -138,8 +139,8 @@ impl Core {
 }
 
 impl Core {
-    /// Accounts for donors that the device was not done with. `unmoved` has the frames of each that are
-    /// mapped nowhere else. Returns how many bytes left their addresses.
+    /// Accounts for donors that the device was not done with. `unmoved` has the frames of each that
+    /// are mapped nowhere else. Returns how many bytes left their addresses.
     pub(crate) fn commit_reused(&mut self, stream: StreamId, donors: &[Donor], unmoved: Vec<Vec<Frame>>) -> u64 {
         let mut left = 0;
         for (donor, unmoved) in donors.iter().zip(unmoved) {

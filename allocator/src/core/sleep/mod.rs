@@ -1,5 +1,5 @@
-//! What of mapped memory sleeps, and where its contents are. `steps.rs` decides what falls asleep and
-//! what wakes up.
+//! What of mapped memory sleeps, and where its contents are. `steps.rs` decides what falls asleep
+//! and what wakes up.
 
 pub(crate) mod staying;
 pub(crate) mod steps;

@@ -119,8 +119,8 @@ impl Core {
         spans
     }
 
-    /// Calls a function for each live block of mapped memory, with its tag, and for each free one that
-    /// a graph may use.
+    /// Calls a function for each live block of mapped memory, with its tag, and for each free one
+    /// that a graph may use.
     fn for_each_used(&self, mut with: impl FnMut(&Block, Option<Tag>)) {
         for (_, _, block) in self.heap.all_blocks().filter(|(region, ..)| region.is_paged()) {
             match block.state {
@@ -215,8 +215,8 @@ impl Core {
         divided
     }
 
-    /// Makes holes of sleeping granules that lie wholly in free blocks, unless a graph may use them,
-    /// and returns the ranges that are left. Those with frames stay as they are.
+    /// Makes holes of sleeping granules that lie wholly in free blocks, unless a graph may use
+    /// them, and returns the ranges that are left. Those with frames stay as they are.
     pub(super) fn forget_free(&mut self, ranges: Vec<SleepingRange>) -> Vec<SleepingRange> {
         let free = self.free_granules(Which::Unpromised);
         let mut gone = Vec::new();
@@ -307,7 +307,8 @@ impl Core {
         }
     }
 
-    /// Marks a live block, so that its free takes the slow path. Returns false if it was marked already.
+    /// Marks a live block, so that its free takes the slow path. Returns false if it was marked
+    /// already.
     fn mark_asleep(&mut self, id: BlockId) -> bool {
         let Entry::Vacant(users) = self.other_users.entry(id) else { return false };
         users.insert(Vec::new());
@@ -347,8 +348,8 @@ impl Core {
         Some((paged.sleep.take_ranges(), spares))
     }
 
-    /// Accounts for `released` granules of frames that were released, and puts the list and the other
-    /// spare frames back.
+    /// Accounts for `released` granules of frames that were released, and puts the list and the
+    /// other spare frames back.
     pub(crate) fn commit_release_sleeping(&mut self, ranges: Vec<SleepingRange>, spares: Vec<Frame>, released: u64) {
         if let Some(paged) = &mut self.paged {
             paged.in_hands -= released + granules_of(&spares);

@@ -155,7 +155,8 @@ fn save_snapshot(allocator: &Allocator, path: &Path, device: u32) {
     }
 }
 
-/// Advice to let streams reuse each other's blocks, if another one has a free block for the request.
+/// Advice to let streams reuse each other's blocks, if another one has a free block for the
+/// request.
 fn advice_to_cross_streams(core: &Core, request: &Request) -> Option<Advice> {
     let others = core.heap().indexes(request.pool).filter(|(owner, _)| owner.stream != request.stream);
     let mut sizes = others.filter_map(|(_, index)| Some(index.first_fit(request.size)?.size));

@@ -75,8 +75,8 @@ pub struct OomReport {
     /// Freed bytes that other streams still use, by the stream to wait for.
     pub waiting: Vec<(u32, u64)>,
     /// The device's memory by holder, if the driver reported how much is free. Figures of processes
-    /// may be a second old; what they took since is unattributed. Where a limit refused the request,
-    /// they are unknown.
+    /// may be a second old; what they took since is unattributed. Where a limit refused the
+    /// request, they are unknown.
     pub attribution: Option<Attribution>,
     /// The largest sums of live bytes by tag; `None` stands for memory without a tag.
     pub largest_tags: Vec<(Option<String>, u64)>,
@@ -93,8 +93,8 @@ pub struct OomReport {
     /// Bytes that the request's private pool holds.
     pub held_by_pool: u64,
     /// The private pool that had lent as much while its graphs were idle
-    /// ([`PoolOptions::lends_when_idle`](crate::PoolOptions::lends_when_idle)), if the memory was for a
-    /// launch of one of them, or for the capture of another.
+    /// ([`PoolOptions::lends_when_idle`](crate::PoolOptions::lends_when_idle)), if the memory was
+    /// for a launch of one of them, or for the capture of another.
     pub launched_pool: Option<(u64, u64)>,
     /// Bytes that idle graphs have lent, in all.
     pub lent_by_graphs: u64,

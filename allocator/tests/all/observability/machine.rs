@@ -1,4 +1,5 @@
-//! A simulated device with an allocator and what a program holds of it; runs programs of random steps.
+//! A simulated device with an allocator and what a program holds of it; runs programs of random
+//! steps.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -22,13 +22,14 @@ fn of_pool(stats: &MemoryStats, pool: fn(&PoolStats) -> Stat) -> PoolTotals {
     }
 }
 
-/// Bytes of the largest frames of programs whose memory does not move in each repetition: what is left
-/// of a broken one is spare.
+/// Bytes of the largest frames of programs whose memory does not move in each repetition: what is
+/// left of a broken one is spare.
 const FRAME: u64 = 16 << 20;
 
 fn check_stats(stats: &MemoryStats, snapshot: &Snapshot, spare: u64) -> Result<(), TestCaseError> {
     let mut totals = totals(snapshot);
-    // Spare frames are mapped nowhere, so they are in no segment; they count as memory of large pools.
+    // Spare frames are mapped nowhere, so they are in no segment; they count as memory of large
+    // pools.
     totals.all.reserved_bytes += spare;
     totals.large_pool.reserved_bytes += spare;
     // The statistics do not count these.
@@ -74,7 +75,8 @@ fn check_fragmentation(
     Ok(())
 }
 
-/// Statistics that only grow within a step before they fall, or the other way round: their peaks are seen between steps.
+/// Statistics that only grow within a step before they fall, or the other way round: their peaks
+/// are seen between steps.
 fn peaks(stats: &MemoryStats) -> [(u64, u64); 6] {
     let pooled = [&stats.allocated_bytes, &stats.allocation, &stats.segment, &stats.reserved_bytes];
     let [a, b, c, d] = pooled.map(|stats| (stats.all.current, stats.all.peak));

@@ -136,8 +136,8 @@ fn check(holds: bool, otherwise: &str) -> Result<(), String> {
     if holds { Ok(()) } else { Err(otherwise.to_owned()) }
 }
 
-/// Undoes the history of a snapshot; what does not fit together is an error. Where nothing was overwritten, nothing may be
-/// left before the first entry.
+/// Undoes the history of a snapshot; what does not fit together is an error. Where nothing was
+/// overwritten, nothing may be left before the first entry.
 pub(crate) fn check_history(snapshot: &Snapshot) -> Result<(), String> {
     let mut before = Before::of(snapshot);
     for (at, entry) in snapshot.trace().iter().enumerate().rev() {

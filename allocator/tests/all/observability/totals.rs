@@ -4,7 +4,8 @@ use aquifer_allocator::Snapshot;
 use aquifer_allocator::size_class::PoolKind;
 use aquifer_allocator::snapshot::{BlockState, Segment};
 
-/// The current values of [`MemoryStats`](aquifer_allocator::MemoryStats), but summed up from a snapshot.
+/// The current values of [`MemoryStats`](aquifer_allocator::MemoryStats), but summed up from a
+/// snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Totals {
     /// Both pools together.
@@ -38,8 +39,8 @@ pub(super) struct PoolTotals {
     pub(super) inactive_split_bytes: u64,
 }
 
-/// Sums over all segments, by pool. The statistics must agree with them, except that spare memory is in
-/// no segment, and that they do not count `inactive_split`.
+/// Sums over all segments, by pool. The statistics must agree with them, except that spare memory
+/// is in no segment, and that they do not count `inactive_split`.
 pub(super) fn totals(snapshot: &Snapshot) -> Totals {
     let mut totals = Totals::default();
     for segment in &snapshot.segments {

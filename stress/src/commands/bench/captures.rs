@@ -1,5 +1,5 @@
-//! Captures of several streams, as in PyTorch's pull request 158352: how much memory of a graph's pool
-//! is used again within the capture.
+//! Captures of several streams, as in PyTorch's pull request 158352: how much memory of a graph's
+//! pool is used again within the capture.
 
 use aquifer::memory::PoolOptions;
 use aquifer::{Buffer, Error, Stream};
@@ -14,8 +14,8 @@ use crate::random::Random;
 use crate::scenarios::Script;
 use crate::session::Session;
 
-/// Each operation uses a random block on a random stream. Before it a block may be allocated, one be
-/// freed, and a stream join another.
+/// Each operation uses a random block on a random stream. Before it a block may be allocated, one
+/// be freed, and a stream join another.
 pub(super) struct Captures {
     pub(super) name: String,
     pub(super) streams: u16,
@@ -59,8 +59,8 @@ enum Step {
     },
 }
 
-/// A live block: its number, its stream, the stream of its last use, and whether another than its own
-/// used it.
+/// A live block: its number, its stream, the stream of its last use, and whether another than its
+/// own used it.
 struct Live {
     block: usize,
     stream: u16,
@@ -115,8 +115,8 @@ impl Captures {
         self.program(|_| true).peak_requested_bytes
     }
 
-    /// A capture as PyTorch's allocator serves it by default: what several streams used is free once
-    /// the capture ends.
+    /// A capture as PyTorch's allocator serves it by default: what several streams used is free
+    /// once the capture ends.
     pub(super) fn of_pytorch(&self) -> Program {
         let (_, shared) = self.steps();
         self.program(|block| !shared[block])

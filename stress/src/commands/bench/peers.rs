@@ -147,7 +147,8 @@ pub(super) fn run(session: &Session, config: &ConfigArg, args: &BenchArgs) -> Re
         bar.set_message(one.name().to_owned());
         for (peer, allocator) in PEERS {
             bar.inc(1);
-            // The driver's own allocations within a capture are nodes of the graph, not memory of a pool.
+            // The driver's own allocations within a capture are nodes of the graph, not memory of a
+            // pool.
             if matches!(one, Benchmark::Captures(_)) && matches!(peer, Peer::DriverPool | Peer::Bare) {
                 continue;
             }

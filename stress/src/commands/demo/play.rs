@@ -37,8 +37,8 @@ pub(super) struct Roomy {
     pub(super) map: Map,
 }
 
-/// Plays the program to the model of PyTorch's allocator on the session's device, or on one with four
-/// times the memory that it needs.
+/// Plays the program to the model of PyTorch's allocator on the session's device, or on one with
+/// four times the memory that it needs.
 pub(super) fn roomy(session: &Session, program: &Program) -> Result<Roomy, Failure> {
     let plenty = program.peak_requested_bytes.saturating_mul(4).next_multiple_of(1 << 30);
     let device_bytes = session.sim().map_or(plenty, |sim| sim.capacity_bytes.max(plenty));

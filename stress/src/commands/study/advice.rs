@@ -79,8 +79,8 @@ impl Figures {
     }
 }
 
-/// Looks for what would help a program, compared with the study's usual case. Options that cannot be
-/// tried are reported.
+/// Looks for what would help a program, compared with the study's usual case. Options that cannot
+/// be tried are reported.
 pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -> Vec<Advice> {
     let Some(usual) = study.usual() else { return Vec::new() };
     let pytorch = PYTORCH_OPTIONS.iter().filter_map(|options| Manager::pytorch(options, "PyTorch", options).ok());
@@ -181,8 +181,8 @@ fn instead(new: u64, old: u64) -> String {
     if new == old { format!("{new}{unit} as before") } else { format!("{new} instead of {old}{unit}") }
 }
 
-/// Of the cases that finish, on the smallest device or on one of 1 % more, the one that takes least,
-/// if that saves enough to be worth a change, or the usual one does not finish.
+/// Of the cases that finish, on the smallest device or on one of 1 % more, the one that takes
+/// least, if that saves enough to be worth a change, or the usual one does not finish.
 fn best<'a>(usual: &Case, cases: &[&'a Case]) -> Option<&'a Case> {
     let device = |case: &Case| case.smallest_device.unwrap_or(u64::MAX);
     let is_less = |new: u64, old: u64| new < old && old - new >= old / WORTH;

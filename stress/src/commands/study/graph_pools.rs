@@ -1,8 +1,8 @@
 //! What the private pools of CUDA graphs waste, as far as a recording shows it.
 //!
 //! Free memory of such a pool serves its graphs alone, and graphs of one pool use the same. So
-//! several pools hold the sum of what one after the other would need. What captures leave in a pool,
-//! such as outputs, adds up with every batch size that is captured.
+//! several pools hold the sum of what one after the other would need. What captures leave in a
+//! pool, such as outputs, adds up with every batch size that is captured.
 
 use super::advice::Advice;
 use crate::input::{PoolUse, Program};
@@ -14,8 +14,8 @@ const LIVE: u64 = 10;
 /// Blocks that live on in pools before captures are said to add up.
 const BLOCKS: u64 = 8;
 
-/// Advice about pools of graphs. A recording does not tell how many graphs share a pool, and whether
-/// one that the program made serves graphs.
+/// Advice about pools of graphs. A recording does not tell how many graphs share a pool, and
+/// whether one that the program made serves graphs.
 pub(super) fn graph_pools(program: &Program) -> Vec<Advice> {
     let held = program.memory.iter().map(|piece| piece.bytes).fold(0, u64::saturating_add);
     let mut advice = Vec::new();
@@ -70,8 +70,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A snapshot with a segment of 100 MiB in the default pool, and one in each of these pools, with
-    /// so many MiB that are live, in blocks of 1 MiB, and free.
+    /// A snapshot with a segment of 100 MiB in the default pool, and one in each of these pools,
+    /// with so many MiB that are live, in blocks of 1 MiB, and free.
     fn snapshot(pools: &[([u64; 2], u64, u64)]) -> Program {
         let block = |mib: u64, state: &str| format!(r#"{{"size": {}, "state": "{state}"}}"#, mib * MIB);
         let segment = |at: u64, pool: [u64; 2], blocks: Vec<String>| {

@@ -22,8 +22,8 @@ const PYTORCH: &str = "backing:pytorch";
 /// PyTorch's allocator with expandable segments and no other option.
 const EXPANDABLE: &str = "backing:expandable";
 
-/// Options about what is recorded and saved, or about Aquifer alone. A replay must save nothing: the
-/// file may be the recording itself, or any other.
+/// Options about what is recorded and saved, or about Aquifer alone. A replay must save nothing:
+/// the file may be the recording itself, or any other.
 const OF_RECORDING: [&str; 4] = ["oom_snapshot", "history", "tags", "split_frames"];
 
 /// What to know before frames are split.
@@ -125,8 +125,8 @@ impl Case {
         self.finishes().then_some(self.sampled.peak_reserved)
     }
 
-    /// The modelled time of its driver calls in microseconds, if that is known and every request was
-    /// served.
+    /// The modelled time of its driver calls in microseconds, if that is known and every request
+    /// was served.
     pub fn driver_us(&self) -> Option<f64> {
         self.sampled.driver_us.filter(|_| self.finishes())
     }
@@ -269,8 +269,8 @@ impl Study {
 }
 
 /// Tries a program with some allocators. Maps are taken when most is held and in at most `maps`
-/// buckets; without, figures suffice, and the smallest device is a rough one. An allocator that fails
-/// for another reason than lack of memory is named with its error.
+/// buckets; without, figures suffice, and the smallest device is a rough one. An allocator that
+/// fails for another reason than lack of memory is named with its error.
 fn try_all(
     session: &Session,
     name: &str,
@@ -334,8 +334,8 @@ fn exhausted(session: &Session, program: &Program, study: &Study) -> Result<Opti
     Ok(Some(Exhausted { device_bytes, is_made_up: true, refusal, finishing }))
 }
 
-/// About how long trying a program of so many events takes, in words: a search for the smallest device
-/// replays it some dozens of times.
+/// About how long trying a program of so many events takes, in words: a search for the smallest
+/// device replays it some dozens of times.
 fn time_of_trials(events: u64, allocators: u64) -> String {
     let seconds = events.saturating_mul(allocators) / EVENTS_PER_SECOND;
     match seconds {

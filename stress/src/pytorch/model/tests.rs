@@ -189,8 +189,8 @@ fn other_options_and_commands_are_refused() {
     assert!(PyTorch::lagging(&session, &config, 1, 1).is_err());
 }
 
-/// Blocks tile their segments, neighbours in the same state are merged, and the indexes have the free
-/// and the unmapped blocks.
+/// Blocks tile their segments, neighbours in the same state are merged, and the indexes have the
+/// free and the unmapped blocks.
 fn assert_consistent(subject: &PyTorch) {
     let (mut held, mut live, mut free, mut unmapped) = (0, 0, Vec::new(), Vec::new());
     for (&start, segment) in &subject.segments {

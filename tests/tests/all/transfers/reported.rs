@@ -287,8 +287,8 @@ fn copies_between_devices_are_ordered_on_both() {
 /// The first of many small copies waited for all work of the stream that it was made for.
 #[test]
 fn the_first_batch_does_not_wait_for_the_stream() {
-    // Where tests share a device, a thread that another test left may wait for a longer stall, and so
-    // let the device's time pass.
+    // Where tests share a device, a thread that another test left may wait for a longer stall, and
+    // so let the device's time pass.
     let tries = if Subject::is_shared() { 4 } else { 1 };
     assert!((0..tries).any(|_| first_batch_leaves_the_stream_busy()), "the stream was waited for");
 }

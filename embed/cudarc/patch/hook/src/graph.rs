@@ -50,8 +50,8 @@ impl Drop for Kept {
     }
 }
 
-/// Has the graph keep memory that is freed in its capture, unless that was allocated there: its work
-/// may use it. Returns true if it does.
+/// Has the graph keep memory that is freed in its capture, unless that was allocated there: its
+/// work may use it. Returns true if it does.
 pub(crate) fn keep(memory: &Allocator, theirs: &CudaStream, stream: &Stream, ptr: DevicePtr) -> bool {
     let Some(launches) = stream.launches_of_capture() else { return false };
     let is_own =
