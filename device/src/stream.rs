@@ -449,11 +449,12 @@ impl Stream {
         AnnouncedCapture::announce_body(self, body)
     }
 
-    /// If this stream captures an announced body, the stream with the outermost node. No driver
-    /// call.
+    /// If the capture of an announced body began on this stream, the stream with the outermost node.
+    /// Streams that a body forked stand for themselves. No driver call.
     pub fn body_of(&self) -> Option<Stream> {
-        let (with_node, _) = self.0.timeline.capture_if_any()?.around.clone()?;
-        with_node.body_of().or(Some(with_node))
+        let scope = self.0.timeline.capture_if_any()?;
+        let (with_node, _) = scope.around.as_ref().filter(|_| scope.began_on(&self.0.timeline))?;
+        with_node.body_of().or_else(|| Some(with_node.clone()))
     }
 
     /// The launches of the graph that the stream is known to be captured into. No driver call.

@@ -77,7 +77,8 @@ pub(crate) fn wait_for_launched(allocator: &Allocator, launched: &Launched) -> R
 /// part of the work of the stream with the node: so its memory is that stream's, whose other bodies
 /// it excludes. Locks a timeline.
 pub(crate) fn acting(stream: &Stream) -> Cow<'_, Stream> {
-    stream.body_of().map_or(Cow::Borrowed(stream), Cow::Owned)
+    let with_node = stream.body_of().filter(Stream::is_capturing);
+    with_node.map_or(Cow::Borrowed(stream), Cow::Owned)
 }
 
 /// Refuses to serve a capturing stream from the default pools: memory freed there goes to others,

@@ -176,6 +176,7 @@ impl PrivatePool {
     /// # Errors
     /// A pool of another allocator; for memory that was lent, as [`Allocator::alloc_bytes`].
     pub fn hold_for_capture(&self, allocator: &Allocator, stream: &Stream) -> Result<Busy, AllocError> {
+        fork::check(Operation::BeginCapture)?;
         self.check_allocator(allocator)?;
         let (busy, lent) = Busy::begin(self.allocator.state(), self.key);
         if lent > 0 {

@@ -233,6 +233,7 @@ impl GraphUses {
     /// about to; for memory that was lent, as [`Allocator::alloc_bytes`]: what is not back yet
     /// stays lent, and this can be tried again.
     pub fn begin_launch(&self, allocator: &Allocator, stream: &Stream) -> Result<impl Sized + use<>, AllocError> {
+        fork::check(Operation::LaunchGraph)?;
         let busy = self.lends.then(|| Busy::begin(self.state, self.pool));
         let ranges: Vec<Range<u64>> = self.noted.lock().ranges.iter().map(|(&start, &end)| start..end).collect();
         let keep_awake = || WakeLock::of_all(ranges.iter().map(|range| (self.state, range.clone())));

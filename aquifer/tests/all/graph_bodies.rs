@@ -284,3 +284,39 @@ fn a_body_that_fails_fails_the_graph_and_nothing_else() {
     memory.empty_cache().unwrap();
     assert_eq!(memory.memory_allocated(), 0);
 }
+
+/// Streams of a body: what one gives up, or used, is the other's only where the graph's edges say so.
+#[test]
+fn streams_that_a_body_forked_do_not_share_its_memory() {
+    let bench = Bench::new();
+    let Bench { device, memory, stream, side } = &bench;
+    let forked = device.stream().unwrap();
+    let (fork, join) = (device.create_event(false).unwrap(), device.create_event(false).unwrap());
+    let after_side = || {
+        fork.record(side)?;
+        forked.wait_event(&fork)
+    };
+    let work = |_, side: &Stream| {
+        after_side()?;
+        let first = memory.alloc_bytes(MIB, side)?;
+        side.fill(first.ptr(), 1, MIB)?;
+        drop(first);
+        let second = memory.alloc_bytes(MIB, &forked)?;
+        forked.fill(second.ptr(), 2, MIB)?;
+        let both = memory.alloc_bytes(MIB, side)?;
+        after_side()?;
+        both.record_stream(&forked)?;
+        forked.fill(both.ptr(), 3, MIB)?;
+        drop(both);
+        let next = memory.alloc_bytes(MIB, side)?;
+        side.fill(next.ptr(), 4, MIB)?;
+        join.record(&forked)?;
+        side.wait_event(&join)?;
+        Ok(())
+    };
+    let graph = memory.graph(stream, |stream| switch(stream, std::slice::from_ref(side), 2, work)).unwrap();
+    for condition in 0..2 {
+        sim(stream).set_condition(*graph.output(), condition).unwrap();
+        graph.launch(stream).unwrap();
+    }
+}

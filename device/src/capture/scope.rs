@@ -226,7 +226,7 @@ impl Scope {
     /// Makes a capture over that another library has ended. Its announcement may live on: a library
     /// may not tell of a capture that failed.
     fn close_if_ended(self: &Arc<Self>) {
-        if !self.launches.is_foreign() {
+        if !self.announced {
             return;
         }
         let origin = self.members.lock().streams.first().map(|(first, _)| first.clone());

@@ -109,7 +109,8 @@ impl<R> Graph<R> {
     }
 
     /// Gives `look` the graph as cudarc has it, to look at its nodes or to upload it. Launches of
-    /// other threads wait meanwhile. Do not launch it there: nothing would order that.
+    /// other threads wait meanwhile. Do not launch it there: nothing would order that, or bring back
+    /// what the graph lent. Take no access to buffers there: a launch may hold it, and wait.
     pub fn with_cuda_graph<T>(&self, look: impl FnOnce(&CudaGraph) -> T) -> T {
         look(&self.theirs.graph.lock().unwrap_or_else(PoisonError::into_inner).0)
     }

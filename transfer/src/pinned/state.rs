@@ -140,8 +140,8 @@ impl PoolState {
     /// A slab is released, after `time`, or comes back.
     pub(super) fn end_release(&mut self, slab: Slab, gone: bool, time: Duration) {
         self.leaving -= 1;
+        self.available += 1;
         if gone {
-            self.available += 1;
             self.stats.lost(slab.memory.bytes(), time);
         } else {
             self.insert(slab);
@@ -244,6 +244,7 @@ impl PoolState {
     /// It came, or not.
     pub(super) fn end_growth(&mut self, bytes: u64) {
         self.growing -= bytes;
+        self.available += 1;
     }
 
     fn has_room(&self, bytes: u64) -> bool {
