@@ -1,5 +1,5 @@
 //! Statistics of an allocator under PyTorch's names, and as a table, laid out as PyTorch's
-//! `memory_summary()`. And who holds a device's memory.
+//! `memory_summary()`; and the holders of a device's memory.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Write};

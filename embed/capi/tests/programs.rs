@@ -24,7 +24,8 @@ impl Program {
         env::temp_dir().join(format!("aquifer-capi-{}-{source}", std::process::id()))
     }
 
-    /// Builds a program of the tests, or one that was written to its folder before. `None`, with a message, where there is no compiler.
+    /// Builds a program of the tests, or one that was written to its folder before. `None`, with a
+    /// message, where there is no compiler.
     fn build(compiler: &str, source: &str, options: &[&str]) -> Option<Program> {
         let libraries = env::current_exe().expect("a path").parent().expect("a folder").to_owned();
         let folder = Program::folder(source);

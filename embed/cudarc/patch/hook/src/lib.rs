@@ -24,10 +24,9 @@ use cudarc::driver::{CudaContext, CudaStream, DeviceAllocator, DriverError, Grap
 /// and for as long as the context lives, which is until the process ends. Installing it again
 /// changes nothing. cudarc frees what it allocated before.
 ///
-/// A graph that cudarc captures has memory of its own: what is allocated in the capture on its
-/// thread is given to nobody else as long as the `CudaGraph` lives, and what is dropped in the
-/// capture that was allocated before is kept as long. Launches of several graphs come in the order
-/// of their streams.
+/// A graph that cudarc captures has memory of its own. While the `CudaGraph` lives, no other request
+/// gets what the capturing thread allocates in the capture. What was allocated before, and is dropped
+/// in the capture, is kept as long. Launches of several graphs come in the order of their streams.
 ///
 /// cudarc's error for memory that ran out has room for a code alone; the allocator's observers
 /// (`Allocator::observe_oom`) get the report.
