@@ -117,7 +117,7 @@ impl Allocator {
     /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
     /// let pool = memory.create_pool(PoolOptions::default())?;
     /// let buckets = [1, 2, 4].map(|batch| {
-    ///     let work = |stream: &Stream| memory.alloc_zeros::<f32>(batch << 20, stream)?.sum(stream);
+    ///     let work = |stream: &Stream| memory.alloc_zeros::<f32>(batch << 14, stream)?.sum(stream);
     ///     memory.graph_in(&pool, &stream, work)
     /// });
     /// for graph in buckets {
@@ -184,7 +184,7 @@ impl Allocator {
     /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
     /// let step = |batch: usize| {
     ///     let memory = memory.clone();
-    ///     move |stream: &Stream| memory.alloc_zeros::<f32>(batch << 20, stream)?.sum(stream)
+    ///     move |stream: &Stream| memory.alloc_zeros::<f32>(batch << 14, stream)?.sum(stream)
     /// };
     /// // Both share a pool, and the larger one is planned first.
     /// let plan = memory.plan_graph(&stream, step(64))?.sharing(memory.plan_graph(&stream, step(8))?);

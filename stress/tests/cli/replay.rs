@@ -220,7 +220,7 @@ fn soak_and_calls_print_their_figures() {
     assert_eq!((&soak["operations"], &soak["seeds"], &soak["mismatches"]), (&1000.into(), &2.into(), &0.into()));
     assert_eq!((&soak["not_given_back_bytes"], &soak["violations"]), (&0.into(), &0.into()));
     assert!(soak["blocks_verified"].as_u64().unwrap() > 100, "{soak}");
-    let timed = &rows(0, &["--device", "sim:1GiB", "soak", "--minutes", "0.05", "--seeds", "3", "--threads", "1"])[0];
+    let timed = &rows(0, &["--device", "sim:1GiB", "soak", "--minutes", "0.02", "--seeds", "3", "--threads", "1"])[0];
     assert!(timed["seeds"].as_u64().unwrap() > 1, "each has a share of the time: {timed}");
     let calls = rows(0, &["--device", "sim:24GiB", "calls", "--rounds", "2"]);
     let create = |row: &&Value| row["call"] == "cuMemCreate" && row["bytes"] == 2 << 20;

@@ -291,11 +291,9 @@ fn the_demonstration_adapts_to_its_device() {
 #[test]
 fn the_demonstration_has_no_other_programs() {
     let alone = stress(&["--json", "--device", "sim:80GiB"]);
-    for other in ["10GiB", "70GiB", "90GiB"] {
-        let beside = stress(&["demo", "--json", "--device", &format!("sim:80GiB,other={other}")]);
-        assert_eq!(rows_of(0, &beside), rows_of(0, &alone));
-        assert!(errors(&beside).contains("warning: other= has no effect here"), "{}", errors(&beside));
-    }
+    let beside = stress(&["demo", "--json", "--device", "sim:80GiB,other=70GiB"]);
+    assert_eq!(rows_of(0, &beside), rows_of(0, &alone));
+    assert!(errors(&beside).contains("warning: other= has no effect here"), "{}", errors(&beside));
     assert!(!errors(&alone).contains("other="), "{}", errors(&alone));
 }
 
