@@ -6,13 +6,13 @@ use std::sync::atomic::Ordering;
 
 use aquifer_device::{DevicePtr, Operation, Stream, fork};
 
-use crate::allocation::Allocation;
+use crate::allocation::{Allocation, acting};
 use crate::allocator::{ALIGNMENT, Allocator};
 use crate::backing::segments::release_where;
 use crate::core::pools::Which;
 use crate::cross_stream::{poll_waiting, record_progress};
 use crate::error::AllocError;
-use crate::pools::{acting, came_from_a_graph, refuse_capture, route_and_note};
+use crate::pools::{came_from_a_graph, refuse_capture, route_and_note};
 use crate::recovery::ladder::climb;
 use crate::size_class::{self, PoolKind, REQUEST_LIMIT};
 use crate::sleep::wake_lock::WakeLock;

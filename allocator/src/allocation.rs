@@ -1,6 +1,7 @@
 //! The owning handle of a live block. Dropping it makes no driver call and waits for nothing
 //! (invariant A3).
 
+use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
@@ -8,13 +9,20 @@ use std::panic::Location;
 use aquifer_device::{Device, DevicePtr, Operation, Stream, fork};
 
 use crate::error::AllocError;
-use crate::pools::acting;
 use crate::state::{AllocatorState, StateGuard};
 use crate::types::{BlockId, StreamId};
 
 /// Bit of [`Allocation::stream`], set if the device has a witness that watches how work uses the
 /// block.
 pub(crate) const WATCHED: u32 = 1 << 31;
+
+/// The stream that memory is asked for, used, or given back on. A body of a conditional node is a
+/// part of the work of the stream with the node: so its memory is that stream's, whose other bodies
+/// it excludes. Locks a timeline.
+pub(crate) fn acting(stream: &Stream) -> Cow<'_, Stream> {
+    let with_node = stream.body_of().filter(Stream::is_capturing);
+    with_node.map_or(Cow::Borrowed(stream), Cow::Owned)
+}
 
 /// A live block of device memory. Dropping it gives the memory back to the allocator, on any
 /// thread, without a driver call and without waiting for the device.

@@ -74,6 +74,7 @@ mod sync;
 mod tags;
 mod types;
 
+pub use crate::core::pools::PoolOptions;
 pub use accounting::{Attribution, Fragmentation, FreeSizes, MemoryStats, PoolStats, Stat};
 pub use allocation::Allocation;
 pub use allocator::{ALIGNMENT, Allocator};
@@ -83,7 +84,7 @@ pub use error::{AllocError, KeptAwakeBy, UsedAllocation, WhySegments};
 pub use format::Bytes;
 pub use history::{Action, HistoryOptions};
 pub use open::empty_caches;
-pub use pools::{CaptureRoute, PoolOptions, PoolRoute, PrivatePool};
+pub use pools::private_pool::{CaptureRoute, PoolRoute, PrivatePool};
 pub use raw::{RawOwner, owner_of};
 pub use recovery::{Advice, MappingChange, OomReport, ReclaimRequest, Reclaimed, Registration};
 pub use sleep::{Contents, KeptBy, Part, SleepOptions, StayingAwake, WakeLock};
@@ -97,8 +98,8 @@ pub use tags::TagScope;
 pub mod internal {
     use crate::Allocator;
 
-    pub use crate::backing::paged::lend::Busy;
     pub use crate::core::heap::{Block, Heap, Region};
+    pub use crate::pools::private_pool::Busy;
     pub use crate::storage::record::AccessRecord;
     pub use crate::storage::{Outlived, Pass};
     pub use crate::types::{After, BlockId, PoolId, StreamId};

@@ -1,11 +1,29 @@
 //! The holders of a device's memory, and a suggested headroom.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Instant;
 
+use aquifer_device::fork::Mutex;
 use aquifer_device::{MemoryInfo, ProcessMemory};
 
 use crate::format::Bytes;
+
+/// Bytes that drivers took for graphs, by identity of the device.
+static OF_GRAPHS: Mutex<BTreeMap<u32, u64>> = Mutex::new(BTreeMap::new());
+
+/// Bytes that the driver of a device took for graphs that exist, as
+/// [`GraphUses::note_driver_bytes`](crate::GraphUses::note_driver_bytes) was told.
+pub(super) fn driver_bytes_of_graphs(device_id: u32) -> u64 {
+    OF_GRAPHS.lock().get(&device_id).copied().unwrap_or(0)
+}
+
+/// Notes for one graph that the driver took `now` bytes, where `was` was noted before.
+pub(crate) fn replace_driver_bytes_of_graph(device_id: u32, was: u64, now: u64) {
+    let mut all = OF_GRAPHS.lock();
+    let of_device = all.entry(device_id).or_default();
+    *of_device = of_device.saturating_sub(was).saturating_add(now);
+}
 
 /// The memory of a device by holder, as [`crate::Allocator::attribution`] returns it. All sizes are
 /// bytes.

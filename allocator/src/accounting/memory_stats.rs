@@ -7,13 +7,12 @@ use std::time::{Duration, Instant};
 
 use aquifer_device::{MemoryUsers, Operation, Result, fork};
 
-use crate::accounting::attribution::{Attribution, used};
+use crate::accounting::attribution::{Attribution, driver_bytes_of_graphs, used};
 use crate::accounting::fragmentation::held_in;
 use crate::allocator::{Allocator, all_states};
 use crate::core::counters::{Counters, PoolStats, Stat};
 use crate::core::limits::Holding;
 use crate::error::AllocError;
-use crate::storage::graph_uses::driver_bytes_of_graphs;
 
 /// Everything that an allocator counts. Names and meanings are those of PyTorch's `memory_stats()`.
 /// Fields that PyTorch lacks say so.

@@ -9,7 +9,6 @@
 //! done (invariant A7).
 
 use std::any::Any;
-use std::borrow::Cow;
 use std::sync::Arc;
 
 use aquifer_device::{Code, DeviceError, Operation, Stream};
@@ -20,9 +19,6 @@ use crate::core::pools::PoolKey;
 use crate::cross_stream::{cannot_be_asked, poll, synchronize_all};
 use crate::error::AllocError;
 use crate::types::{PoolId, StreamId};
-
-pub use crate::core::pools::PoolOptions;
-pub use private_pool::{CaptureRoute, PoolRoute, PrivatePool};
 
 pub(crate) mod private_pool;
 
@@ -71,14 +67,6 @@ pub(crate) fn wait_for_launched(allocator: &Allocator, launched: &Launched) -> R
         }
     }
     Ok(())
-}
-
-/// The stream that memory is asked for, used, or given back on. A body of a conditional node is a
-/// part of the work of the stream with the node: so its memory is that stream's, whose other bodies
-/// it excludes. Locks a timeline.
-pub(crate) fn acting(stream: &Stream) -> Cow<'_, Stream> {
-    let with_node = stream.body_of().filter(Stream::is_capturing);
-    with_node.map_or(Cow::Borrowed(stream), Cow::Owned)
 }
 
 /// Refuses to serve a capturing stream from the default pools: memory freed there goes to others,

@@ -12,7 +12,7 @@ use aquifer_device::{AnnouncedCapture, DevicePtr, Operation, Stream, fork};
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
-use crate::backing::paged::lend::Busy;
+use crate::backing::paged::fill::{Place, try_fill};
 use crate::backing::segments::release_where;
 use crate::backing::trim::{synchronize_free, trim_pools};
 use crate::core::heap::{Passed, State};
@@ -20,9 +20,12 @@ use crate::core::pools::{PoolKey, PoolOptions, Private, Which};
 use crate::cross_stream::{poll, synchronize_pending};
 use crate::error::AllocError;
 use crate::pools::wait_for_launched;
+use crate::recovery::ladder::climb_dedicated;
+use crate::recovery::oom::Tried;
 use crate::sleep::options::Part;
-use crate::state::special;
-use crate::types::StreamId;
+use crate::state::{AllocatorState, special};
+use crate::tags::Tag;
+use crate::types::{PoolId, Request, StreamId};
 
 /// A separate pool of memory, for a thread ([`PrivatePool::route_thread`]) or for graph captures
 /// ([`Allocator::capture`]). Dropping it releases its unused memory; live allocations stay valid,
@@ -339,6 +342,49 @@ impl Allocator {
         stream.end_abandoned_captures()?;
         let announced = if stream.is_capturing() { None } else { Some(stream.announce_capture()?) };
         Ok(CaptureRoute { _announced: announced, _route: pool.route_thread() })
+    }
+}
+
+/// Keeps a pool from lending, until it is dropped.
+#[derive(Debug)]
+pub struct Busy {
+    state: &'static AllocatorState,
+    key: PoolKey,
+}
+
+impl Busy {
+    /// Returns the bytes that the pool has lent, too. The allocator state must not be recycled
+    /// meanwhile: an allocator keeps it.
+    pub(crate) fn begin(state: &'static AllocatorState, key: PoolKey) -> (Busy, u64) {
+        let lent = state.shared().begin_busy(key);
+        (Busy { state, key }, lent)
+    }
+
+    /// Brings memory back behind all addresses of the pool whose memory is lent, for work on
+    /// `stream`.
+    ///
+    /// # Errors
+    /// A stream of another device; otherwise as a request for so much memory.
+    pub(crate) fn bring_back(&self, allocator: &Allocator, stream: &Stream) -> Result<(), AllocError> {
+        allocator.check_stream(stream)?;
+        let mut core = self.state.shared();
+        let (bytes, stream) = (core.lent_by(self.key), core.stream(stream));
+        drop(core);
+        let (requested, size, pool, tag) = (bytes, bytes, PoolId::LARGE, Tag::default());
+        let request = Request { requested, size, pool, stream, tag, is_regular: false };
+        let place = Place::Lent(self.key);
+        let tried = Tried::for_launch(self.key.id);
+        climb_dedicated(allocator, &request, tried, || try_fill(allocator, &request, &place))?;
+        tracing::debug!(target: "aquifer::remap", bytes, "memory that a graph had lent was brought back");
+        Ok(())
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        if !fork::is_child() {
+            self.state.shared().end_busy(self.key);
+        }
     }
 }
 

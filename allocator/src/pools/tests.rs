@@ -6,12 +6,12 @@ use aquifer_device::{Device, Stream};
 use aquifer_sim::{SimConfig, SimDriver};
 use proptest::prelude::*;
 
-use super::*;
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::config::Config;
 use crate::core::Core;
 use crate::core::pools::Private;
+use crate::{PoolOptions, PrivatePool};
 
 const MIB: u64 = 1 << 20;
 

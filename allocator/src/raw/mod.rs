@@ -9,9 +9,9 @@ use std::panic::Location;
 use aquifer_device::{DevicePtr, Operation, Stream, fork};
 
 use crate::alloc::{grant_cached, grant_uncached};
+use crate::allocation::acting;
 use crate::allocator::{Allocator, all_open};
 use crate::error::AllocError;
-use crate::pools::acting;
 use crate::state::AllocatorState;
 use crate::types::{After, BlockId, Granted, StreamId, UNKNOWN, Use};
 

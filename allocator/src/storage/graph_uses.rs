@@ -18,11 +18,11 @@ use aquifer_device::fork::{self, Mutex};
 use aquifer_device::internal::Timeline;
 use aquifer_device::{AccessKind, Code, DeviceError, Operation, Stream};
 
+use crate::accounting::attribution::replace_driver_bytes_of_graph;
 use crate::allocator::Allocator;
-use crate::backing::paged::lend::Busy;
 use crate::core::pools::PoolKey;
 use crate::error::AllocError;
-use crate::pools::PrivatePool;
+use crate::pools::private_pool::{Busy, PrivatePool};
 use crate::sleep::wake_lock::WakeLock;
 use crate::state::AllocatorState;
 use crate::storage::Storage;
@@ -77,15 +77,6 @@ pub struct GraphUses {
     driver_bytes: Mutex<u64>,
 }
 
-/// Bytes that drivers took for graphs, by identity of the device.
-static OF_DRIVERS: Mutex<BTreeMap<u32, u64>> = Mutex::new(BTreeMap::new());
-
-/// Bytes that the driver of a device took for graphs that exist, as
-/// [`GraphUses::note_driver_bytes`] was told.
-pub(crate) fn driver_bytes_of_graphs(device_id: u32) -> u64 {
-    OF_DRIVERS.lock().get(&device_id).copied().unwrap_or(0)
-}
-
 /// By address of the [`Storage`], which a handle keeps from being reused.
 #[derive(Debug, Default)]
 struct Noted {
@@ -133,9 +124,7 @@ impl GraphUses {
     /// [`Allocator::attribution`](crate::Allocator::attribution) and reports.
     pub fn note_driver_bytes(&self, bytes: u64) {
         let mut noted = self.driver_bytes.lock();
-        let mut all = OF_DRIVERS.lock();
-        let of_device = all.entry(self.device_id).or_default();
-        *of_device = of_device.saturating_sub(*noted).saturating_add(bytes);
+        replace_driver_bytes_of_graph(self.device_id, *noted, bytes);
         *noted = bytes;
     }
 

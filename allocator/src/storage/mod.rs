@@ -29,7 +29,7 @@ use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::backing::paged::dedicated::DedicatedMemory;
 use crate::error::AllocError;
-use crate::pools::PrivatePool;
+use crate::pools::private_pool::PrivatePool;
 use crate::sleep::wake_lock::WakeLock;
 use crate::state::AllocatorState;
 use crate::sync::Holder;

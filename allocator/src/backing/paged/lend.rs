@@ -1,4 +1,4 @@
-//! Lending the memory of idle graphs, and bringing memory back before a launch.
+//! Lending the memory of idle graphs.
 //!
 //! A graph uses its addresses whenever it is launched, but what the capture freed holds nothing
 //! that a launch needs. So once all launches of a pool's graphs are known done, the memory behind
@@ -6,21 +6,13 @@
 //!
 //! [`PoolOptions::lends_when_idle`]: crate::PoolOptions::lends_when_idle
 
-use aquifer_device::Stream;
-
 use crate::allocator::Allocator;
 use crate::backing::growth::{buyable, room};
 use crate::backing::paged::carry_out::{carry_out, unless_capturing};
-use crate::backing::paged::fill::{Place, try_fill};
-use crate::core::pools::{PoolKey, Which};
+use crate::core::pools::Which;
 use crate::core::remap::commit::Committed;
 use crate::cross_stream::{poll, synchronize_all};
 use crate::error::AllocError;
-use crate::recovery::ladder::climb_dedicated;
-use crate::recovery::oom::Tried;
-use crate::state::AllocatorState;
-use crate::tags::Tag;
-use crate::types::{PoolId, Request};
 
 /// Takes free memory of idle graphs, which becomes spare frames: about as much as a request that
 /// lacks `bytes` does not get from the device. Asks how far launches got; `waits` for them only
@@ -61,47 +53,4 @@ pub(crate) fn lend(allocator: &Allocator, bytes: u64, waits: bool) -> Result<u64
     }
     unless_capturing(done.error.map_or(Ok(()), Err))?;
     Ok(moved)
-}
-
-/// Keeps a pool from lending, until it is dropped.
-#[derive(Debug)]
-pub struct Busy {
-    state: &'static AllocatorState,
-    key: PoolKey,
-}
-
-impl Busy {
-    /// Returns the bytes that the pool has lent, too. The allocator state must not be recycled
-    /// meanwhile: an allocator keeps it.
-    pub(crate) fn begin(state: &'static AllocatorState, key: PoolKey) -> (Busy, u64) {
-        let lent = state.shared().begin_busy(key);
-        (Busy { state, key }, lent)
-    }
-
-    /// Brings memory back behind all addresses of the pool whose memory is lent, for work on
-    /// `stream`.
-    ///
-    /// # Errors
-    /// A stream of another device; otherwise as a request for so much memory.
-    pub(crate) fn bring_back(&self, allocator: &Allocator, stream: &Stream) -> Result<(), AllocError> {
-        allocator.check_stream(stream)?;
-        let mut core = self.state.shared();
-        let (bytes, stream) = (core.lent_by(self.key), core.stream(stream));
-        drop(core);
-        let (requested, size, pool, tag) = (bytes, bytes, PoolId::LARGE, Tag::default());
-        let request = Request { requested, size, pool, stream, tag, is_regular: false };
-        let place = Place::Lent(self.key);
-        let tried = Tried::for_launch(self.key.id);
-        climb_dedicated(allocator, &request, tried, || try_fill(allocator, &request, &place))?;
-        tracing::debug!(target: "aquifer::remap", bytes, "memory that a graph had lent was brought back");
-        Ok(())
-    }
-}
-
-impl Drop for Busy {
-    fn drop(&mut self) {
-        if !aquifer_device::fork::is_child() {
-            self.state.shared().end_busy(self.key);
-        }
-    }
 }
