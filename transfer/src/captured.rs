@@ -5,13 +5,10 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-use aquifer_allocator::Storage;
 use aquifer_device::fork::Mutex;
-use aquifer_device::{AccessKind, DeviceError, Stream};
+use aquifer_device::{AccessKind, Stream};
 
-use crate::error::TransferError;
 use crate::pinned::{HostPart, PinnedMemory};
-use crate::runtime::Transfer;
 
 /// The pinned memory that a graph uses, and how.
 #[derive(Default)]
@@ -50,7 +47,7 @@ impl HostUses {
     }
 
     /// All of it.
-    fn all(&self) -> Vec<(Arc<PinnedMemory>, AccessKind)> {
+    pub(crate) fn all(&self) -> Vec<(Arc<PinnedMemory>, AccessKind)> {
         self.0.lock().clone()
     }
 }
@@ -58,24 +55,5 @@ impl HostUses {
 impl fmt::Debug for HostUses {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("HostUses").field("parts", &self.0.lock().len()).finish_non_exhaustive()
-    }
-}
-
-impl Transfer {
-    /// Launches a graph on `stream`, after the work that uses its memory, on the device and on the
-    /// host. Later uses of the memory come after the launch.
-    ///
-    /// # Errors
-    /// A stream that captures, and errors of the launch.
-    pub fn launch(
-        &self,
-        stream: &Stream,
-        device: &[(&Arc<Storage>, AccessKind)],
-        host: &HostUses,
-        launch: impl FnOnce() -> Result<(), DeviceError>,
-    ) -> Result<(), TransferError> {
-        let host = host.all();
-        let parts: Vec<_> = host.iter().map(|(memory, kind)| (HostPart::all(memory), *kind)).collect();
-        self.enqueue_uncovered(stream, device, &parts, launch)
     }
 }

@@ -368,6 +368,23 @@ impl Transfer {
         Ok(covered_tick(stream))
     }
 
+    /// Launches a graph on `stream`, after the work that uses its memory, on the device and on the
+    /// host. Later uses of the memory come after the launch.
+    ///
+    /// # Errors
+    /// A stream that captures, and errors of the launch.
+    pub fn launch(
+        &self,
+        stream: &Stream,
+        device: &[(&Arc<Storage>, AccessKind)],
+        host: &HostUses,
+        launch: impl FnOnce() -> Result<(), DeviceError>,
+    ) -> Result<(), TransferError> {
+        let host = host.all();
+        let parts: Vec<_> = host.iter().map(|(memory, kind)| (HostPart::all(memory), *kind)).collect();
+        self.enqueue_uncovered(stream, device, &parts, launch)
+    }
+
     /// As [`Transfer::enqueue`], for work that the host does not wait for: records no event after
     /// it. While a graph is captured that keeps what its copies use, the work becomes a part of it.
     pub(crate) fn enqueue_uncovered(
