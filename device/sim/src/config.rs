@@ -165,6 +165,11 @@ impl SimConfig {
         self
     }
 
+    /// Bandwidth of the link to the host, in GB/s: [`SimConfig::link_gb_s`], or that of the card.
+    pub fn card_link_gb_s(&self) -> u64 {
+        self.card().link_gb_s
+    }
+
     /// The card, as far as nothing else was asked for.
     pub(crate) fn card(&self) -> Card {
         let card = self.preset.card();

@@ -20,9 +20,15 @@ const CALLS_KEYS: &str = "\
 Memory is taken in sizes from 2 MiB to 2 GiB, as far as the device has them. Setting access and
 unmapping are measured once for a piece of each size, and once for 1, 8 and 64 pieces of one granule
 at a time. Each size is allocated from the driver's pool twice before the host waits, as the pool
-then releases unused memory by default.
+then releases unused memory by default. Before that, as kvcached's bench_vmm does, up to 4096 pages
+of one granule are each created, then each mapped, made accessible and unmapped.
 
-JSON keys, per call and size:
+JSON keys of bench_vmm, per call:
+  benchmark, device, device_name, call, bytes, modelled   \"bench_vmm\"; bytes are those of a page
+  pages                     how many
+  avg_us, p50_us, p90_us, p99_us, max_us   time of a call: mean, percentiles, and the longest
+
+JSON keys of others, per call and size:
   device, device_name       the device, and its name
   call                      the driver call
   bytes                     memory of one call; 0 if none

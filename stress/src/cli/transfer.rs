@@ -9,9 +9,9 @@ use super::mebibytes;
 #[command(after_long_help = TRANSFER_KEYS)]
 pub struct TransferArgs {
     /// Largest copy, in MiB, such as 16 or 0.5. Sizes go from 4 KiB up to this, each 16 times the
-    /// previous one.
-    #[arg(long = "max-mb", value_name = "N", default_value = "64", value_parser = mebibytes)]
-    pub largest: u64,
+    /// previous one. By default 64; for nvbandwidth on a GPU 512.
+    #[arg(long = "max-mb", value_name = "N", value_parser = mebibytes)]
+    pub largest: Option<u64>,
 
     /// How often each measurement is taken, after a first one that does not count; the median is
     /// reported.
@@ -40,6 +40,13 @@ pub enum Part {
     Small,
     /// Copies at the same time as kernels, and as copies in the other direction.
     Overlap,
+    /// nvbandwidth's copies, with their names: 512 MiB of pinned memory, each way and both ways.
+    Nvbandwidth,
+    /// vLLM's swap_blocks: 256 blocks of 4 KiB to 4 MiB in another order, each way.
+    SwapBlocks,
+    /// A model of 7 billion parameters, or as much of it as --max-mb allows, from a safetensors
+    /// file, with cold and warm page cache.
+    Model,
 }
 
 const TRANSFER_KEYS: &str = "\
@@ -87,4 +94,16 @@ overlap:
   what, bytes               the two things that ran at the same time, and their size
   first_ms, second_ms       time of each alone
   together_ms               time of both together
-  overlap                   the share of the shorter one that took no extra time";
+  overlap                   the share of the shorter one that took no extra time
+nvbandwidth, swap_blocks:
+  test                      nvbandwidth's test; \"swap_blocks, in\" to the device, or \"swap_blocks, out\"
+  method                    \"driver\": a call of the driver for each copy; \"transfer\" and \"batch\": ours
+  bytes, copies             size and number of the copies. Of two directions at once, the first counts
+  us, gb_per_s              time of all, and bandwidth
+  of_link                   bandwidth as a share of what the link carries: that of the simulated card,
+                            or of PCIe as Linux tells it, where all GPUs have the same; else null
+model:
+  method, page_cache        \"read, then copied\" by the driver in pieces, or \"load_safetensors\"; \"cold\":
+                            the file was taken out of the page cache before; or \"warm\"
+  bytes, tensors            size of the model, a file in the folder of temporary files (TMPDIR)
+  seconds, gb_per_s         time by the host's clock on every device, and bandwidth";

@@ -29,6 +29,9 @@ const WARM: &str = "warm";
 /// Numbers of one-granule mappings that one call covers.
 const MAPPINGS: [u64; 3] = [1, 8, 64];
 
+/// The most granules of kvcached's `bench_vmm`.
+const PAGES_MAX: u64 = 4096;
+
 /// A row of results. `calls --help` explains the fields.
 #[derive(Debug, Clone, Serialize)]
 #[expect(missing_docs, reason = "the help text explains them")]
@@ -46,6 +49,23 @@ pub struct Row {
     pub modelled: bool,
 }
 
+/// A row of kvcached's `bench_vmm`, with its figures. `calls --help` explains the fields.
+#[derive(Debug, Clone, Serialize)]
+struct PagesRow {
+    benchmark: &'static str,
+    device: String,
+    device_name: String,
+    call: &'static str,
+    bytes: u64,
+    pages: u64,
+    avg_us: f64,
+    p50_us: f64,
+    p90_us: f64,
+    p99_us: f64,
+    max_us: f64,
+    modelled: bool,
+}
+
 /// Runs the command.
 ///
 /// # Errors
@@ -55,6 +75,8 @@ pub fn run(session: &Session, args: &CallsArgs) -> Result<Outcome, Failure> {
     session.without_allocator();
     let (device, simulated) = session.open_with_simulator()?;
     let mut meter = Meter { device, simulated, times: Vec::new(), left_out: Vec::new() };
+    let pages = meter.pages()?;
+    let pages = meter.rows_of_pages(session, pages);
     for round in 0..args.rounds.saturating_add(1) {
         // The first round warms the driver up.
         if round == 1 {
@@ -77,6 +99,21 @@ pub fn run(session: &Session, args: &CallsArgs) -> Result<Outcome, Failure> {
         ("times", |row| kind_of_time(row.modelled)),
     ];
     session.show(table(&rows, columns.len(), &columns))?;
+    if let Some(first) = pages.first() {
+        let (count, of, all) = (first.pages, Bytes(first.bytes), Bytes(first.pages * first.bytes));
+        session.show(format_args!("\nAs kvcached's bench_vmm: {count} pages of {of} in {all} of addresses"))?;
+        pages.iter().try_for_each(|row| session.row(row))?;
+        let columns: [Column<PagesRow>; 7] = [
+            ("call", |row| row.call.to_owned()),
+            ("avg µs", |row| format!("{:.2}", row.avg_us)),
+            ("p50 µs", |row| format!("{:.2}", row.p50_us)),
+            ("p90 µs", |row| format!("{:.2}", row.p90_us)),
+            ("p99 µs", |row| format!("{:.2}", row.p99_us)),
+            ("max µs", |row| format!("{:.2}", row.max_us)),
+            ("times", |row| kind_of_time(row.modelled)),
+        ];
+        session.show(table(&pages, 1, &columns).ending_in_text())?;
+    }
     meter.left_out.iter().for_each(|left_out| session.message(format_args!("note: {left_out}")));
     Ok(Outcome::Done)
 }
@@ -250,6 +287,40 @@ impl Meter {
         accessible.and(undone)
     }
 
+    /// kvcached's `bench_vmm`: many granules, each created, then each mapped, made accessible and
+    /// unmapped, with one call each. Returns how many; 0 where the device cannot map.
+    fn pages(&mut self) -> Result<u64, DeviceError> {
+        let Some(granule) = self.device.info().granularity_bytes else { return Ok(0) };
+        let count = PAGES_MAX.min(self.device.memory_info()?.free / 2 / granule);
+        let ordinal = self.device.info().ordinal;
+        let ptr = self.time(Operation::Reserve, count * granule, 0, |driver| driver.reserve(count * granule, 0))?;
+        let at = |page: u64| DevicePtr(ptr.0 + page * granule);
+        let (mut pieces, mut mapped) = (Vec::new(), 0);
+        let mut each = || -> Result<(), DeviceError> {
+            for _ in 0..count {
+                let create = |driver: &dyn Driver| driver.create_physical(granule, PhysicalOptions::default());
+                pieces.push(self.time(Operation::CreatePhysical, granule, 0, create)?);
+            }
+            for (page, &piece) in (0..).zip(&pieces) {
+                self.time(Operation::Map, granule, 1, |driver| driver.map(at(page), granule, piece))?;
+                mapped = page + 1;
+            }
+            for page in 0..count {
+                self.time(Operation::SetAccess, granule, 1, |driver| driver.set_access(at(page), granule, &[ordinal]))?;
+            }
+            for page in (0..count).rev() {
+                self.time(Operation::Unmap, granule, 1, |driver| driver.unmap(at(page), granule))?;
+                mapped = page;
+            }
+            Ok(())
+        };
+        let outcome = each();
+        let driver = self.device.driver();
+        let unmapped = if mapped > 0 { driver.unmap(ptr, mapped * granule) } else { Ok(()) };
+        let released = pieces.into_iter().try_for_each(|piece| driver.release_physical(piece));
+        outcome.and(unmapped).and(released).and(driver.unreserve(ptr, count * granule)).map(|()| count)
+    }
+
     /// Streams and events.
     fn order(&mut self) -> Result<(), DeviceError> {
         let flags = StreamFlags { non_blocking: true, priority: 0 };
@@ -274,14 +345,31 @@ impl Meter {
         }
     }
 
-    #[expect(clippy::cast_precision_loss, reason = "times to display")]
+    /// What was measured of each page.
+    fn rows_of_pages(&self, session: &Session, pages: u64) -> Vec<PagesRow> {
+        let row = |(key, times): &(Key, Vec<u64>)| {
+            let sorted = Sorted::new(times);
+            PagesRow {
+                benchmark: "bench_vmm",
+                device: session.device_text().to_owned(),
+                device_name: self.device.info().name.clone(),
+                call: key.operation.name(),
+                bytes: key.bytes,
+                pages,
+                avg_us: sorted.mean(),
+                p50_us: sorted.at(50),
+                p90_us: sorted.at(90),
+                p99_us: sorted.at(99),
+                max_us: sorted.at(100),
+                modelled: self.simulated.is_some(),
+            }
+        };
+        self.times.iter().filter(|(key, _)| key.operation != Operation::Reserve).map(row).collect()
+    }
+
     fn rows(&self, session: &Session) -> Vec<Row> {
         let row = |(key, times): &(Key, Vec<u64>)| {
-            let mut sorted = times.clone();
-            sorted.sort_unstable();
-            let at = |share: usize| {
-                sorted.get((sorted.len() - 1) * share / 100).map_or(0.0, |&ns| hundredths(ns as f64 / 1e3))
-            };
+            let sorted = Sorted::new(times);
             Row {
                 device: session.device_text().to_owned(),
                 device_name: self.device.info().name.clone(),
@@ -289,13 +377,35 @@ impl Meter {
                 bytes: key.bytes,
                 mappings: key.mappings,
                 pool: key.pool,
-                rounds: u32::try_from(sorted.len()).unwrap_or(u32::MAX),
-                median_us: at(50),
-                p95_us: at(95),
+                rounds: u32::try_from(times.len()).unwrap_or(u32::MAX),
+                median_us: sorted.at(50),
+                p95_us: sorted.at(95),
                 modelled: self.simulated.is_some(),
             }
         };
         self.times.iter().map(row).collect()
+    }
+}
+
+/// Times in order, to be shown in µs.
+struct Sorted(Vec<u64>);
+
+#[expect(clippy::cast_precision_loss, reason = "times to display")]
+impl Sorted {
+    fn new(times: &[u64]) -> Sorted {
+        let mut times = times.to_vec();
+        times.sort_unstable();
+        Sorted(times)
+    }
+
+    /// The time that so many percent do not exceed.
+    fn at(&self, percent: usize) -> f64 {
+        let last = self.0.len().saturating_sub(1);
+        self.0.get(last * percent / 100).map_or(0.0, |&ns| hundredths(ns as f64 / 1e3))
+    }
+
+    fn mean(&self) -> f64 {
+        hundredths(self.0.iter().sum::<u64>() as f64 / 1e3 / self.0.len().max(1) as f64)
     }
 }
 

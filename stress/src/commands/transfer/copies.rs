@@ -1,7 +1,8 @@
 //! Bandwidth and latency of every method of copying.
 
+use std::fs::File;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use aquifer::transfer::{FilePart, Owner, Region};
@@ -169,7 +170,7 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
             }
             let by_host = direction == ON_HOST;
             let ns = if by_host {
-                meter.time_on_host(|| copy(meter, &mut ends))?
+                meter.time_on_host(|| Ok(()), || copy(meter, &mut ends))?
             } else {
                 meter.time(|| copy(meter, &mut ends))?
             };
@@ -257,16 +258,32 @@ impl AsRef<[u8]> for FirstHalf {
 }
 
 /// A file that is removed when it is dropped.
-struct Temporary(PathBuf);
+pub(super) struct Temporary(PathBuf);
 
 impl Temporary {
     fn new(content: &[u8]) -> Result<Temporary, Failure> {
-        let path = std::env::temp_dir().join(format!("aquifer-stress-{}-{}", std::process::id(), content.len()));
-        let wrong = |cause| Failure::File { path: path.clone(), cause };
-        let mut file = std::fs::File::create_new(&path).map_err(wrong)?;
-        let own = Temporary(path.clone());
-        file.write_all(content).and_then(|()| file.sync_all()).map_err(wrong)?;
+        let (own, mut file) = Temporary::create(&content.len().to_string())?;
+        file.write_all(content).and_then(|()| file.sync_all()).map_err(|cause| own.failed(cause))?;
         Ok(own)
+    }
+
+    /// An empty file, open for reading and writing.
+    pub(super) fn create(name: &str) -> Result<(Temporary, File), Failure> {
+        let own = Temporary(std::env::temp_dir().join(format!("aquifer-stress-{}-{name}", std::process::id())));
+        let file = File::options().read(true).write(true).create_new(true).open(&own.0);
+        match file {
+            Ok(file) => Ok((own, file)),
+            // It is another program's, and stays.
+            Err(cause) => Err(std::mem::ManuallyDrop::new(own).failed(cause)),
+        }
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.0
+    }
+
+    pub(super) fn failed(&self, cause: std::io::Error) -> Failure {
+        Failure::File { path: self.0.clone(), cause }
     }
 }
 

@@ -46,13 +46,22 @@ pub(super) struct Meter {
     begun: Instant,
     rounds: u32,
     most: u64,
+    /// What was asked for, and a quarter of the device.
+    limits: (Option<u64>, u64),
+    /// The most that the link to the host carries in a direction, in GB/s, as far as it is known.
+    pub(super) link_gb_s: Option<f64>,
 }
+
+/// The largest copies unless asked for, in bytes.
+const USUAL: u64 = 64 << 20;
 
 impl Meter {
     pub(super) fn new(session: &Session, args: &TransferArgs) -> Result<Meter, Failure> {
         let (device, simulated) = session.open_with_simulator()?;
         let transfer = Transfer::new(&session.allocator(&device, session.config()?)?)?;
         let peer = if args.measures(Part::Copies) { Peer::open(session, &transfer)? } else { None };
+        // A quarter of the device, as some methods use rows with gaps at both ends.
+        let limits = (args.largest, device.memory_info()?.free / 4);
         Ok(Meter {
             transfer,
             peer,
@@ -61,8 +70,9 @@ impl Meter {
             simulated,
             begun: Instant::now(),
             rounds: args.rounds,
-            // A quarter of the device, as some methods use rows with gaps at both ends.
-            most: args.largest.min(device.memory_info()?.free / 4),
+            most: args.largest.unwrap_or(USUAL).min(limits.1),
+            limits,
+            link_gb_s: session.sim().map(|sim| sim.card_link_gb_s() as f64).or_else(pcie_gb_s),
         })
     }
 
@@ -88,6 +98,13 @@ impl Meter {
         sizes
     }
 
+    /// The size of a copy of `bytes` bytes, as far as the device has room for it and no smaller one
+    /// was asked for. On a simulated device it is smaller, too: there it takes time alone.
+    pub(super) fn most_of(&self, bytes: u64) -> u64 {
+        let usual = if self.is_modelled() { USUAL } else { bytes };
+        self.limits.0.unwrap_or(usual).min(bytes).min(self.limits.1).max(LEAST)
+    }
+
     /// The largest of them.
     pub(super) fn largest(&self) -> u64 {
         self.sizes().last().copied().unwrap_or(LEAST)
@@ -104,17 +121,28 @@ impl Meter {
     /// Nanoseconds that `work` takes by the clock, the median of all rounds but a first one. The
     /// device is idle before each.
     pub(super) fn time(&self, work: impl FnMut() -> Result<(), Failure>) -> Result<f64, Failure> {
-        self.time_by(|| self.now_ns(), work)
+        self.time_by(|| self.now_ns(), || Ok(()), work)
     }
 
-    /// The same by the host's clock, for work without a device.
-    pub(super) fn time_on_host(&self, work: impl FnMut() -> Result<(), Failure>) -> Result<f64, Failure> {
-        self.time_by(|| self.host_ns(), work)
+    /// The same by the host's clock, for the host's own work. `prepare` comes before each, and does
+    /// not count.
+    pub(super) fn time_on_host(
+        &self,
+        prepare: impl FnMut() -> Result<(), Failure>,
+        work: impl FnMut() -> Result<(), Failure>,
+    ) -> Result<f64, Failure> {
+        self.time_by(|| self.host_ns(), prepare, work)
     }
 
-    fn time_by(&self, now_ns: impl Fn() -> u64, mut work: impl FnMut() -> Result<(), Failure>) -> Result<f64, Failure> {
+    fn time_by(
+        &self,
+        now_ns: impl Fn() -> u64,
+        mut prepare: impl FnMut() -> Result<(), Failure>,
+        mut work: impl FnMut() -> Result<(), Failure>,
+    ) -> Result<f64, Failure> {
         let mut times = Vec::new();
         for round in 0..=self.rounds {
+            prepare()?;
             self.transfer.device().synchronize()?;
             let start = now_ns();
             work()?;
@@ -164,8 +192,43 @@ impl Peer {
     }
 }
 
+/// The bandwidth of the PCIe links of this machine's GPUs in a direction, in GB/s, if Linux tells it
+/// and all have the same.
+fn pcie_gb_s() -> Option<f64> {
+    let devices = std::fs::read_dir("/sys/bus/pci/devices").ok()?.flatten().map(|entry| entry.path());
+    let limits = devices.filter_map(|device| {
+        let read = |name: &str| std::fs::read_to_string(device.join(name)).ok();
+        let is_gpu = read("vendor")?.trim() == "0x10de" && read("class")?.starts_with("0x03");
+        is_gpu.then(|| link_gb_s(&read("max_link_speed")?, &read("max_link_width")?)).flatten()
+    });
+    let limits: Vec<f64> = limits.collect();
+    limits.first().copied().filter(|first| limits.iter().all(|limit| limit == first))
+}
+
+/// What a PCIe link carries: transfers a second of a bit on each lane, with the code of the
+/// generation.
+fn link_gb_s(speed: &str, lanes: &str) -> Option<f64> {
+    let transfers: f64 = speed.split_whitespace().next()?.parse().ok()?;
+    let lanes: f64 = lanes.trim().parse().ok()?;
+    let code = if transfers < 8.0 { 8.0 / 10.0 } else { 128.0 / 130.0 };
+    (transfers > 0.0 && lanes > 0.0).then_some(transfers * lanes / 8.0 * code)
+}
+
 /// Gigabytes (10^9) a second.
 #[expect(clippy::cast_precision_loss, reason = "a rate to display")]
 pub(super) fn rate(bytes: u64, ns: f64) -> f64 {
     if ns > 0.0 { bytes as f64 / ns } else { 0.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::link_gb_s;
+
+    #[test]
+    fn a_link_carries_its_lanes_without_the_code() {
+        let rounded = |speed, lanes| link_gb_s(speed, lanes).map(|limit| (limit * 10.0).round() / 10.0);
+        assert_eq!(rounded("32.0 GT/s PCIe\n", "16\n"), Some(63.0));
+        assert_eq!(rounded("5.0 GT/s PCIe\n", "8\n"), Some(4.0));
+        assert_eq!((rounded("Unknown\n", "16\n"), rounded("8.0 GT/s PCIe\n", "0\n")), (None, None));
+    }
 }

@@ -2,7 +2,9 @@
 
 mod copies;
 mod meter;
+mod model;
 mod overlap;
+mod published;
 mod small;
 
 use crate::cli::{Part, TransferArgs};
@@ -25,6 +27,15 @@ pub fn run(session: &Session, args: &TransferArgs) -> Result<Outcome, Failure> {
     }
     if args.measures(Part::Overlap) {
         overlap::run(session, &meter)?;
+    }
+    if args.measures(Part::Nvbandwidth) {
+        published::bandwidth(session, &meter)?;
+    }
+    if args.measures(Part::SwapBlocks) {
+        published::swap_blocks(session, &meter)?;
+    }
+    if args.measures(Part::Model) {
+        model::run(session, &meter)?;
     }
     Ok(match meter.violations(session) {
         0 => Outcome::Done,
