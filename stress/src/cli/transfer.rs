@@ -96,14 +96,15 @@ overlap:
   together_ms               time of both together
   overlap                   the share of the shorter one that took no extra time
 nvbandwidth, swap_blocks:
-  test                      nvbandwidth's test; \"swap_blocks, in\" to the device, or \"swap_blocks, out\"
-  method                    \"driver\": a call of the driver for each copy; \"transfer\" and \"batch\": ours
-  bytes, copies             size and number of the copies. Of two directions at once, the first counts
+  test                      nvbandwidth's name; \"swap_blocks, in\" is to the device, \"out\" from it
+  method                    \"driver\": one of its calls for each copy; \"transfer\", \"batch\": ours. On
+                            a simulated device the packing of a batch, on the host, does not count
+  bytes, copies             size and number of the copies; of both ways, those that are measured
   us, gb_per_s              time of all, and bandwidth
-  of_link                   bandwidth as a share of what the link carries: that of the simulated card,
-                            or of PCIe as Linux tells it, where all GPUs have the same; else null
+  of_link                   bandwidth as a share of what the link carries: as simulated, or of PCIe
+                            as Linux tells it, where all GPUs have the same; else null
 model:
-  method, page_cache        \"read, then copied\" by the driver in pieces, or \"load_safetensors\"; \"cold\":
-                            the file was taken out of the page cache before; or \"warm\"
+  method                    \"load_safetensors\", or \"read, then copied\" by the driver, in pieces
+  page_cache                \"cold\" if the file was taken out of the page cache before, or \"warm\"
   bytes, tensors            size of the model, a file in the folder of temporary files (TMPDIR)
   seconds, gb_per_s         time by the host's clock on every device, and bandwidth";

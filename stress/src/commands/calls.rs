@@ -441,6 +441,16 @@ mod tests {
     }
 
     #[test]
+    fn a_page_that_cannot_be_made_accessible_leaves_nothing_behind() {
+        for call in ["cuMemCreate#3", "cuMemMap#5", "cuMemSetAccess#2", "cuMemUnmap#4"] {
+            let mut meter = meter(&format!("sim:64MiB,fault={call}:999"));
+            assert!(meter.pages().is_err(), "{call}");
+            let free = meter.device.memory_info().unwrap();
+            assert_eq!(free.free, free.total, "{call}");
+        }
+    }
+
+    #[test]
     fn a_device_of_few_granules_leaves_out_the_mappings_that_need_more() {
         let mut meter = meter("sim:64MiB");
         meter.mappings().unwrap();

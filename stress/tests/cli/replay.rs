@@ -229,6 +229,11 @@ fn soak_and_calls_print_their_figures() {
     assert!(create["pool"].is_null() && create["device_name"] == "Simulated H100 24 GiB", "{create}");
     let pooled = calls.iter().filter(|row| row["call"] == "cuMemAllocAsync" && row["bytes"] == 2 << 20);
     assert_eq!(pooled.map(|row| &row["pool"]).collect::<Vec<_>>(), ["cold", "warm"]);
+    let pages: Vec<&Value> = calls.iter().filter(|row| row["benchmark"] == "bench_vmm").collect();
+    assert_eq!(pages.len(), 4);
+    assert!(pages.iter().all(|row| row["pages"] == 4096 && row["p50_us"] == row["max_us"]), "{pages:?}");
+    let unmapped = rows(0, &["--device", "sim:24GiB,vmm=off", "calls", "--rounds", "1"]);
+    assert!(unmapped.iter().all(|row| row["benchmark"].is_null()), "{unmapped:?}");
     let output = stress(&["calls", "--rounds", "1", "--config", "limit_mb:100"]);
     assert!(errors(&output).contains("warning: --config has no effect here"), "{}", errors(&output));
     for wrong in

@@ -87,6 +87,50 @@ fn copies_overlap_with_kernels_and_each_other() {
     assert!(rows.iter().all(|row| number(row, "overlap") >= 0.9), "{rows:?}");
 }
 
+/// With nvbandwidth's names; both directions of the link carry as much at the same time.
+#[test]
+fn both_ways_have_the_names_of_nvbandwidth_and_a_share_of_the_link() {
+    let rows = measured(&["--only", "nvbandwidth", "--max-mb", "16"]);
+    for direction in ["host_to_device", "device_to_host"] {
+        for test in [format!("{direction}_memcpy_ce"), format!("{direction}_bidirectional_memcpy_ce")] {
+            for method in ["driver", "transfer"] {
+                let row = rows.iter().find(|row| row["test"] == *test && row["method"] == method).unwrap();
+                assert_eq!(row["bytes"], 16 << 20, "{row}");
+                assert!((0.9..=1.0).contains(&number(row, "of_link")), "{row}");
+            }
+        }
+    }
+    assert_eq!(rows.len(), 8);
+    let slow = super::rows(0, &["--device", "sim:1GiB,link=5", "transfer", "--only", "nvbandwidth", "--max-mb", "1"]);
+    assert!(slow.iter().all(|row| number(row, "gb_per_s") <= 5.0 && number(row, "of_link") > 0.5), "{slow:?}");
+}
+
+#[test]
+fn scattered_blocks_are_swapped_both_ways() {
+    let rows = measured(&["--only", "swap-blocks", "--max-mb", "1"]);
+    // 256 × 4 KiB, 128 × 8 KiB, ... 2 × 512 KiB.
+    assert_eq!(rows.len(), 8 * 4);
+    for test in ["swap_blocks, in", "swap_blocks, out"] {
+        let of = |method: &str| {
+            let of = |row: &&Value| row["test"] == test && row["method"] == method && row["bytes"] == 4096;
+            rows.iter().find(of).unwrap()
+        };
+        assert_eq!(of("driver")["copies"], 256);
+        assert!(number(of("batch"), "gb_per_s") > number(of("driver"), "gb_per_s"), "{rows:?}");
+    }
+}
+
+#[test]
+fn a_model_is_loaded_with_cold_and_warm_page_cache() {
+    let rows = measured(&["--only", "model", "--max-mb", "4"]);
+    assert_eq!(rows.len(), if cfg!(target_os = "linux") { 4 } else { 2 });
+    for row in &rows {
+        assert_eq!((&row["tensors"], &row["clock"], &row["modelled"]), (&json!(291), &json!("host"), &json!(false)));
+        assert!(bytes(row, "bytes") > 3 << 20 && bytes(row, "bytes") <= 4 << 20, "{row}");
+        assert!(number(row, "seconds") > 0.0, "{row}");
+    }
+}
+
 #[test]
 fn wrong_arguments_are_refused() {
     for args in [["transfer", "--max-mb", "0"], ["transfer", "--rounds", "0"], ["transfer", "--only", "all"]] {
