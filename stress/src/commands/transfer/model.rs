@@ -67,8 +67,8 @@ fn bytes_of(tensors: &[(String, Vec<u64>)]) -> u64 {
 
 /// The largest model that has at most this many bytes, or the smallest one.
 fn at_most(bytes: u64) -> Vec<(String, Vec<u64>)> {
-    let sizes = (0..=6).map(|power| tensors(1 << power));
-    sizes.clone().find(|tensors| bytes_of(tensors) <= bytes).or(sizes.last()).unwrap_or_default()
+    let mut sizes = (0..6).map(|power| tensors(1 << power));
+    sizes.find(|tensors| bytes_of(tensors) <= bytes).unwrap_or_else(|| tensors(64))
 }
 
 /// Writes the model, with contents that do not compress. Returns where its tensors begin.
@@ -81,7 +81,7 @@ fn write(file: &mut File, tensors: &[(String, Vec<u64>)]) -> std::io::Result<u64
         (name.clone(), entry)
     });
     let mut header = serde_json::Value::Object(entries.collect()).to_string();
-    while header.len() % 8 != 0 {
+    while !header.len().is_multiple_of(8) {
         header.push(' ');
     }
     file.write_all(&(header.len() as u64).to_le_bytes())?;

@@ -21,7 +21,7 @@ const BANDWIDTH_BYTES: u64 = 512 << 20;
 const BLOCK_BYTES: std::ops::RangeInclusive<u32> = 12..=22;
 
 /// The most blocks that are swapped at once.
-const BLOCKS_MAX: u64 = 256;
+const BLOCKS_MAX: usize = 256;
 
 /// The copies of the driver alone, and ours.
 const DRIVER: &str = "driver";
@@ -160,9 +160,8 @@ struct Caches {
 }
 
 impl Caches {
-    fn new(meter: &Meter, blocks: u64, bytes: u64) -> Result<Caches, Failure> {
-        let (count, len) = (blocks as usize, bytes as usize);
-        let mut device = meter.buffer(blocks * bytes)?;
+    fn new(meter: &Meter, count: usize, len: usize) -> Result<Caches, Failure> {
+        let mut device = meter.buffer((count * len) as u64)?;
         let host = vec![1; count * len];
         meter.transfer.upload(host.clone(), &mut device)?.wait()?;
         let pinned = HostBuffer::new(meter.transfer.device(), count * len)?;
@@ -213,18 +212,20 @@ impl Caches {
 /// vLLM's `swap_blocks`: scattered blocks of a cache, of 2^k bytes, both ways.
 pub(super) fn swap_blocks(session: &Session, meter: &Meter) -> Result<(), Failure> {
     let mut rows = Vec::new();
-    for bytes in BLOCK_BYTES.map(|power| 1_u64 << power) {
-        let blocks = BLOCKS_MAX.min(meter.largest() / bytes);
+    for bytes in BLOCK_BYTES.map(|power| 1_usize << power) {
+        let blocks = usize::try_from(meter.largest()).unwrap_or(usize::MAX) / bytes;
+        let blocks = blocks.min(BLOCKS_MAX);
         if blocks < 2 {
             break;
         }
         let blocks = 1 << blocks.ilog2();
+        let copied = (blocks as u64, bytes as u64);
         let mut caches = Caches::new(meter, blocks, bytes)?;
         for (test, up) in [("swap_blocks, in", true), ("swap_blocks, out", false)] {
             let ns = meter.time(|| caches.by_driver(&meter.stream, up))?;
-            rows.push(Row::new(meter, "swap_blocks", test, DRIVER, (blocks, bytes), ns));
+            rows.push(Row::new(meter, "swap_blocks", test, DRIVER, copied, ns));
             let ns = meter.time(|| caches.batched(meter, up))?;
-            rows.push(Row::new(meter, "swap_blocks", test, "batch", (blocks, bytes), ns));
+            rows.push(Row::new(meter, "swap_blocks", test, "batch", copied, ns));
         }
     }
     show(session, &rows)
