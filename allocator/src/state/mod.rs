@@ -27,11 +27,11 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use aquifer_device::fork::Mutex as LeafMutex;
+use aquifer_device::fork::parking_lot::Condvar;
 use aquifer_device::internal::{Timeline, drop_left};
 use aquifer_device::{Device, DevicePtr, NewBlock, Tick, Witness, fork};
 use crossbeam_queue::ArrayQueue;
 use crossbeam_utils::CachePadded;
-use parking_lot::Condvar;
 
 use crate::core::Core;
 use crate::core::heap::{Passed, Walk};

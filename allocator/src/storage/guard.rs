@@ -17,8 +17,8 @@ use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use aquifer_device::fork::parking_lot::MutexGuard;
 use aquifer_device::{AccessKind, Stream, Tick};
-use parking_lot::MutexGuard;
 
 use crate::error::AllocError;
 use crate::sleep::wake_lock::{Count, Kind, WakeLock};
