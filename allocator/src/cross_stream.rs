@@ -113,7 +113,7 @@ pub(crate) fn synchronize_pending(allocator: &Allocator, which: Which) -> Result
         let mut guard = allocator.state().lock();
         guard.end_waits();
         guard.show_waiting();
-        while guard.return_strays() {}
+        guard.return_strays(usize::MAX);
     }
     Ok(waited)
 }
@@ -201,5 +201,24 @@ mod tests {
         }
         assert_eq!(allocator.stats().active.all.current, 0);
         assert_eq!(allocator.state().special().load(Ordering::Relaxed) & special::WAITING, 0);
+    }
+
+    #[test]
+    fn free_memory_of_a_pool_is_waited_for_beside_any_number_of_other_strays() {
+        let device = Device::new(SimDriver::new(SimConfig::new(4 << 30)));
+        let allocator = Allocator::new(&device, Config::parse("backing:segments").unwrap()).unwrap();
+        let pool = allocator.create_pool(Default::default()).unwrap();
+        let [one, two, three] = [(); 3].map(|()| device.stream().unwrap());
+        let blocks = |stream| (0..200).map(|_| allocator.alloc_bytes(2 << 20, stream).unwrap()).collect::<Vec<_>>();
+        drop((blocks(&one), pool.alloc_bytes(20 << 20, &one).unwrap()));
+        one.synchronize().unwrap();
+        let (of_two, of_three) = (blocks(&two), pool.alloc_bytes(10 << 20, &three).unwrap());
+        of_two.iter().for_each(|block| two.fill(block.ptr(), 1, block.bytes()).unwrap());
+        let (_used, strays): (Vec<_>, Vec<_>) = of_two.into_iter().enumerate().partition(|(at, _)| at % 2 == 0);
+        drop(strays);
+        three.fill(of_three.ptr(), 1, of_three.bytes()).unwrap();
+        drop(of_three);
+        assert_eq!(allocator.state().lock().heap().noted_strays(), 101);
+        assert_eq!(pool.empty_cache().unwrap(), 20 << 20);
     }
 }

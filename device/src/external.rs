@@ -96,7 +96,7 @@ impl Drop for ExternalStream {
         }
         let timeline = self.stream.timeline();
         let scope = timeline.capture().filter(|scope| scope.began_on(timeline));
-        if let Some(scope) = scope.as_ref().filter(|scope| !scope.launches.is_foreign()) {
+        if let Some(scope) = scope.as_ref().filter(|scope| !scope.announced) {
             match scope.end_to_discard(timeline) {
                 Ok(graph) => self.stream.context().releases.release(Object::Graph(graph)),
                 Err(error) => tracing::warn!(%error, "a capture on an adopted stream could not be ended"),

@@ -17,6 +17,9 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
+/// For crates that have guards of the locks below: one version for all.
+#[doc(hidden)]
+pub use parking_lot;
 use parking_lot::{MutexGuard, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};

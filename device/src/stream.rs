@@ -453,8 +453,8 @@ impl Stream {
     /// Streams that a body forked stand for themselves. No driver call.
     pub fn body_of(&self) -> Option<Stream> {
         let scope = self.0.timeline.capture_if_any()?;
-        let (with_node, _) = scope.around.as_ref().filter(|_| scope.began_on(&self.0.timeline))?;
-        with_node.body_of().or_else(|| Some(with_node.clone()))
+        let (with_node, _) = scope.around().filter(|_| scope.began_on(&self.0.timeline))?;
+        with_node.body_of().or(Some(with_node))
     }
 
     /// The launches of the graph that the stream is known to be captured into. No driver call.

@@ -5,9 +5,7 @@
 //! Leaf locks need no counterpart and are parking_lot's.
 
 #[cfg(not(aquifer_shuttle))]
-pub(crate) use aquifer_device::fork::{Condvar, Mutex};
-#[cfg(not(aquifer_shuttle))]
-pub(crate) use parking_lot::MutexGuard;
+pub(crate) use aquifer_device::fork::{Condvar, Mutex, parking_lot::MutexGuard};
 
 #[cfg(aquifer_shuttle)]
 pub(crate) use modelled::{Condvar, Mutex, MutexGuard};

@@ -4,11 +4,12 @@ use aquifer_device::internal::Clock;
 
 use crate::core::Core;
 use crate::core::heap::Owner;
+use crate::core::heap::strays::LOOKS;
 use crate::core::pools::Which;
 use crate::core::streams::{Pending, Streams};
 use crate::history::{Action, Actions, Subject};
 use crate::tags::Tag;
-use crate::types::{After, BlockId, Granted, Request, StreamId, Use};
+use crate::types::{After, BlockId, Granted, Request, StreamId, Use, latest_by_stream};
 
 impl Core {
     /// Serves a request from its stream's free blocks. `None` also if the stream is not known yet.
@@ -71,7 +72,7 @@ impl Core {
     /// Serves a request from memory that is known done: from what came back to the stream's
     /// regions, else from that of others.
     pub(crate) fn take_done(&mut self, request: &Request) -> Option<Granted> {
-        if self.return_strays()
+        if self.return_strays(LOOKS)
             && let Some(granted) = self.take_own(request)
         {
             return Some(granted);
@@ -106,10 +107,10 @@ impl Core {
         self.streams.not_done(uses.into_iter())
     }
 
-    /// What strays of some pools wait for.
+    /// What all strays of some pools wait for.
     pub(crate) fn strays_wait_for(&self, which: Which) -> Pending {
-        let strays = self.heap.ticks_of_strays().filter(|&(_, pool)| self.pools.is_among(pool, which));
-        self.streams.not_done(strays.map(|(last_use, _)| last_use))
+        let strays = self.heap.ticks_of_strays(usize::MAX).filter(|&(_, pool)| self.pools.is_among(pool, which));
+        self.streams.not_done(latest_by_stream(strays.map(|(last_use, _)| last_use)))
     }
 
     /// True if an event is to be recorded on a stream now, so that the host learns how far it gets.
@@ -143,11 +144,11 @@ impl Core {
         heap.note_recent_uses(|stream| streams.known_done(stream));
     }
 
-    /// Gives strays that are done to the streams of their regions. Returns true if fewer are noted
-    /// now.
-    pub(crate) fn return_strays(&mut self) -> bool {
+    /// Gives strays that are done to the streams of their regions, after a look at no more than
+    /// `looks`. Returns true if fewer are noted now.
+    pub(crate) fn return_strays(&mut self, looks: usize) -> bool {
         let Core { heap, streams, .. } = self;
-        heap.return_strays(|stream| streams.known_done(stream))
+        heap.return_strays(looks, |stream| streams.known_done(stream))
     }
 
     /// Checks the heap's identities now and then, in debug builds. The cost of a check grows with

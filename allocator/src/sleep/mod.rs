@@ -148,11 +148,15 @@ impl Allocator {
                 {
                     // No lock is held here: threads that keep the allocator awake may need any
                     // before they end that.
-                    if options.are_for_all() {
-                        self.state().refuse_wake_locks();
-                    }
                     let mut delay = Duration::from_micros(50);
-                    while self.state().wake_counts().is_some() && until.is_none_or(|until| Instant::now() < until) {
+                    loop {
+                        // Each time, because another sleep that gives up and waking a part end it.
+                        if options.are_for_all() {
+                            self.state().refuse_wake_locks();
+                        }
+                        if self.state().wake_counts().is_none() || until.is_some_and(|until| Instant::now() >= until) {
+                            break;
+                        }
                         pause_for(delay);
                         delay = (2 * delay).min(Duration::from_millis(5));
                     }

@@ -1,11 +1,15 @@
 //! Sleep saves and brings back live memory alone.
 
+use std::thread;
+use std::time::Duration;
+
 use aquifer_device::{AccessKind, Device, HandleKind, Operation, Stream};
 use aquifer_sim::{SimConfig, SimDriver};
 use proptest::prelude::*;
 
 use crate::{
-    AccessGuard, AllocError, Allocation, Allocator, Config, Contents, KeptBy, Part, PoolOptions, SleepOptions, TagScope,
+    AccessGuard, AllocError, Allocation, Allocator, Config, Contents, KeptBy, Part, PoolOptions, Reservation,
+    SleepOptions, TagScope,
 };
 
 const MIB: u64 = 1 << 20;
@@ -197,4 +201,43 @@ fn the_allocation_that_keeps_an_allocator_awake_is_named_wherever_it_is() {
         let used: Vec<_> = by.allocations.iter().map(|used| (used.ptr, used.bytes)).collect();
         assert_eq!((used, by.access_guards), (vec![(storage.ptr(), storage.bytes())], 1));
     }
+}
+
+#[test]
+fn a_forgotten_guard_keeps_its_allocator_awake_and_no_later_one() {
+    let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
+    let allocator = Allocator::new(&device, Config::default()).unwrap();
+    let stream = device.stream().unwrap();
+    let storage = allocator.alloc_storage(MIB, 1, &stream).unwrap();
+    let reservation = Reservation::acquire(&storage, AccessKind::Write).unwrap();
+    std::mem::forget(reservation.access(&stream).unwrap());
+    drop(reservation);
+    let Err(AllocError::KeptAwake(by)) = allocator.sleep(Contents::Discard) else { panic!("it sleeps") };
+    assert_eq!((by.access_guards, by.reservations, by.is_this_thread), (1, 0, true));
+    drop((storage, allocator));
+    for _ in 0..2 {
+        Allocator::new(&device, Config::default()).unwrap().sleep(Contents::Discard).unwrap();
+    }
+}
+
+#[test]
+fn a_sleep_that_gives_up_ends_no_other_ones_wait() {
+    let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
+    let allocator = Allocator::new(&device, Config::default()).unwrap();
+    let awake = allocator.keep_awake().unwrap();
+    let patient = SleepOptions::all(Contents::Discard).waiting(Duration::from_secs(600));
+    thread::scope(|scope| {
+        let sleeper = scope.spawn(|| allocator.sleep(patient));
+        let refuses = || {
+            while !allocator.is_asleep() {
+                assert!(!sleeper.is_finished(), "newcomers are served while it waits");
+                thread::yield_now();
+            }
+        };
+        refuses();
+        allocator.sleep(Contents::Discard).unwrap_err();
+        refuses();
+        drop(awake);
+        sleeper.join().unwrap().unwrap();
+    });
 }

@@ -101,17 +101,26 @@ impl Count {
             if state.refuses(memory) {
                 return Err(AllocError::Asleep);
             }
-            let place = if memory.is_empty() { 0 } else { memory.start / UNIT + 1 };
-            let added = (place << NUMBER_BITS) + 1;
-            let before = state.wake_locks.counts[kind as usize].fetch_add(added, Ordering::SeqCst);
-            let count = Count { state, kind, added };
-            if number(before) >= NUMBER_MAX {
-                return Err(state.kept_awake(state.wake_counts().unwrap_or_default()));
-            }
+            let count = Count::unrefused(state, kind, memory)?;
             if !state.has_flag(SPLITTING) {
                 return if state.refuses(memory) { Err(AllocError::Asleep) } else { Ok(count) };
             }
         }
+    }
+
+    /// As [`Count::new`], for a caller by which the allocator is kept awake already.
+    ///
+    /// # Errors
+    /// When there are too many.
+    fn unrefused(state: &'static AllocatorState, kind: Kind, memory: &Range<u64>) -> Result<Count, AllocError> {
+        let place = if memory.is_empty() { 0 } else { memory.start / UNIT + 1 };
+        let added = (place << NUMBER_BITS) + 1;
+        let before = state.wake_locks.counts[kind as usize].fetch_add(added, Ordering::SeqCst);
+        let count = Count { state, kind, added };
+        if number(before) >= NUMBER_MAX {
+            return Err(state.kept_awake(state.wake_counts().unwrap_or_default()));
+        }
+        Ok(count)
     }
 }
 
@@ -131,11 +140,7 @@ impl Drop for Count {
 /// [`Allocator::keep_awake`].
 #[must_use = "it ends when it is dropped"]
 pub struct WakeLock {
-    state: &'static AllocatorState,
-    kind: Kind,
-    /// `None` for an access guard of a reservation, where the reservation keeps the allocator
-    /// awake.
-    _count: Option<Count>,
+    count: Count,
     /// Keeps the allocator state in use by this allocator where no memory does.
     _allocator: Option<Allocator>,
     /// Bound to its thread.
@@ -146,7 +151,7 @@ impl WakeLock {
     /// The wake lock of an access guard on some memory; empty for any.
     pub(crate) fn of_guard(state: &'static AllocatorState, memory: &Range<u64>) -> Result<WakeLock, AllocError> {
         let count = Count::new(state, Kind::AccessGuard, memory)?;
-        Ok(WakeLock::noted(state, Kind::AccessGuard, Some(count), None))
+        Ok(WakeLock::noted(count, None))
     }
 
     /// Keeps the allocators of all this memory awake, for access guards on it.
@@ -155,7 +160,7 @@ impl WakeLock {
     ) -> Result<Vec<WakeLock>, AllocError> {
         let mut all: Vec<WakeLock> = Vec::new();
         for (state, range) in memory {
-            if !all.iter().any(|one| std::ptr::eq(one.state, state)) {
+            if !all.iter().any(|one| std::ptr::eq(one.count.state, state)) {
                 all.push(WakeLock::of_guard(state, &range)?);
             } else if state.refuses(&range) {
                 return Err(AllocError::Asleep);
@@ -164,31 +169,27 @@ impl WakeLock {
         Ok(all)
     }
 
-    /// The wake lock of an access guard of a reservation.
-    pub(crate) fn of_reservation(state: &'static AllocatorState) -> WakeLock {
-        WakeLock::noted(state, Kind::Reservation, None, None)
+    /// The wake lock of an access guard of a reservation, which keeps the allocator awake, too. The
+    /// guard counts of its own, because its thread has it even if it is forgotten.
+    pub(crate) fn of_reservation(state: &'static AllocatorState, memory: &Range<u64>) -> Result<WakeLock, AllocError> {
+        Ok(WakeLock::noted(Count::unrefused(state, Kind::AccessGuard, memory)?, None))
     }
 
-    fn noted(
-        state: &'static AllocatorState,
-        kind: Kind,
-        count: Option<Count>,
-        allocator: Option<Allocator>,
-    ) -> WakeLock {
-        note(state, kind);
-        WakeLock { state, kind, _count: count, _allocator: allocator, _thread: PhantomData }
+    fn noted(count: Count, allocator: Option<Allocator>) -> WakeLock {
+        note(count.state, count.kind);
+        WakeLock { count, _allocator: allocator, _thread: PhantomData }
     }
 }
 
 impl fmt::Debug for WakeLock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("WakeLock").field("kind", &self.kind).finish_non_exhaustive()
+        f.debug_struct("WakeLock").field("kind", &self.count.kind).finish_non_exhaustive()
     }
 }
 
 impl Drop for WakeLock {
     fn drop(&mut self) {
-        forget(self.state, self.kind);
+        forget(self.count.state, self.count.kind);
     }
 }
 
@@ -389,7 +390,7 @@ impl Allocator {
     pub fn keep_awake(&self) -> Result<WakeLock, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Map)?;
         let count = Count::new(self.state(), Kind::Caller, &(0..0))?;
-        Ok(WakeLock::noted(self.state(), Kind::Caller, Some(count), Some(self.kept_open())))
+        Ok(WakeLock::noted(count, Some(self.kept_open())))
     }
 
     /// Waits until the allocator is awake, for at most `timeout`. Returns true if it is awake, and

@@ -27,11 +27,11 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use aquifer_device::fork::Mutex as LeafMutex;
+use aquifer_device::fork::parking_lot::Condvar;
 use aquifer_device::internal::{Timeline, drop_left};
 use aquifer_device::{Device, DevicePtr, NewBlock, Tick, Witness, fork};
 use crossbeam_queue::ArrayQueue;
 use crossbeam_utils::CachePadded;
-use parking_lot::Condvar;
 
 use crate::core::Core;
 use crate::core::heap::{Passed, Walk};
@@ -281,14 +281,17 @@ impl AllocatorState {
         }
     }
 
-    /// Empties the allocator state and makes it available to the next allocator. Makes no driver
-    /// call: the segments are freed when driver calls are next made for the device.
+    /// Empties the allocator state and makes it available to the next allocator, which an access
+    /// guard that was forgotten would keep awake. Makes no driver call: the segments are freed when
+    /// driver calls are next made for the device.
     #[cold]
     fn recycle(&'static self, mut guard: StateGuard) {
         let locked = guard.take_all();
         // Pushed under the lock: a thread that saw this allocator state closed and comes late finds
         // an empty shared state and does nothing.
-        IDLE.lock().push(self);
+        if self.wake_counts().is_none() {
+            IDLE.lock().push(self);
+        }
         drop(guard);
         close_later(locked);
     }

@@ -17,8 +17,8 @@ use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use aquifer_device::fork::parking_lot::MutexGuard;
 use aquifer_device::{AccessKind, Stream, Tick};
-use parking_lot::MutexGuard;
 
 use crate::error::AllocError;
 use crate::sleep::wake_lock::{Count, Kind, WakeLock};
@@ -167,7 +167,8 @@ impl<'a> AccessGuard<'a> {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
         stream.end_abandoned_captures()?;
-        let awake = WakeLock::of_reservation(storage.allocator().state());
+        let (state, range) = storage.place();
+        let awake = WakeLock::of_reservation(state, &range)?;
         let mut held = storage.hold()?;
         held.order(storage.memory(), stream, kind)?;
         Ok(AccessGuard { held: vec![(held, kind, stream)], _awake: vec![awake] })
@@ -251,10 +252,10 @@ impl Drop for AccessGuard<'_> {
 #[derive(Debug)]
 #[must_use = "the reservation ends when it is dropped"]
 pub struct Reservation {
+    /// Dropped after the reservation has ended, and before the memory.
+    _count: Count,
     storage: Arc<Storage>,
     kind: AccessKind,
-    /// Dropped after the reservation has ended.
-    _count: Count,
 }
 
 impl Reservation {
@@ -273,7 +274,7 @@ impl Reservation {
         uses.note_free(None);
         uses.record.reserve(kind);
         drop(uses);
-        Ok(Reservation { storage: storage.clone(), kind, _count: count })
+        Ok(Reservation { _count: count, storage: storage.clone(), kind })
     }
 
     /// The reserved memory.

@@ -21,9 +21,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use aquifer_device::fork::Mutex;
+use aquifer_device::fork::parking_lot::Condvar;
 use aquifer_device::internal::Timeline;
 use aquifer_device::{AccessKind, DevicePtr, Stream, Tick};
-use parking_lot::Condvar;
 
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;

@@ -9,9 +9,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
 
 #[cfg(not(aquifer_shuttle))]
-pub(crate) use aquifer_device::fork::Mutex;
-#[cfg(not(aquifer_shuttle))]
-pub(crate) use parking_lot::MutexGuard;
+pub(crate) use aquifer_device::fork::{Mutex, parking_lot::MutexGuard};
 #[cfg(not(aquifer_shuttle))]
 pub(crate) use std::sync::atomic;
 
@@ -24,9 +22,9 @@ pub(crate) use shuttle::sync::atomic;
 #[cfg(not(aquifer_shuttle))]
 pub(crate) type RwLock = aquifer_device::fork::RwLock<()>;
 #[cfg(not(aquifer_shuttle))]
-pub(crate) type RwLockReadGuard<'a> = parking_lot::RwLockReadGuard<'a, ()>;
+pub(crate) type RwLockReadGuard<'a> = aquifer_device::fork::parking_lot::RwLockReadGuard<'a, ()>;
 #[cfg(not(aquifer_shuttle))]
-pub(crate) type RwLockWriteGuard<'a> = parking_lot::RwLockWriteGuard<'a, ()>;
+pub(crate) type RwLockWriteGuard<'a> = aquifer_device::fork::parking_lot::RwLockWriteGuard<'a, ()>;
 
 /// A number, not 0, that no two running threads share.
 pub(crate) fn this_thread() -> usize {

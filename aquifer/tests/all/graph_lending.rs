@@ -108,6 +108,24 @@ fn a_graph_lends_no_more_than_a_request_lacks() {
 }
 
 #[test]
+fn a_report_counts_no_memory_that_graphs_lent_which_are_gone() {
+    let bench = bench(DEVICE);
+    let Bench { memory, stream, .. } = &bench;
+    let pool = memory.create_pool(LENDS).unwrap();
+    // In the same addresses, which stay.
+    let _early = pool.alloc_bytes(2 << 20, stream).unwrap();
+    let copying = Copying::in_pool(&bench, &pool, 40);
+    let _other = memory.alloc::<u8>(50 << 20, stream).unwrap();
+    let lent = || match memory.alloc::<u8>(60 << 20, stream) {
+        Err(Error::Alloc(AllocError::OutOfMemory(report))) => report.lent_by_graphs,
+        other => panic!("{other:?}"),
+    };
+    assert!(lent() >= 24 * MIB);
+    drop(copying);
+    assert_eq!(lent(), 0, "no launch needs it");
+}
+
+#[test]
 fn memory_of_a_launch_under_way_is_not_lent_before_it_is_done() {
     let bench = bench(DEVICE);
     let Bench { memory, stream, side, .. } = &bench;

@@ -32,10 +32,8 @@ pub(crate) struct Scope {
     pub(crate) launches: Arc<Launches>,
     /// True if another library began the capture, and ends it.
     pub(crate) announced: bool,
-    /// If this makes a body of a conditional node, the stream with the node, and its capture.
-    pub(crate) around: Option<(Stream, Arc<Scope>)>,
     /// Held while the driver ends the capture, so that a later capture on the stream is not ended
-    /// in its place. Taken before locks of timelines.
+    /// in its place, and that no body begins meanwhile. Taken before locks of timelines.
     ending: Mutex<()>,
     /// The capturing streams that its own are among.
     capturing: Arc<CapturingStreams>,
@@ -50,6 +48,9 @@ pub(crate) struct Scope {
 #[derive(Debug, Default)]
 struct Members {
     over: bool,
+    /// If this makes a body of a conditional node, and until it is over, the stream with the node,
+    /// and its capture.
+    around: Option<(Stream, Arc<Scope>)>,
     /// Number of bodies of conditional nodes that are being captured.
     bodies: usize,
     /// True if the capture goes on although it was dropped.
@@ -70,12 +71,13 @@ impl Scope {
     /// if the stream with the node does not capture.
     pub(super) fn of_body(timeline: &Timeline, with_node: &Stream) -> Option<Arc<Scope>> {
         let around = with_node.timeline().capture()?;
+        let alone = around.ending.lock();
         let mut members = around.members.lock();
         if members.over {
             return None;
         }
         members.bodies += 1;
-        drop(members);
+        drop((members, alone));
         Some(Scope::with(timeline, around.launches.clone(), true, Some((with_node.clone(), around))))
     }
 
@@ -87,8 +89,8 @@ impl Scope {
     ) -> Arc<Scope> {
         let thread = timeline.is_per_thread().then(RunningThread::current);
         let (capturing, handles) = (timeline.context().capturing.clone(), timeline.context().handles.clone());
-        let (ending, members) = (Mutex::new(()), Leaf::default());
-        Arc::new(Scope { launches, announced, around, ending, capturing, handles, thread, members })
+        let (ending, members) = (Mutex::new(()), Leaf::new(Members { around, ..Members::default() }));
+        Arc::new(Scope { launches, announced, ending, capturing, handles, thread, members })
     }
 
     /// Adds a stream. Returns false if the capture is over already.
@@ -104,7 +106,12 @@ impl Scope {
     pub(crate) fn come_after_members(&self) {
         let ticks: Vec<_> = self.members.lock().streams.iter().map(|(stream, _)| stream.tick()).collect();
         ticks.into_iter().for_each(|tick| self.launches.come_after(tick));
-        self.around.iter().for_each(|(_, around)| around.come_after_members());
+        self.around().iter().for_each(|(_, around)| around.come_after_members());
+    }
+
+    /// If this makes a body of a conditional node, the stream with the node, and its capture.
+    pub(crate) fn around(&self) -> Option<(Stream, Arc<Scope>)> {
+        self.members.lock().around.clone()
     }
 
     /// True if the capture is over.
@@ -242,7 +249,7 @@ impl Scope {
     /// of the graph, and the node's stream goes on after it.
     #[must_use]
     pub(super) fn close_announced(self: &Arc<Self>) -> Vec<(Arc<Timeline>, StreamHandle)> {
-        let Some((with_node, around)) = &self.around else { return self.close() };
+        let Some((with_node, around)) = self.around() else { return self.close() };
         self.come_after_members();
         let first = self.members.lock().streams.first().map(|(first, _)| first.clone());
         if let Some(first) = first.filter(|_| !around.is_over()) {
@@ -251,12 +258,16 @@ impl Scope {
         let Some(streams) = self.close_once() else { return Vec::new() };
         self.launches.note_body(streams.iter().map(|(stream, _)| stream.id()));
         around.members.lock().bodies -= 1;
+        self.members.lock().around = None;
         streams
     }
 
     /// As [`Scope::close`], for a capture that ended elsewhere, or that no call can end any more:
-    /// it gives no graph here.
+    /// it gives no graph here. The graph of a body goes on.
     pub(crate) fn give_up(self: &Arc<Self>) {
+        if self.around().is_some() {
+            return drop(self.close_announced());
+        }
         let alone = self.ending.lock();
         if self.is_over() {
             return;

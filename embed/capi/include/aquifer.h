@@ -221,7 +221,7 @@ int aquifer_graph_begin(uint64_t pool,
 // `AQUIFER_INVALID` if this thread began no graph on the stream.
 int aquifer_graph_end(void *stream);
 
-// Notes that the captures that allocated from a pool have ended.
+// Notes that captures that allocated from a pool have ended: those whose streams capture no more.
 int aquifer_pool_end_captures(uint64_t pool);
 
 // Releases a pool. Its live allocations stay valid. Graphs that use its memory must not be launched any more.

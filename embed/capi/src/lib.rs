@@ -375,7 +375,7 @@ pub extern "C" fn aquifer_graph_end(stream: *mut c_void) -> c_int {
     status(|| pools::end_graph(stream))
 }
 
-/// Notes that the captures that allocated from a pool have ended.
+/// Notes that captures that allocated from a pool have ended: those whose streams capture no more.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_pool_end_captures(pool: u64) -> c_int {
     status(|| pools::end_captures(pool))

@@ -6,8 +6,10 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use aquifer::Stream;
 use aquifer::device::DevicePtr;
 use aquifer::memory::{Contents, Part, PoolOptions, PrivatePool, SleepOptions};
+use aquifer_device::AnnouncedCapture;
 
 use crate::failure::Failure;
 use crate::gpu::Gpu;
@@ -15,8 +17,8 @@ use crate::gpu::Gpu;
 struct Pool {
     gpu: &'static Gpu,
     pool: PrivatePool,
-    /// Announcements of the captures that allocate from the pool.
-    captures: Mutex<Vec<Box<dyn Any + Send>>>,
+    /// The captures that allocate from the pool: their streams, and announcements.
+    captures: Mutex<Vec<(Stream, AnnouncedCapture)>>,
 }
 
 static POOLS: Mutex<BTreeMap<u64, Arc<Pool>>> = Mutex::new(BTreeMap::new());
@@ -47,7 +49,7 @@ pub(crate) fn alloc(number: u64, bytes: u64, stream: *mut c_void) -> Result<Devi
         if !stream.is_capturing()
             && let Ok(announced) = stream.announce_capture()
         {
-            captures.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(announced));
+            captures.lock().unwrap_or_else(PoisonError::into_inner).push((stream.clone(), announced));
         }
         pool.alloc_raw(bytes, stream)
     })?
@@ -56,8 +58,11 @@ pub(crate) fn alloc(number: u64, bytes: u64, stream: *mut c_void) -> Result<Devi
 
 pub(crate) fn end_captures(number: u64) -> Result<(), Failure> {
     let pool = find(number)?;
-    let ended = std::mem::take(&mut *pool.captures.lock().unwrap_or_else(PoisonError::into_inner));
-    drop(ended);
+    let all = std::mem::take(&mut *pool.captures.lock().unwrap_or_else(PoisonError::into_inner));
+    // Asks the driver. Other streams may capture on.
+    let goes_on = |(stream, _): &(Stream, _)| stream.end_abandoned_captures().is_err() || stream.is_capturing();
+    let going_on: Vec<_> = all.into_iter().filter(goes_on).collect();
+    pool.captures.lock().unwrap_or_else(PoisonError::into_inner).extend(going_on);
     Ok(())
 }
 

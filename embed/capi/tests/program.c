@@ -392,6 +392,18 @@ static void pools(void)
     CHECK(outside && outside != inside);
     torch_free(outside, 1 << 20, 0, stream);
     CHECK(graph_launch(launchable, stream) == 0 && stream_synchronize(stream) == 0);
+    /* The end of one capture ends no other one of the pool: nothing is unmapped, which might break that. */
+    void *other = new_stream();
+    torch_free(torch_alloc(40 << 20, 0, stream), 40 << 20, 0, stream);
+    CHECK(begin_capture(stream, 1) == 0 && begin_capture(other, 1) == 0);
+    void *insides[] = {aquifer_pool_malloc(pool, 1 << 20, stream), aquifer_pool_malloc(pool, 1 << 20, other)};
+    CHECK(insides[0] && insides[1]);
+    CHECK(end_capture(stream, &graph) == 0 && aquifer_pool_end_captures(pool) == AQUIFER_OK);
+    CHECK(aquifer_empty_cache(0) == AQUIFER_OK && aquifer_memory_reserved(0) >= 40 << 20);
+    fill(insides[1], 1 << 20, other);
+    CHECK(end_capture(other, &graph) == 0 && aquifer_pool_end_captures(pool) == AQUIFER_OK);
+    torch_free(insides[0], 1 << 20, 0, stream);
+    torch_free(insides[1], 1 << 20, 0, other);
     CHECK(aquifer_pool_release(pool) == AQUIFER_OK && aquifer_empty_cache(0) == AQUIFER_OK);
     CHECK(aquifer_memory_reserved(0) == 0);
 }

@@ -6,7 +6,7 @@ use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
-use aquifer::device::{DevicePtr, RequestError};
+use aquifer::device::{DevicePtr, ErrorKind, RequestError};
 use aquifer::memory::PrivatePool;
 use aquifer::{Allocator, Buffer, Stream};
 use cudarc::driver::sys::{CUdeviceptr, CUstreamCaptureMode, CUstreamCaptureStatus};
@@ -194,10 +194,11 @@ fn is_ordered(stream: &CudaStream) -> bool {
 /// cudarc orders the streams that use it, by the two events that each slice has while the context's
 /// event tracking is on. When it is dropped, its own stream waits for them, and then the memory
 /// goes back to the allocator. If tracking was off when it was allocated or is off then, and the
-/// context has several streams, the drop waits for the whole context instead.
+/// context has several streams, the drop waits for the whole context instead; while a stream
+/// captures, a later call of the device does.
 ///
 /// Dropped while its stream captures, it goes back to the graph's pool if it was allocated in the
-/// capture. The graph keeps it otherwise.
+/// capture. The graph keeps it otherwise; one that another library captured keeps it for ever.
 ///
 /// As for slices of its own, cudarc knows only the last stream that read. Where two streams read a
 /// slice, order one after the other, or the slice's own stream after both, before it is written or
@@ -214,21 +215,21 @@ pub struct PoolSlice<T> {
     graph: Option<u64>,
 }
 
-/// Memory of a slice that was dropped while its stream captured: the graph keeps it, because its
-/// work may use it.
-struct OfGraph(Allocator, Arc<CudaStream>, DevicePtr);
+/// Memory of a slice that is freed once the whole context is done.
+struct FreedOnceIdle(Allocator, DevicePtr);
 
-impl Drop for OfGraph {
+impl Drop for FreedOnceIdle {
     fn drop(&mut self) {
-        free_once_idle(&self.0, &self.1, self.2);
-    }
-}
-
-/// Frees memory once the whole context is done. Memory that may be in use is better lost than
-/// reused.
-fn free_once_idle(allocator: &Allocator, stream: &CudaStream, ptr: DevicePtr) {
-    if stream.context().synchronize().is_ok() {
-        let _ = allocator.free_raw(ptr);
+        let FreedOnceIdle(memory, ptr) = self;
+        match memory.device().synchronize() {
+            Ok(()) => drop(memory.free_raw(*ptr)),
+            // A stream captures: another time.
+            Err(error) if error.kind == ErrorKind::Capture => {
+                memory.device().drop_later(Box::new(FreedOnceIdle(memory.clone(), *ptr)));
+            }
+            // Memory that may be in use is better lost than reused.
+            Err(_) => {}
+        }
     }
 }
 
@@ -268,14 +269,18 @@ impl<T> Drop for PoolSlice<T> {
         let launches = crate::stream(&stream).ok().and_then(|stream| stream.launches_of_capture());
         let is_of_capture = launches.as_ref().is_some_and(|launches| self.graph == Some(launches.number()));
         if let Some(launches) = launches.filter(|_| !is_of_capture) {
-            let kept: Arc<dyn Any + Send + Sync> = Arc::new(OfGraph(self.allocator.clone(), stream, ptr));
-            return launches.keep(&kept);
+            // The launches of another library's graph are not seen, so it keeps the memory for ever.
+            if !launches.is_foreign() {
+                let kept: Arc<dyn Any + Send + Sync> = Arc::new(FreedOnceIdle(self.allocator.clone(), ptr));
+                launches.keep(&kept);
+            }
+            return;
         }
         let is_ordered = is_ordered(&stream) && (self.has_events || !stream.context().is_in_multi_stream_mode());
         if is_ordered || is_of_capture {
             let _ = self.allocator.free_raw(ptr);
         } else {
-            free_once_idle(&self.allocator, &stream, ptr);
+            drop(FreedOnceIdle(self.allocator.clone(), ptr));
         }
     }
 }

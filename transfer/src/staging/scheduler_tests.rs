@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 
-use parking_lot::Mutex as PlainMutex;
+use aquifer_device::fork::parking_lot::Mutex as PlainMutex;
 
 use super::super::config::PAGE;
 use super::super::task::Way;

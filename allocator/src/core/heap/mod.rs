@@ -47,7 +47,7 @@ mod index;
 mod last_use;
 mod moves;
 mod pools;
-mod strays;
+pub(crate) mod strays;
 mod walk;
 
 /// A contiguous range of device addresses.

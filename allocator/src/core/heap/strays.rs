@@ -9,8 +9,8 @@
 use super::{Heap, State};
 use crate::types::{After, BlockId, PoolId, StreamId, Use, latest_by_stream};
 
-/// The most strays that are looked at in one go.
-const LOOKS: usize = 64;
+/// The most strays that are looked at in one go where the host does not wait.
+pub(crate) const LOOKS: usize = 64;
 
 impl Heap {
     fn is_stray(&self, id: BlockId) -> bool {
@@ -18,11 +18,11 @@ impl Heap {
     }
 
     /// Gives strays that are done to the streams of their regions, after a look at no more than
-    /// [`LOOKS`] of them. `done` gives the tick that a stream's timeline is known to have reached.
+    /// `looks` of them. `done` gives the tick that a stream's timeline is known to have reached.
     /// Returns true if fewer are noted now.
-    pub(crate) fn return_strays(&mut self, done: impl Fn(StreamId) -> After) -> bool {
+    pub(crate) fn return_strays(&mut self, looks: usize, done: impl Fn(StreamId) -> After) -> bool {
         let noted = self.noted_strays();
-        for _ in 0..self.strays.queue.len().min(LOOKS) {
+        for _ in 0..self.strays.queue.len().min(looks) {
             let Some(id) = self.strays.take() else { break };
             if !self.is_stray(id) {
                 continue;
@@ -39,9 +39,9 @@ impl Heap {
         self.noted_strays() < noted
     }
 
-    /// The last uses of some strays, each with its pool.
-    pub(crate) fn ticks_of_strays(&self) -> impl Iterator<Item = (Use, PoolId)> + '_ {
-        let strays = self.strays.queue.iter().take(LOOKS).filter(|id| self.is_stray(**id));
+    /// The last uses of no more than `looks` strays, each with its pool.
+    pub(crate) fn ticks_of_strays(&self, looks: usize) -> impl Iterator<Item = (Use, PoolId)> + '_ {
+        let strays = self.strays.queue.iter().take(looks).filter(|id| self.is_stray(**id));
         strays.map(|&id| (self.blocks[id].last_use(), self.blocks[id].pool))
     }
 
@@ -82,7 +82,7 @@ impl Heap {
             let keys = index.iter_from_first_fit(size).take(CANDIDATES).filter(|key| key.size >= size);
             keys.map(|key| self.blocks[key.block].last_use()).collect::<Vec<_>>()
         });
-        let of_strays = self.ticks_of_strays().filter(|&(_, of)| of == pool).map(|(last_use, _)| last_use);
+        let of_strays = self.ticks_of_strays(LOOKS).filter(|&(_, of)| of == pool).map(|(last_use, _)| last_use);
         latest_by_stream(uses.chain(of_strays)).collect()
     }
 }
@@ -107,8 +107,8 @@ mod tests {
         heap.give(blocks[1], StreamId(1), ticks(7));
         heap.give(blocks[2], StreamId(0), ticks(6));
         assert_eq!(heap.check(), Ok(()));
-        assert!(!heap.return_strays(|stream| ticks([9, 6][stream.index()])));
-        assert!(heap.return_strays(|stream| ticks([0, 7][stream.index()])));
+        assert!(!heap.return_strays(LOOKS, |stream| ticks([9, 6][stream.index()])));
+        assert!(heap.return_strays(LOOKS, |stream| ticks([0, 7][stream.index()])));
         let block = heap.all_blocks().next().unwrap().2;
         assert_eq!((block.size, block.after, block.owner), (3 * MIB, ticks(6), StreamId(0)));
         assert_eq!(heap.noted_strays(), 0);
@@ -129,7 +129,7 @@ mod tests {
                 heap.take_best(Owner { stream: StreamId(1), has_strays: true }, PoolId::LARGE, MIB, MIB).unwrap();
             }
         }
-        while heap.return_strays(|_| ticks(1)) {}
+        while heap.return_strays(LOOKS, |_| ticks(1)) {}
         assert_eq!((heap.noted_strays(), heap.block(last).owner), (0, StreamId(0)));
         assert_eq!(heap.check(), Ok(()));
     }
@@ -142,7 +142,7 @@ mod tests {
             [0, 1].map(|_| heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::LARGE, MIB, MIB).unwrap());
         heap.give(blocks[0], StreamId(0), ticks(1));
         heap.give(blocks[1], StreamId(1), ticks(1));
-        assert!(!heap.return_strays(|_| ticks(9)));
+        assert!(!heap.return_strays(LOOKS, |_| ticks(9)));
         assert_eq!(heap.check(), Ok(()));
     }
 
@@ -174,14 +174,14 @@ mod tests {
                 }
                 if units == 1 {
                     done = now;
-                    heap.return_strays(|_| ticks(done));
+                    heap.return_strays(LOOKS, |_| ticks(done));
                 }
                 prop_assert_eq!(heap.check(), Ok(()));
             }
             for (id, owner) in live {
                 heap.give(id, StreamId(owner), ticks(1000));
             }
-            while heap.return_strays(|_| ticks(u64::MAX)) {}
+            while heap.return_strays(LOOKS, |_| ticks(u64::MAX)) {}
             prop_assert_eq!(heap.check(), Ok(()));
             prop_assert_eq!(heap.all_blocks().count(), 3);
         }

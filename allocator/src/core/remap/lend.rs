@@ -51,9 +51,9 @@ impl Core {
         self.pools.find(key).map_or(0, Private::lent_bytes)
     }
 
-    /// Bytes that all pools have lent.
+    /// Bytes that all pools have lent and launches will bring back.
     pub(crate) fn lent(&self) -> u64 {
-        self.pools.iter().map(Private::lent_bytes).sum()
+        self.pools.iter().filter(|private| private.graphs.any()).map(Private::lent_bytes).sum()
     }
 
     /// Plans to take frames of about `bytes` from the free memory of idle graphs. `None` if none

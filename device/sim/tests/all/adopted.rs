@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_device::{Code, Device, ErrorKind, Operation, RawStream, Result, StreamFlags};
-use aquifer_sim::Fault;
+use aquifer_sim::{Conditional, Fault};
 
 use crate::common::{Bench, MIB, kind};
 
@@ -52,6 +52,59 @@ fn an_adopted_stream_that_its_own_graph_keeps_goes_with_it() {
     drop(capture.end().unwrap());
     assert!(!stream.tick().timeline().is_open());
     bench.device.synchronize().unwrap();
+}
+
+/// Whether or not the library that captures the body has ended it by then.
+#[test]
+fn an_adopted_stream_with_a_body_of_a_graph_ends_the_body_and_not_the_graph() {
+    for released in [true, false] {
+        let bench = Bench::new();
+        let (driver, stream) = (&bench.driver, bench.device.stream().unwrap());
+        let raw = bench.device.driver().create_stream(StreamFlags::default()).unwrap();
+        // SAFETY: the stream lives to the end of the test, and is adopted once.
+        let mut external = unsafe { bench.device.adopt_stream(raw) };
+        let capture = stream.begin_capture().unwrap();
+        let launches = stream.launches_of_capture().unwrap();
+        let node = driver.add_conditional(stream.raw(), Conditional::If, 1, 1).unwrap();
+        driver.come_after_conditional(stream.raw(), node).unwrap();
+        driver.begin_body(node, 0, raw).unwrap();
+        let body = stream.announce_body(external.stream()).unwrap();
+        bench.fill(external.stream());
+        if released {
+            driver.end_body(raw).unwrap();
+            external.release().unwrap();
+        } else {
+            drop(external);
+            driver.end_body(raw).unwrap();
+        }
+        drop(body);
+        let graph = capture.end().unwrap();
+        assert!(!launches.is_over(), "{released}");
+        // The stream that was dropped in a capture has no last event to be ordered after.
+        bench.device.synchronize().unwrap();
+        graph.launch(&stream).unwrap();
+        bench.device.synchronize().unwrap();
+        assert_eq!(bench.driver.violations(), vec![], "{released}");
+    }
+}
+
+#[test]
+fn a_body_that_has_ended_keeps_no_stream() {
+    let bench = Bench::new();
+    let (driver, [stream, side]) = (&bench.driver, [(); 2].map(|()| bench.device.stream().unwrap()));
+    let capture = stream.begin_capture().unwrap();
+    let node = driver.add_conditional(stream.raw(), Conditional::If, 1, 1).unwrap();
+    driver.come_after_conditional(stream.raw(), node).unwrap();
+    driver.begin_body(node, 0, side.raw()).unwrap();
+    let body = stream.announce_body(&side).unwrap();
+    let event = bench.device.create_event(false).unwrap();
+    event.record(&side).unwrap();
+    driver.end_body(side.raw()).unwrap();
+    drop(body);
+    drop(capture.end().unwrap());
+    let tick = stream.tick();
+    drop((capture, stream));
+    assert!(!tick.timeline().is_open());
 }
 
 /// No handle is left that could end its capture.

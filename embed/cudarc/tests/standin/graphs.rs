@@ -203,6 +203,43 @@ fn a_slice_that_is_dropped_in_a_capture_is_kept_by_the_graph() {
 }
 
 #[test]
+fn a_slice_that_a_graph_kept_goes_back_although_another_stream_captures_when_the_graph_ends() {
+    let gpu = Gpu::new();
+    let [one, two] = gpu.streams();
+    let kept = gpu.memory.alloc_slice_zeros::<f32>(N, &one).unwrap();
+    // SAFETY: one stream uses what is made from here on.
+    unsafe { gpu.context.disable_event_tracking() };
+    let begun = begin(&gpu, &one);
+    drop(kept);
+    let graph = begun.end(FLAGS, ()).unwrap();
+    graph.launch().unwrap();
+    let begun = begin(&gpu, &two);
+    drop(graph);
+    assert!(gpu.memory.memory_allocated() > 0, "launches may run");
+    begun.end(FLAGS, ()).unwrap();
+    gpu.memory.device().settle();
+    assert_eq!(gpu.memory.memory_allocated(), 0);
+    gpu.assert_no_violation();
+}
+
+#[test]
+fn a_slice_that_is_dropped_in_a_capture_of_another_library_stays_allocated() {
+    let gpu = Gpu::new();
+    let [one] = gpu.streams();
+    let slice = gpu.memory.alloc_slice_zeros::<f32>(N, &one).unwrap();
+    // SAFETY: one stream uses what is made from here on.
+    unsafe { gpu.context.disable_event_tracking() };
+    one.begin_capture(MODE).unwrap();
+    let announced = aquifer_cudarc::stream(&one).unwrap().announce_capture().unwrap();
+    drop(slice);
+    assert!(one.end_capture(FLAGS).is_ok(), "nothing broke it");
+    drop(announced);
+    gpu.memory.device().settle();
+    assert_eq!(gpu.memory.memory_allocated(), 4 * N as u64, "its launches are not seen");
+    gpu.assert_no_violation();
+}
+
+#[test]
 fn slices_that_cudarc_tracks_are_refused_in_a_capture() {
     let gpu = Gpu::new();
     let [one] = gpu.streams();

@@ -3,9 +3,9 @@
 use std::sync::{Arc, mpsc};
 
 use aquifer_allocator::{ALIGNMENT, Allocator, Config, Storage};
+use aquifer_device::fork::parking_lot::Mutex;
 use aquifer_device::{AccessKind, Code, Device, RequestError, Stream, Tick};
 use aquifer_sim::{Fault, SimConfig, SimDriver};
-use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use super::*;

@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 
-use aquifer::device::DevicePtr;
+use aquifer::device::{DevicePtr, ErrorKind};
 use aquifer::{Allocator, Graph, GraphCapture, Stream};
 use aquifer_cudarc::Error;
 use aquifer_device::{Code, DeviceError, Operation, RawStream};
@@ -39,28 +39,37 @@ pub(crate) fn note(stream: &Stream, ptr: DevicePtr) {
 }
 
 /// Memory that was dropped in a capture, but allocated before.
-struct Kept(Allocator, Arc<CudaContext>, DevicePtr);
+struct Kept(Allocator, DevicePtr);
 
 impl Drop for Kept {
     fn drop(&mut self) {
-        // Memory that may be in use is better lost than reused.
-        if self.1.synchronize().is_ok() {
-            let _ = self.0.free_raw(self.2);
+        let Kept(memory, ptr) = self;
+        match memory.device().synchronize() {
+            Ok(()) => drop(memory.free_raw(*ptr)),
+            // A stream captures: another time.
+            Err(error) if error.kind == ErrorKind::Capture => {
+                memory.device().drop_later(Box::new(Kept(memory.clone(), *ptr)));
+            }
+            // Memory that may be in use is better lost than reused.
+            Err(_) => {}
         }
     }
 }
 
 /// Has the graph keep memory that is freed in its capture, unless that was allocated there: its
 /// work may use it. Returns true if it does.
-pub(crate) fn keep(memory: &Allocator, theirs: &CudaStream, stream: &Stream, ptr: DevicePtr) -> bool {
+pub(crate) fn keep(memory: &Allocator, stream: &Stream, ptr: DevicePtr) -> bool {
     let Some(launches) = stream.launches_of_capture() else { return false };
     let is_own =
         |of_capture: Arc<OfCapture>| of_capture.own.lock().unwrap_or_else(PoisonError::into_inner).remove(&ptr.0);
     if launches.kept::<OfCapture>().is_some_and(is_own) {
         return false;
     }
-    let kept: Arc<dyn Any + Send + Sync> = Arc::new(Kept(memory.clone(), theirs.context().clone(), ptr));
-    launches.keep(&kept);
+    // The launches of another library's graph are not seen, so it keeps the memory for ever.
+    if !launches.is_foreign() {
+        let kept: Arc<dyn Any + Send + Sync> = Arc::new(Kept(memory.clone(), ptr));
+        launches.keep(&kept);
+    }
     true
 }
 

@@ -60,7 +60,7 @@ impl DeviceAllocator for Hook {
 
     fn free(&self, ptr: sys::CUdeviceptr, _: usize, stream: &Arc<CudaStream>) -> Result<bool, DriverError> {
         let (ours, ptr) = (self.stream(stream)?, DevicePtr(ptr));
-        if self.0.size_of_raw(ptr).is_ok() && graph::keep(&self.0, stream, &ours, ptr) {
+        if self.0.size_of_raw(ptr).is_ok() && graph::keep(&self.0, &ours, ptr) {
             return Ok(true);
         }
         match self.0.free_raw_on(ptr, &ours) {
