@@ -126,7 +126,8 @@ pub struct Global {
     /// Print one JSON object per line instead of tables.
     ///
     /// Its keys have PyTorch's names: what tables call holds is `peak_reserved_bytes`, and its
-    /// ratio to what is requested is `reserved_over_requested`.
+    /// ratio to what is requested is `reserved_over_requested`. Tables leave out columns of zeros,
+    /// and the last columns in a narrow terminal; JSON has all keys.
     #[arg(long, global = true)]
     pub json: bool,
 }
@@ -271,10 +272,10 @@ JSON keys, per program and config:
                             where this program did not raise it, the value is the most held at the
                             end of a pass
 Counts are of the first pass unless stated otherwise; peaks, remaps, granules_moved, frames_split,
-retries and violations are of all passes, and violations also of the end. In the table, the ratios
-of the first and the last pass stand beside the greatest, with the number of the pass that held
-most; there is none for a program that was refused a request. Such a program with
-split_frames:off, the default, has another row with split_frames:on if frames were split then.
+retries and violations are of all passes, and violations also of the end. The table has the ratios
+of the first and the last pass if they differ from the greatest, and no ratio for a program that was
+refused a request. Such a program with split_frames:off, the default, has another row with
+split_frames:on if frames were split then.
 Times are taken in separate passes on another device, where nothing is counted; they include neither
 reading the file nor freeing leftover blocks of a pass. Modelled times are those of the simulator's
 cost model, and null on a real device. Measured times are of the first counted pass, without the

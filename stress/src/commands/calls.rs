@@ -76,7 +76,7 @@ pub fn run(session: &Session, args: &CallsArgs) -> Result<Outcome, Failure> {
         ("95 % below µs", |row| format!("{:.2}", row.p95_us)),
         ("times", |row| kind_of_time(row.modelled)),
     ];
-    session.show(table(&rows, columns.len(), &columns))?;
+    session.show(table(&rows, 1, &columns))?;
     meter.left_out.iter().for_each(|left_out| session.message(format_args!("note: {left_out}")));
     Ok(Outcome::Done)
 }
