@@ -8,6 +8,7 @@ mod studies;
 mod transfer;
 
 use std::error::Error;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -120,13 +121,15 @@ pub struct Global {
 
     /// Seed of everything random: the simulated device (unless its SPEC sets seed=) and generated
     /// workloads.
-    #[arg(long, global = true, value_name = "N", default_value_t = 0)]
+    #[arg(long, global = true, value_name = "N", default_value_t = 0, allow_negative_numbers = true,
+        value_parser = whole::<u64>("number", 0..=u64::MAX))]
     pub seed: u64,
 
     /// Print one JSON object per line instead of tables.
     ///
     /// Its keys have PyTorch's names: what tables call holds is `peak_reserved_bytes`, and its
-    /// ratio to what is requested is `reserved_over_requested`.
+    /// ratio to what is requested is `reserved_over_requested`. Tables leave out columns of zeros,
+    /// and the last columns in a narrow terminal; JSON has all keys.
     #[arg(long, global = true)]
     pub json: bool,
 }
@@ -271,10 +274,10 @@ JSON keys, per program and config:
                             where this program did not raise it, the value is the most held at the
                             end of a pass
 Counts are of the first pass unless stated otherwise; peaks, remaps, granules_moved, frames_split,
-retries and violations are of all passes, and violations also of the end. In the table, the ratios
-of the first and the last pass stand beside the greatest, with the number of the pass that held
-most; there is none for a program that was refused a request. Such a program with
-split_frames:off, the default, has another row with split_frames:on if frames were split then.
+retries and violations are of all passes, and violations also of the end. The table has the ratios
+of the first and the last pass if they differ from the greatest, and no ratio for a program that was
+refused a request. Such a program with split_frames:off, the default, has another row with
+split_frames:on if frames were split then.
 Times are taken in separate passes on another device, where nothing is counted; they include neither
 reading the file nor freeing leftover blocks of a pass. Modelled times are those of the simulator's
 cost model, and null on a real device. Measured times are of the first counted pass, without the
@@ -316,7 +319,8 @@ pub struct ReplayArgs {
 #[derive(Debug, Clone, Args)]
 pub struct PassArgs {
     /// How many times each program is run, one after the other in the same allocator.
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    #[arg(long, value_name = "N", default_value_t = 5, allow_negative_numbers = true,
+        value_parser = whole::<u32>("number of passes", 1..=1_000_000))]
     pub repeat: u32,
 
     /// Let the simulated device lag N events of the program behind the host: allocations, frees and
@@ -324,7 +328,8 @@ pub struct PassArgs {
     ///
     /// The device has reached event max(the latest that the host waited for, now - N), and work
     /// enqueued later is not done.
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true,
+        value_parser = whole::<u64>("number of events", 0..=u64::MAX))]
     pub lag: u64,
 }
 
@@ -596,6 +601,21 @@ impl FromStr for ConfigArg {
     }
 }
 
+/// A parser of whole numbers, whose error says what is expected, such as a number of passes.
+fn whole<T: TryFrom<u64>>(
+    what: &'static str,
+    range: RangeInclusive<u64>,
+) -> impl Fn(&str) -> Result<T, String> + Clone {
+    move |text| {
+        let number = text.parse().ok().filter(|number| range.contains(number));
+        number.and_then(|number| T::try_from(number).ok()).ok_or_else(|| {
+            let (least, most) = (range.start(), *range.end());
+            let most = if most == u64::MAX { "2^64 - 1".to_owned() } else { most.to_string() };
+            format!("expected a whole {what} from {least} to {most}, such as 3")
+        })
+    }
+}
+
 /// A size in MiB, as bytes.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "within the bounds")]
 fn mebibytes(text: &str) -> Result<u64, String> {
@@ -617,6 +637,31 @@ mod tests {
         for wrong in ["0", "-1", "x", "", "0.00000001", "1e30", "nan", "512MiB"] {
             assert!(mebibytes(wrong).is_err(), "{wrong}");
         }
+    }
+
+    /// All number options of all commands say what they expect, of a value that is none, too large
+    /// or negative.
+    #[test]
+    fn numbers_that_are_none_are_answered_with_what_is_expected() {
+        let mut command = Cli::command();
+        command.build();
+        let takes_number = |arg: &&clap::Arg| {
+            let name = arg.get_value_names().and_then(|names| names.first()).map(ToString::to_string);
+            name.is_some_and(|name| ["N", "SEED", "A..B"].contains(&&*name))
+        };
+        let mut tried = 0;
+        for of in std::iter::once(&command).chain(command.get_subcommands()) {
+            for option in of.get_arguments().filter(takes_number).filter_map(|arg| arg.get_long()) {
+                for value in ["x", "-1", "1.5x", "", "99999999999999999999"] {
+                    let name = if of.get_name() == command.get_name() { "options" } else { of.get_name() };
+                    let line = ["aquifer-stress", name, &format!("--{option}"), value];
+                    let said = Cli::try_parse_from(line).unwrap_err().to_string();
+                    assert!(said.contains(": expected ") && said.contains("such as "), "{line:?}: {said}");
+                    tried += 1;
+                }
+            }
+        }
+        assert!(tried > 5 * 14, "every command has --seed");
     }
 
     #[test]

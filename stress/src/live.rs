@@ -26,8 +26,10 @@ const INTERVAL: Duration = Duration::from_millis(500);
 const FIRST_LINE: Duration = Duration::from_secs(1);
 /// The longest time between two lines.
 const LINES_AT_LEAST: Duration = Duration::from_secs(60);
-/// Rows of the view.
+/// Rows of the view in a terminal that has room for them.
 const HEIGHT: u16 = 14;
+/// Rows below which the chart is left out: two of them are its axis.
+const CHART_MIN: u16 = 5;
 /// Devices that the view has a row for.
 const DEVICES: usize = 3;
 /// The chart has at most twice as many points.
@@ -109,23 +111,24 @@ fn in_terminal<B: Backend>(
     let mut view = View::new(title);
     let mut next = Instant::now();
     let mut size = terminal.size().ok();
+    let mut is_shown = true;
     loop {
         let now = terminal.size().ok();
         match reopen(now != size) {
-            Some(again) => (terminal, size) = (again, now),
-            None if now != size => size = None,
-            None => {}
+            Some(again) => (terminal, is_shown) = (again, true),
+            None => is_shown &= now == size,
         }
+        size = now;
         if Instant::now() >= next {
             view.add(progress(), view.start.elapsed());
             next = Instant::now() + INTERVAL;
-            if !view.partial.is_empty() {
+            if is_shown && !view.partial.is_empty() {
                 // The answer to a question may have been typed into the view.
                 let _ = terminal.clear();
             }
         }
         // A terminal that became too small for the view shows none until it is larger.
-        if now == size {
+        if is_shown {
             let _ = terminal.draw(|frame| view.draw(frame));
         }
         while let Ok(more) = output.recv_deadline(next) {
@@ -253,7 +256,7 @@ impl View<'_> {
     fn draw_chart(&self, frame: &mut Frame<'_>, area: Rect) {
         let [reserved, allocated] = [0, 1].map(|which| self.trend.line(which));
         let most = self.trend.points.iter().map(|point| point[0].max(point[1])).max().unwrap_or(0);
-        if most == 0 {
+        if most == 0 || area.height < CHART_MIN {
             return;
         }
         let across = self.trend.points.len().max(2) as f64 - 1.0;
@@ -438,7 +441,9 @@ mod tests {
         for height in 1..=HEIGHT {
             let options = TerminalOptions { viewport: Viewport::Inline(height) };
             let mut terminal = Terminal::with_options(AtBottom(TestBackend::new(50, height)), options).unwrap();
-            terminal.draw(|frame| view_of(vec![reading(10); 3]).draw(frame)).unwrap();
+            terminal.draw(|frame| view_of(vec![reading(10)]).draw(frame)).unwrap();
+            let has_chart = terminal.backend().0.to_string().contains('│');
+            assert_eq!(has_chart, height >= 10, "four rows of text, and six of a chart: {height}");
         }
     }
 

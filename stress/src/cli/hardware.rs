@@ -5,14 +5,15 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{mebibytes, snapshot_path};
+use super::{mebibytes, snapshot_path, whole};
 
 /// Arguments of `calls`.
 #[derive(Debug, Args)]
 #[command(after_long_help = CALLS_KEYS)]
 pub struct CallsArgs {
     /// How often each call is measured, after a first call that does not count.
-    #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    #[arg(long, value_name = "N", default_value_t = 20, allow_negative_numbers = true,
+        value_parser = whole::<u32>("number of rounds", 1..=100_000))]
     pub rounds: u32,
 }
 
@@ -46,15 +47,16 @@ JSON keys of others, per call and size:
 #[command(after_long_help = SIMULATE_KEYS)]
 pub struct SimulateArgs {
     /// The seeds, from A up to B - 1.
-    #[arg(long, value_name = "A..B", default_value = "0..1000", value_parser = seeds)]
+    #[arg(long, value_name = "A..B", default_value = "0..1000", allow_negative_numbers = true, value_parser = seeds)]
     pub seeds: Range<u64>,
 
     /// Stop after N minutes (a fraction is allowed).
-    #[arg(long, value_name = "N", value_parser = minutes)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = minutes)]
     pub minutes: Option<f64>,
 
     /// Run one seed alone.
-    #[arg(long, value_name = "SEED", conflicts_with = "seeds")]
+    #[arg(long, value_name = "SEED", conflicts_with = "seeds", allow_negative_numbers = true,
+        value_parser = whole::<u64>("number", 0..=u64::MAX))]
     pub replay: Option<u64>,
 }
 
@@ -80,7 +82,7 @@ fn seeds(text: &str) -> Result<Range<u64>, String> {
     let parsed = text.split_once("..").and_then(|(from, to)| Some(from.parse().ok()?..to.parse().ok()?));
     parsed
         .filter(|seeds| !seeds.is_empty())
-        .ok_or_else(|| "two numbers A..B are expected, the smaller one first".into())
+        .ok_or_else(|| "expected two whole numbers A..B, the smaller one first, such as 0..1000".into())
 }
 
 /// Arguments of `soak`.
@@ -88,31 +90,35 @@ fn seeds(text: &str) -> Result<Range<u64>, String> {
 #[command(after_long_help = SOAK_KEYS)]
 pub struct SoakArgs {
     /// Stop after N minutes (a fraction is allowed), of which each seed has an equal share.
-    #[arg(long, value_name = "N", value_parser = minutes)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = minutes)]
     pub minutes: Option<f64>,
 
     /// Operations for each seed, of all threads together. By default 20000, or unlimited if
     /// --minutes is given.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "N", allow_negative_numbers = true,
+        value_parser = whole::<u64>("number of operations", 1..=u64::MAX))]
     pub ops: Option<u64>,
 
     /// Number of threads.
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
+    #[arg(long, value_name = "N", default_value_t = 2, allow_negative_numbers = true,
+        value_parser = whole::<u16>("number of threads", 1..=256))]
     pub threads: u16,
 
     /// Number of streams, which all threads share; the default stream is one of them.
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=256))]
+    #[arg(long, value_name = "N", default_value_t = 4, allow_negative_numbers = true,
+        value_parser = whole::<u16>("number of streams", 1..=256))]
     pub streams: u16,
 
     /// Number of seeds, counted from --seed. They run one after the other, each with a new
     /// allocator.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true,
+        value_parser = whole::<u64>("number of seeds", 1..=u64::MAX))]
     pub seeds: u64,
 
     /// Memory to use, in MiB, such as 512 or 1.5, at most what the device has. By default half of
     /// what is free, but at most 24 MiB or 12 granules on a simulated device, because there
     /// everything is written to host memory.
-    #[arg(long = "limit-mb", value_name = "N", value_parser = mebibytes)]
+    #[arg(long = "limit-mb", value_name = "N", allow_negative_numbers = true, value_parser = mebibytes)]
     pub limit: Option<u64>,
 
     /// Save a memory snapshot as OUT, a .pickle, .pkl or .json file: the memory at the end, or
@@ -128,7 +134,7 @@ pub struct SoakArgs {
 fn minutes(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(minutes) if (0.0..=1e6).contains(&minutes) && minutes > 0.0 => Ok(minutes),
-        _ => Err("not a number of minutes above 0 and up to 1000000".to_owned()),
+        _ => Err("expected a number of minutes above 0 and up to 1000000, such as 5 or 0.5".to_owned()),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use clap::{Args, ValueEnum};
 
-use super::mebibytes;
+use super::{mebibytes, whole};
 
 /// Arguments of `transfer`.
 #[derive(Debug, Clone, Args)]
@@ -10,12 +10,13 @@ use super::mebibytes;
 pub struct TransferArgs {
     /// Largest copy, in MiB, such as 16 or 0.5. Sizes go from 4 KiB up to this, each 16 times the
     /// previous one. By default 64; for nvbandwidth on a GPU 512.
-    #[arg(long = "max-mb", value_name = "N", value_parser = mebibytes)]
+    #[arg(long = "max-mb", value_name = "N", allow_negative_numbers = true, value_parser = mebibytes)]
     pub largest: Option<u64>,
 
     /// How often each measurement is taken, after a first one that does not count; the median is
     /// reported.
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    #[arg(long, value_name = "N", default_value_t = 5, allow_negative_numbers = true,
+        value_parser = whole::<u32>("number of rounds", 1..=10_000))]
     pub rounds: u32,
 
     /// What to measure; may be given several times. By default everything.

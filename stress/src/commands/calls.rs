@@ -98,7 +98,7 @@ pub fn run(session: &Session, args: &CallsArgs) -> Result<Outcome, Failure> {
         ("95 % below µs", |row| format!("{:.2}", row.p95_us)),
         ("times", |row| kind_of_time(row.modelled)),
     ];
-    session.show(table(&rows, columns.len(), &columns))?;
+    session.show(table(&rows, 1, &columns))?;
     if let Some(first) = pages.first() {
         let (count, of, all) = (first.pages, Bytes(first.bytes), Bytes(first.pages * first.bytes));
         session.show(format_args!("\nAs kvcached's bench_vmm: {count} pages of {of} in {all} of addresses"))?;

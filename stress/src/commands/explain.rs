@@ -8,7 +8,7 @@ use crate::cli::ExplainArgs;
 use crate::commands::advise::show;
 use crate::commands::study::advice::{Advice, advise};
 use crate::commands::study::{Case, Exhausted, SPLITTING, Study, more_than, tight};
-use crate::commands::{jobs, on_simulator, options, ratio};
+use crate::commands::{jobs, on_simulator, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::input::Program;
 use crate::map::{Figures, Map, Style};
@@ -318,19 +318,19 @@ impl Printer<'_> {
         let rows: Vec<(&Case, u64)> = study.cases.iter().map(|case| (case, peak)).collect();
         let table = table(
             &rows,
-            2,
+            1,
             &[
-                ("allocator", |(case, _)| case.manager.name.clone()),
-                ("options", |(case, _)| options(&case.manager.options).to_owned()),
+                ("allocator", |(case, _)| case.manager.title()),
                 ("holds", |(case, _)| optional(case.holds().map(Bytes))),
                 ("holds, ratio", |(case, peak)| number(case.holds().and_then(|bytes| ratio(bytes, *peak)), 3)),
-                ("smallest device", |(case, _)| optional(case.smallest_device.map(Bytes))),
-                ("smallest card", |(case, _)| optional(case.smallest_device.and_then(smallest_card))),
-                ("driver calls", |(case, _)| optional(case.finishes().then_some(case.sampled.calls))),
-                ("driver ms, modelled", |(case, _)| number(case.driver_us().map(|us| us / 1e3), 0)),
                 ("OOMs", |(case, _)| case.sampled.refused_at.len().to_string()),
+                ("smallest device", |(case, _)| optional(case.smallest_device.map(Bytes))),
+                ("driver calls", |(case, _)| optional(case.finishes().then_some(case.sampled.calls))),
+                ("driver ms, modelled", |(case, _)| number(case.driver_us().map(|us| us / 1e3), 1)),
+                ("smallest card", |(case, _)| optional(case.smallest_device.and_then(smallest_card))),
             ],
-        );
+        )
+        .ending_in_text();
         self.session.show(format_args!("{table}\n"))?;
         if study.splitting().is_some() {
             self.say(&format!("Frames are not split by default. {SPLITTING}"))?;

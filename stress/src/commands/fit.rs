@@ -75,9 +75,9 @@ pub fn run(session: &Session, args: &FitArgs) -> Result<Outcome, Failure> {
         let columns: [Column<(Row, u64)>; 6] = [
             ("program", |(row, _)| row.trace.clone()),
             ("options", |(row, _)| options(&row.config).to_owned()),
-            ("requested", |(_, requested)| Bytes(*requested).to_string()),
             ("smallest device", |(row, _)| Bytes(row.smallest_device_bytes).to_string()),
-            ("smallest device, ratio", |(row, _)| number(row.smallest_over_requested, 4)),
+            ("smallest device, ratio", |(row, _)| number(row.smallest_over_requested, 3)),
+            ("requested", |(_, requested)| Bytes(*requested).to_string()),
             ("retries", |(row, _)| row.retries_at_fit.to_string()),
         ];
         session.show(table(&rows, 2, &columns))?;

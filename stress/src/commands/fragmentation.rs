@@ -111,7 +111,7 @@ pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failu
             Bytes(row.peak_requested_bytes),
             Bytes(row.request_bytes)
         );
-        let table = table(&rows, 1, &COLUMNS).ending_in_text();
+        let table = table(&rows, 2, &COLUMNS);
         session.show(format_args!("{}\n\n{table}\n\n{}", wrap(&text, style.width), maps.join("\n")))?;
     }
     Ok(outcome)
@@ -234,13 +234,13 @@ fn beside(room: &Room) -> String {
 
 const COLUMNS: [Column<Row>; 8] = [
     ("options", |row| options(&row.config).to_owned()),
+    ("last request", |row| row.verdict.clone()),
     ("holds", |row| Bytes(row.peak_reserved_bytes).to_string()),
-    ("live in the end", |row| Bytes(row.allocated_bytes).to_string()),
+    ("driver calls", |row| row.driver_calls.to_string()),
+    ("unusable", |row| format!("{:.1} %", row.unusable_index * 100.0)),
     ("free", |row| Bytes(row.free_bytes).to_string()),
     ("largest free piece", |row| Bytes(row.largest_free_bytes).to_string()),
-    ("unusable", |row| format!("{:.1} %", row.unusable_index * 100.0)),
-    ("driver calls", |row| row.driver_calls.to_string()),
-    ("last request", |row| row.verdict.clone()),
+    ("live in the end", |row| Bytes(row.allocated_bytes).to_string()),
 ];
 
 #[cfg(test)]

@@ -103,18 +103,18 @@ pub fn run(session: &Session, args: &GraphsArgs) -> Result<Outcome, Failure> {
 
 const COLUMNS: [Column<Row>; 13] = [
     ("program", |row| row.program.clone()),
-    ("graphs", |row| row.graphs.to_string()),
+    ("pool", |row| Bytes(row.pool_bytes).to_string()),
+    ("pool/pass", |row| number(row.pool_over_pass, 3)),
+    ("held/allocated", |row| number(row.held_over_allocated, 3)),
+    ("capture µs", |row| number(Some(row.capture_us), 0)),
+    ("launch µs", |row| number(Some(row.launch_us), 1)),
+    ("calls a launch", |row| number(Some(row.launch_driver_calls), 1)),
+    ("pool/largest", |row| number(row.pool_over_largest, 3)),
+    ("lent", |row| Bytes(row.lent_bytes).to_string()),
+    ("return µs", |row| number(Some(row.return_us), 0)),
     ("largest pass", |row| Bytes(row.pass_bytes).to_string()),
     ("outputs", |row| Bytes(row.output_bytes).to_string()),
-    ("pool", |row| Bytes(row.pool_bytes).to_string()),
-    ("pool / pass", |row| number(row.pool_over_pass, 3)),
-    ("pool / largest", |row| number(row.pool_over_largest, 3)),
-    ("held / allocated", |row| number(row.held_over_allocated, 3)),
-    ("capture us", |row| number(Some(row.capture_us), 0)),
-    ("launch us", |row| number(Some(row.launch_us), 1)),
-    ("calls a launch", |row| number(Some(row.launch_driver_calls), 1)),
-    ("lent", |row| Bytes(row.lent_bytes).to_string()),
-    ("return us", |row| number(Some(row.return_us), 0)),
+    ("graphs", |row| row.graphs.to_string()),
 ];
 
 /// Captures a program on a new device, launches its graphs, and measures both.

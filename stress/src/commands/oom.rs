@@ -69,7 +69,7 @@ pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
     let mut outcome = Outcome::Done;
     let mut rows = Vec::new();
     for way in ways {
-        session.show(format_args!("{}: {}", way.name, way.summary))?;
+        session.show(fitted(&format!("{}: {}", way.name, way.summary)))?;
         let simulated = session.sim().is_some();
         if let Some(skipped) = way.needs_simulator.filter(|_| !simulated) {
             session.row(&Skipped { way: way.name, device: session.device_text().to_owned(), skipped })?;
@@ -96,9 +96,14 @@ pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
         rows.push(row);
     }
     if !rows.is_empty() {
-        session.show(table(&rows, COLUMNS.len(), &COLUMNS))?;
+        session.show(table(&rows, 4, &COLUMNS))?;
     }
     Ok(outcome)
+}
+
+/// A text in lines that fit into the terminal.
+fn fitted(text: &str) -> String {
+    wrap_lines(text, terminal_columns().unwrap_or(usize::MAX))
 }
 
 /// Whether all other ways would fail, too.
@@ -132,10 +137,7 @@ fn go(session: &Session, way: &Way, out: Option<&Path>) -> Result<Row, Failure> 
     let report = &story.refusal.report;
     let requested = Bytes(story.refusal.requested);
     match report {
-        Some(report) => {
-            let width = terminal_columns().unwrap_or(usize::MAX);
-            session.show(format_args!("\n{}\n", wrap_lines(&report.to_string(), width)))?;
-        }
+        Some(report) => session.show(format_args!("\n{}\n", fitted(&report.to_string())))?,
         None => session.show(format_args!("\n{requested} were asked for, and served.\n"))?,
     }
     let row = Row {
@@ -155,8 +157,8 @@ fn go(session: &Session, way: &Way, out: Option<&Path>) -> Result<Row, Failure> 
         reserved_bytes_after: story.refusal.after.1,
         violations: violations(session, way.name, stand.allocator.device()),
     };
-    session.show(format_args!(
-        "  {} by {}\n  {} written before {}\n  everything was freed, and the allocator {}\n",
+    session.show(fitted(&format!(
+        "  {} by {}\n  {} written before {}\n  everything was freed, and the allocator {}\n\n",
         word(row.recovered, "recovered", "NOT recovered"),
         row.recovered_by,
         if blocks == 1 { "the block".to_owned() } else { format!("the {blocks} blocks") },
@@ -167,7 +169,7 @@ fn go(session: &Session, way: &Way, out: Option<&Path>) -> Result<Row, Failure> 
             (false, _) => "were DAMAGED",
         },
         word(row.usable, "serves as before", "does NOT serve as before"),
-    ))?;
+    )))?;
     Ok(row)
 }
 

@@ -17,8 +17,15 @@ use crate::text::one_line;
 /// Columns below which a terminal gets no view.
 const WIDTH_MIN: u16 = 20;
 
-/// The terminal for a view of so many rows, if standard output and standard error are one that can
-/// show it. With `cleared`, what the screen shows scrolls away first.
+/// Rows below which a view says too little.
+const HEIGHT_MIN: u16 = 4;
+
+/// Rows above the view: terminals refuse to scroll one.
+const ABOVE: u16 = 2;
+
+/// The terminal for a view of so many rows, or of as many as it has room for, if standard output
+/// and standard error are one that can show it. With `cleared`, what the screen shows scrolls away
+/// first, also if there is no room for a view.
 pub(super) fn open(height: u16, cleared: bool) -> Option<Terminal<AtBottom<CrosstermBackend<BufWriter<Stderr>>>>> {
     let is_capable = std::env::var_os("TERM").is_some_and(|term| !term.is_empty() && term != "dumb") || cfg!(windows);
     if !is_capable || !io::stdout().is_terminal() || !io::stderr().is_terminal() {
@@ -26,15 +33,19 @@ pub(super) fn open(height: u16, cleared: bool) -> Option<Terminal<AtBottom<Cross
     }
     let mut backend = AtBottom(CrosstermBackend::new(BufWriter::new(io::stderr())));
     let size = backend.size().ok()?;
-    // Text above the view takes at least two rows: terminals refuse to scroll one.
-    if size.width < WIDTH_MIN || size.height < height + 2 {
-        return None;
-    }
+    let height = height.min(size.height.saturating_sub(ABOVE));
+    let has_room = size.width >= WIDTH_MIN && height >= HEIGHT_MIN;
     let bottom = backend.get_cursor_position().ok()?;
-    backend.set_cursor_position(bottom).ok()?;
+    if has_room || cleared {
+        backend.set_cursor_position(bottom).ok()?;
+    }
     if cleared {
         backend.append_lines(size.height).ok()?;
         backend.set_cursor_position(bottom).ok()?;
+        Backend::flush(&mut backend).ok()?;
+    }
+    if !has_room {
+        return None;
     }
     Terminal::with_options(backend, TerminalOptions { viewport: Viewport::Inline(height) }).ok()
 }

@@ -348,6 +348,6 @@ fn simulated_programs_are_clean() {
     for wrong in ["7", "7..7", "b..9"] {
         let output = stress(&["simulate", "--seeds", wrong]);
         assert_eq!(output.status.code(), Some(2));
-        assert!(errors(&output).contains("two numbers A..B are expected"), "{}", errors(&output));
+        assert!(errors(&output).contains("expected two whole numbers A..B"), "{}", errors(&output));
     }
 }

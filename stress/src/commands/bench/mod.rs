@@ -358,12 +358,12 @@ fn tabulate(rows: &[Row]) -> Table {
     let (pairs, _) = rows.as_chunks::<2>();
     let columns: [Column<[Row; 2]>; 7] = [
         ("benchmark", |[ours, _]| ours.benchmark.to_owned()),
-        ("threads", |[ours, _]| ours.threads.to_string()),
-        ("live", |[ours, _]| ours.live.to_string()),
-        ("aquifer ns/pair", |[ours, _]| format!("{:.1}", ours.ns_per_pair)),
-        ("yardstick ns/pair", |[_, theirs]| format!("{:.1}", theirs.ns_per_pair)),
+        ("ns/pair", |[ours, _]| format!("{:.1}", ours.ns_per_pair)),
+        ("yardstick, ns/pair", |[_, theirs]| format!("{:.1}", theirs.ns_per_pair)),
         ("times yardstick", |[ours, theirs]| format!("{:.2}", ours.ns_per_pair / theirs.ns_per_pair)),
         ("rate vs 1 thread", |[ours, _]| format!("{:.2}", ours.rate_vs_one_thread)),
+        ("live", |[ours, _]| ours.live.to_string()),
+        ("threads", |[ours, _]| ours.threads.to_string()),
     ];
     table(pairs, 1, &columns)
 }

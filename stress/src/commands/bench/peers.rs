@@ -381,25 +381,23 @@ fn tabulate(rows: &[Row]) -> Table {
     fn memory<T>(row: &Row, of: impl FnOnce(&Memory) -> T) -> Option<T> {
         row.memory.as_ref().map(of)
     }
-    let mut columns: Vec<Column<Row>> = vec![
+    let columns: [Column<Row>; 11] = [
         ("benchmark", |row| row.benchmark.clone()),
         ("allocator", |row| row.allocator.to_owned()),
-        ("requested", |row| optional(memory(row, |memory| Bytes(memory.peak_requested_bytes)))),
         ("holds", |row| optional(memory(row, |memory| Bytes(memory.peak_reserved_bytes)))),
         ("holds, ratio", |row| number(memory(row, |memory| memory.reserved_over_requested).flatten(), 3)),
+        ("OOMs", |row| optional(memory(row, |memory| memory.ooms))),
         ("driver calls", |row| optional(memory(row, |memory| memory.driver_calls))),
-        ("later driver calls", |row| optional(memory(row, |memory| memory.warm_driver_calls))),
         ("driver ms, modelled", |row| {
             number(memory(row, |memory| memory.driver_time_modelled_us).flatten().map(|us| us / 1e3), 1)
         }),
+        ("ns/op", |row| number(memory(row, |memory| memory.ns_per_op).flatten(), 1)),
+        ("later driver calls", |row| optional(memory(row, |memory| memory.warm_driver_calls))),
         ("later driver ms, modelled", |row| {
             number(memory(row, |memory| memory.warm_driver_time_modelled_us).flatten().map(|us| us / 1e3), 1)
         }),
-        ("ns/op", |row| number(memory(row, |memory| memory.ns_per_op).flatten(), 1)),
+        ("requested", |row| optional(memory(row, |memory| Bytes(memory.peak_requested_bytes)))),
     ];
-    if rows.iter().any(|row| memory(row, |memory| memory.ooms > 0) == Some(true)) {
-        columns.push(("OOMs", |row| optional(memory(row, |memory| memory.ooms))));
-    }
     table(rows, 2, &columns)
 }
 

@@ -14,7 +14,7 @@ use crate::exit::{Failure, Outcome};
 use crate::input::Program;
 use crate::plot::{Axis, Points, save_points};
 use crate::session::Session;
-use crate::table::{number, optional, table};
+use crate::table::{Table, number, optional, table};
 use crate::text::Bytes;
 use summary::{Summary, summaries};
 
@@ -127,9 +127,11 @@ pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
         session.row(&Line::Mean(mean))?;
     }
     if !rows.is_empty() {
-        let tables = rows.chunk_by(|one, other| one.trace == other.trace).map(tabulate);
-        let tables: Vec<String> = tables.chain([summary::tabulate(&means)]).collect();
-        session.show(tables.join("\n\n"))?;
+        session.show(tabulate(&rows))?;
+        // The means of one program are its own figures.
+        if rows.iter().any(|row| row.trace != rows[0].trace) {
+            session.show(format_args!("\n{}", summary::tabulate(&means)))?;
+        }
         if let Some(path) = &args.plot {
             plot(session, &means, path)?;
         }
@@ -202,8 +204,8 @@ impl Row {
     }
 }
 
-/// The rows of a program under its name.
-fn tabulate(rows: &[Row]) -> String {
+/// The rows of each program under its name.
+fn tabulate(rows: &[Row]) -> Table {
     let table = table(
         rows,
         1,
@@ -211,23 +213,22 @@ fn tabulate(rows: &[Row]) -> String {
             ("options", |row| options(&row.config).to_owned()),
             ("holds", |row| optional(row.served(row.peak_reserved_bytes).map(Bytes))),
             ("holds, ratio", |row| number(row.served(row.reserved_over_requested).flatten(), 3)),
-            ("holds, first pass", |row| number(row.served(row.first_pass_reserved_over_requested).flatten(), 3)),
-            ("smallest device", |row| optional(row.smallest_device_bytes.map(Bytes))),
-            ("smallest device, ratio", |row| number(row.smallest_over_requested, 4)),
+            ("OOMs", |row| row.refused().to_string()),
+            ("smallest device, ratio", |row| number(row.smallest_over_requested, 3)),
             ("driver calls", |row| optional(row.served(row.driver_calls).flatten())),
-            ("later driver calls", |row| number(row.served(row.warm_driver_calls).flatten(), 1)),
             ("driver ms, modelled", |row| {
                 number(row.served(row.driver_time_modelled_us).flatten().map(|us| us / 1e3), 1)
             }),
-            ("worst µs, modelled", |row| number(row.served(row.worst_alloc_us).flatten(), 0)),
             ("ns/op", |row| number(row.ns_per_op, 1)),
-            ("yardstick", |row| number(row.yardstick_ns_per_op, 1)),
-            ("OOMs", |row| row.refused().to_string()),
+            ("later driver calls", |row| number(row.served(row.warm_driver_calls).flatten(), 1)),
+            ("smallest device", |row| optional(row.smallest_device_bytes.map(Bytes))),
+            ("holds, first pass", |row| number(row.served(row.first_pass_reserved_over_requested).flatten(), 3)),
+            ("worst µs, modelled", |row| number(row.served(row.worst_alloc_us).flatten(), 0)),
+            ("times yardstick", |row| {
+                number(row.ns_per_op.zip(row.yardstick_ns_per_op).map(|(ours, yardstick)| ours / yardstick), 2)
+            }),
         ],
     );
-    let heading = rows.first().map(|row| {
-        let requested = Bytes(row.peak_requested_bytes);
-        format!("{}: {} allocations, uses at most {requested}\n", row.trace, row.allocs)
-    });
-    heading.unwrap_or_default() + &table.to_string()
+    let title = |row: &Row| format!("{} uses at most {}:", row.trace, Bytes(row.peak_requested_bytes));
+    table.grouped(rows.iter().map(title))
 }

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::Row;
 use crate::commands::{hundredths, options};
-use crate::table::{number, optional, table};
+use crate::table::{Table, number, optional, table};
 
 /// All programs under some options: geometric means, the worst, and totals. `compare --help`
 /// explains the fields.
@@ -105,31 +105,33 @@ fn geometric_mean(figures: &[f64]) -> Option<f64> {
     }
 }
 
-pub(super) fn tabulate(summaries: &[Summary]) -> String {
+pub(super) fn tabulate(summaries: &[Summary]) -> Table {
     let table = table(
         summaries,
         1,
         &[
             ("options", |row| options(&row.config).to_owned()),
-            ("programs", |row| match row.finished {
-                all if all == row.traces => all.to_string(),
+            ("finished", |row| match row.finished {
+                all if all == row.traces => String::new(),
                 some => format!("{some} of {}", row.traces),
             }),
-            ("holds, ratio", |row| number(row.reserved_over_requested, 4)),
+            ("holds, ratio", |row| number(row.reserved_over_requested, 3)),
             ("holds, worst", |row| number(row.worst_reserved_over_requested, 3)),
-            ("holds, first pass", |row| number(row.first_pass_reserved_over_requested, 4)),
-            ("smallest device, ratio", |row| number(row.smallest_over_requested, 4)),
-            ("smallest device, worst", |row| number(row.worst_smallest_over_requested, 3)),
-            ("driver calls", |row| optional(row.driver_calls)),
-            ("later driver calls", |row| number(row.warm_driver_calls, 1)),
-            ("driver ms, modelled", |row| number(row.driver_time_modelled_us.map(|us| us / 1e3), 1)),
-            ("worst µs, modelled", |row| number(row.worst_alloc_us, 0)),
-            ("ns/op", |row| number(row.ns_per_op, 1)),
-            ("times yardstick", |row| number(row.times_yardstick, 2)),
             ("OOMs", |row| row.ooms.saturating_add(row.warm_ooms).to_string()),
+            ("smallest device, ratio", |row| number(row.smallest_over_requested, 3)),
+            ("driver calls", |row| optional(row.driver_calls)),
+            ("driver ms, modelled", |row| number(row.driver_time_modelled_us.map(|us| us / 1e3), 1)),
+            ("ns/op", |row| number(row.ns_per_op, 1)),
+            ("later driver calls", |row| number(row.warm_driver_calls, 1)),
+            ("smallest device, worst", |row| number(row.worst_smallest_over_requested, 3)),
+            ("holds, first pass", |row| number(row.first_pass_reserved_over_requested, 3)),
+            ("worst µs, modelled", |row| number(row.worst_alloc_us, 0)),
+            ("times yardstick", |row| number(row.times_yardstick, 2)),
         ],
     );
-    format!("All: geometric means and the worst, totals of driver calls and their time\n{table}")
+    let programs = summaries.iter().map(|row| row.traces).max().unwrap_or(0);
+    let title = format!("All {programs} programs: geometric means, the worst, and totals of driver calls and OOMs:");
+    table.grouped(summaries.iter().map(|_| title.clone()))
 }
 
 #[cfg(test)]
@@ -178,7 +180,7 @@ mod tests {
         assert_eq!((y.traces, y.finished, y.ooms, y.warm_ooms), (2, 0, 3, 1));
         assert_eq!((y.reserved_over_requested, y.warm_driver_calls), (None, None));
         assert_eq!((y.allocs, y.driver_calls), (None, None), "no totals of nothing");
-        assert!(tabulate(&[x.clone(), y.clone()]).contains("1 of 2"));
+        assert!(tabulate(&[x.clone(), y.clone()]).to_string().contains("1 of 2"));
     }
 
     #[test]

@@ -13,7 +13,7 @@ use crate::input::Program;
 use crate::profile::Profile;
 use crate::session::Session;
 use crate::stage::Stage;
-use crate::table::{NOTHING, optional, table};
+use crate::table::{Table, number, optional, table};
 use crate::text::Bytes;
 
 /// A recording under some options. `demo --help` explains the fields.
@@ -123,36 +123,24 @@ fn plenty(program: &Program) -> u64 {
     peak.saturating_mul(64).min(512 << 30).max(peak.saturating_mul(4)).next_multiple_of(1 << 30)
 }
 
-/// A table for each recording, under its name.
-pub(super) fn tabulate(compared: &[Compared]) -> String {
-    let recordings = compared.chunk_by(|one, other| one.trace == other.trace);
-    let tables: Vec<String> = recordings.map(tabulate_one).collect();
-    tables.join("\n\n")
-}
-
-fn tabulate_one(compared: &[Compared]) -> String {
-    fn times(ratio: Option<f64>) -> String {
-        ratio.map_or_else(String::new, |times| format!("{times:.3}"))
-    }
+/// The rows of each recording under its name.
+pub(super) fn tabulate(compared: &[Compared]) -> Table {
     let table = table(
         compared,
-        2,
+        1,
         &[
-            ("allocator", |row| row.allocator.0.to_owned()),
-            ("options", |row| options(&row.allocator.1).to_owned()),
-            ("holds", |row| optional((row.ooms == 0).then_some(Bytes(row.peak_reserved_bytes)))),
-            ("holds, ratio", |row| match row.ooms {
-                0 => times(row.reserved_over_requested),
-                _ => NOTHING.to_owned(),
+            ("allocator", |row| match &row.allocator {
+                (name, options) if options.is_empty() => (*name).to_owned(),
+                (name, options) => format!("{name} with {options}"),
             }),
+            ("holds", |row| optional((row.ooms == 0).then_some(Bytes(row.peak_reserved_bytes)))),
+            ("holds, ratio", |row| number(row.reserved_over_requested.filter(|_| row.ooms == 0), 3)),
             ("smallest device", |row| optional(row.smallest_device_bytes.map(Bytes))),
-            ("smallest device, ratio", |row| times(row.smallest_over_requested)),
+            ("smallest device, ratio", |row| number(row.smallest_over_requested, 3)),
             ("driver calls", |row| optional((row.ooms == 0).then_some(row.driver_calls))),
         ],
     );
-    let requested = |row: &Compared| Bytes(row.peak_requested_bytes);
-    let heading = compared.first().map(|row| format!("{} uses at most {}:\n", row.trace, requested(row)));
-    heading.unwrap_or_default() + &table.to_string()
+    table.grouped(compared.iter().map(|row| format!("{} uses at most {}:", row.trace, Bytes(row.peak_requested_bytes))))
 }
 
 /// A summary of the rows of a recording.

@@ -145,7 +145,7 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
         }
     }
     if !rows.is_empty() {
-        session.show(tabulate(&rows, args))?;
+        session.show(tabulate(&rows, beside))?;
     }
     Ok(outcome)
 }
@@ -389,7 +389,12 @@ impl Row {
 
     /// Whether a request of any pass was refused.
     fn refused(&self) -> bool {
-        self.ooms > 0 || self.warm_ooms > 0
+        self.refusals() > 0
+    }
+
+    /// Requests refused in all passes.
+    fn refusals(&self) -> u64 {
+        self.ooms.saturating_add(self.warm_ooms)
     }
 
     /// The ratio of what a pass held to what is requested. Of a run that was refused a request, it
@@ -399,63 +404,53 @@ impl Row {
         number(held.and_then(|&held| ratio(held, self.peak_requested_bytes)), 3)
     }
 
-    /// The number of the first pass that held most.
-    fn fullest_pass(&self) -> usize {
-        let passes = &self.peak_reserved_bytes_by_pass;
-        passes.iter().position(|&held| held == self.peak_reserved_bytes).map_or(0, |index| index + 1)
-    }
-
     /// The message about a program that does not finish on the device that was asked for.
     fn failed(&self) -> String {
-        let refused = self.ooms.saturating_add(self.warm_ooms);
-        out_of_memory(&self.trace, &self.config, refused, "; the command fit finds the smallest device")
+        let more = "; the command fit finds the smallest device";
+        out_of_memory(&self.trace, &self.config, self.refusals(), more)
     }
 }
 
-fn tabulate(rows: &[Row], args: &ReplayArgs) -> Table {
-    let mut columns: Vec<Column<Row>> = vec![
-        ("program", |row| row.trace.clone()),
-        ("options", |row| options(&row.config).to_owned()),
-        ("requested", |row| Bytes(row.peak_requested_bytes).to_string()),
+fn tabulate(rows: &[Row], beside: Beside) -> Table {
+    let has_options = rows.iter().any(|row| !row.config.is_empty());
+    let mut columns: Vec<Column<Row>> = vec![("program", |row| row.trace.clone())];
+    if has_options {
+        columns.push(("options", |row| options(&row.config).to_owned()));
+    }
+    let memory: [Column<Row>; 6] = [
         ("holds", |row| Bytes(row.peak_reserved_bytes).to_string()),
         ("holds, ratio", |row| row.ratio(Some(&row.peak_reserved_bytes))),
-    ];
-    if args.passes.repeat > 1 {
-        columns.push(("holds, first pass", |row| row.ratio(row.peak_reserved_bytes_by_pass.first())));
-        columns.push(("holds, last pass", |row| row.ratio(row.peak_reserved_bytes_by_pass.last())));
-        columns.push(("most in pass", |row| row.fullest_pass().to_string()));
-    }
-    columns.push(("ns/op", |row| number(row.ns_per_op, 1)));
-    columns.push(("first ns/op", |row| number(row.first_pass_ns_per_op, 1)));
-    if args.yardstick {
-        columns.push(("yardstick", |row| number(row.yardstick_ns_per_op, 1)));
-        columns.push(("times yardstick", |row| {
-            number(row.ns_per_op.zip(row.yardstick_ns_per_op).map(|(ours, yardstick)| ours / yardstick), 2)
-        }));
-    }
-    if args.driver_pool {
-        columns.push(("driver's pool, ns/op", |row| number(row.pool_ns_per_op, 1)));
-        columns.push(("driver's pool holds", |row| optional(row.pool_peak_reserved_bytes.map(Bytes))));
-    }
-    let calls: [Column<Row>; 5] = [
-        ("driver calls", |row| row.driver_calls.values().sum::<u64>().to_string()),
-        ("later driver calls", |row| number(row.warm_driver_calls, 1)),
-        ("driver ms, modelled", |row| number(row.driver_time_modelled_us.map(|us| us / 1e3), 1)),
-        ("later driver ms, modelled", |row| number(row.warm_driver_time_modelled_us.map(|us| us / 1e3), 1)),
-        ("worst µs, modelled", |row| number(row.worst_alloc_us, 0)),
-    ];
-    columns.extend(calls);
-    if args.passes.lag > 0 {
-        columns.push(("bound", |row| number(row.lag_bound_over_requested, 3)));
-        columns.push(("stalls", |row| row.stalls.to_string()));
-    }
-    let counts: [Column<Row>; 5] = [
-        ("OOMs", |row| row.ooms.to_string()),
-        ("later OOMs", |row| row.warm_ooms.to_string()),
-        ("retries", |row| row.retries.to_string()),
-        ("waits", |row| row.stream_waits.to_string()),
+        ("bound", |row| number(row.lag_bound_over_requested, 3)),
+        ("stalls", |row| row.stalls.to_string()),
+        ("OOMs", |row| row.refusals().to_string()),
         ("violations", |row| row.violations.to_string()),
     ];
-    columns.extend(counts);
-    table(rows, 2, &columns)
+    let driver: [Column<Row>; 2] = [
+        ("driver calls", |row| row.driver_calls.values().sum::<u64>().to_string()),
+        ("driver ms, modelled", |row| number(row.driver_time_modelled_us.map(|us| us / 1e3), 1)),
+    ];
+    let times: [Column<Row>; 4] = [
+        ("ns/op", |row| number(row.ns_per_op, 1)),
+        ("times yardstick", |row| {
+            number(row.ns_per_op.zip(row.yardstick_ns_per_op).map(|(ours, yardstick)| ours / yardstick), 2)
+        }),
+        ("driver's pool, ns/op", |row| number(row.pool_ns_per_op, 1)),
+        ("driver's pool holds", |row| optional(row.pool_peak_reserved_bytes.map(Bytes))),
+    ];
+    columns.extend(memory);
+    // Times beside which the user asked for others come first.
+    if beside.yardstick || beside.driver_pool {
+        columns.extend(times.into_iter().chain(driver));
+    } else {
+        columns.extend(driver.into_iter().chain(times));
+    }
+    columns.push(("later driver calls", |row| number(row.warm_driver_calls, 1)));
+    columns.push(("later driver ms, modelled", |row| number(row.warm_driver_time_modelled_us.map(|us| us / 1e3), 1)));
+    // Most programs hold as much in later passes as in the first one.
+    if rows.iter().any(|row| row.peak_reserved_bytes_by_pass.iter().any(|&held| held != row.peak_reserved_bytes)) {
+        columns.push(("holds, first pass", |row| row.ratio(row.peak_reserved_bytes_by_pass.first())));
+        columns.push(("holds, last pass", |row| row.ratio(row.peak_reserved_bytes_by_pass.last())));
+    }
+    columns.push(("requested", |row| Bytes(row.peak_requested_bytes).to_string()));
+    table(rows, 1 + usize::from(has_options), &columns)
 }
