@@ -6,7 +6,7 @@ use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
-use aquifer::device::{DevicePtr, ErrorKind, RequestError};
+use aquifer::device::{DevicePtr, RequestError};
 use aquifer::memory::PrivatePool;
 use aquifer::{Allocator, Buffer, Stream};
 use cudarc::driver::sys::{CUdeviceptr, CUstreamCaptureMode, CUstreamCaptureStatus};
@@ -221,14 +221,13 @@ struct FreedOnceIdle(Allocator, DevicePtr);
 impl Drop for FreedOnceIdle {
     fn drop(&mut self) {
         let FreedOnceIdle(memory, ptr) = self;
-        match memory.device().synchronize() {
-            Ok(()) => drop(memory.free_raw(*ptr)),
-            // A stream captures: another time.
-            Err(error) if error.kind == ErrorKind::Capture => {
-                memory.device().drop_later(Box::new(FreedOnceIdle(memory.clone(), *ptr)));
-            }
+        let device = memory.device();
+        match (!device.is_capturing()).then(|| device.synchronize()) {
+            Some(Ok(())) => drop(memory.free_raw(*ptr)),
             // Memory that may be in use is better lost than reused.
-            Err(_) => {}
+            Some(Err(_)) if !device.is_capturing() => {}
+            // A stream captures: at a later call of the device.
+            _ => device.drop_later(Box::new(FreedOnceIdle(memory.clone(), *ptr))),
         }
     }
 }

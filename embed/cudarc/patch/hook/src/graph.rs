@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 
-use aquifer::device::{DevicePtr, ErrorKind};
+use aquifer::device::DevicePtr;
 use aquifer::{Allocator, Graph, GraphCapture, Stream};
 use aquifer_cudarc::Error;
 use aquifer_device::{Code, DeviceError, Operation, RawStream};
@@ -44,14 +44,13 @@ struct Kept(Allocator, DevicePtr);
 impl Drop for Kept {
     fn drop(&mut self) {
         let Kept(memory, ptr) = self;
-        match memory.device().synchronize() {
-            Ok(()) => drop(memory.free_raw(*ptr)),
-            // A stream captures: another time.
-            Err(error) if error.kind == ErrorKind::Capture => {
-                memory.device().drop_later(Box::new(Kept(memory.clone(), *ptr)));
-            }
+        let device = memory.device();
+        match (!device.is_capturing()).then(|| device.synchronize()) {
+            Some(Ok(())) => drop(memory.free_raw(*ptr)),
             // Memory that may be in use is better lost than reused.
-            Err(_) => {}
+            Some(Err(_)) if !device.is_capturing() => {}
+            // A stream captures: at a later call of the device.
+            _ => device.drop_later(Box::new(Kept(memory.clone(), *ptr))),
         }
     }
 }
