@@ -28,6 +28,8 @@ pub use transfer::{Part, TransferArgs};
 
 use crate::exit::{CODES, Failure};
 use crate::pytorch::Options;
+use crate::table::terminal_columns;
+use crate::text::rewrap;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -38,7 +40,7 @@ Examples:
   aquifer-stress report snapshot.pickle --output report.html
   aquifer-stress replay training.trace.gz
   aquifer-stress replay --device sim:24GiB snapshot.pickle
-  aquifer-stress replay --config '' --config backing:pytorch,max_split_size_mb:128 *.trace.gz
+  aquifer-stress replay --config '' --config max_split_size_mb:128 *.trace.gz
   aquifer-stress fit --json training.trace.gz
   aquifer-stress compare --pytorch pytorch.json *.trace.gz
   aquifer-stress bench --filter churn
@@ -59,9 +61,9 @@ Settings of simulated devices, such as --device sim:24GiB,seed=7,vmm=off:
   link=GB/S             bandwidth to the host
   vmm=off               memory cannot be mapped
   export=off            memory cannot be exported
-  checks=off            work beyond a block or after its end, or that reads memory never written,
-                        is not detected; the default of bench, replay, fit, compare, transfer,
-                        explain, advise and report
+  checks=off            work beyond a block or after its end, or that reads memory never written, is
+                        not detected; the default of bench, replay, fit, compare, transfer, explain,
+                        advise and report
   reuse=off             a plain allocation gets the lowest address above all earlier ones, while
                         there are any; the default of the same commands
   violations=panic      a race or misuse of memory ends the program
@@ -81,7 +83,7 @@ Settings of simulated devices, such as --device sim:24GiB,seed=7,vmm=off:
 /// --json, as one JSON object per line. Everything else goes to standard error.
 #[derive(Debug, Parser)]
 #[command(name = "aquifer-stress", version, max_term_width = 100)]
-#[command(after_long_help = format!("{EXAMPLES}\n\n{SIMULATED}\n\n{CODES}"))]
+#[command(after_long_help = format!("{EXAMPLES}\n\n{}", fitted(&format!("{SIMULATED}\n\n{CODES}"))))]
 pub struct Cli {
     /// Options of every command.
     #[command(flatten)]
@@ -285,7 +287,7 @@ counting itself.";
 
 /// Arguments of `replay`.
 #[derive(Debug, Args)]
-#[command(after_long_help = format!("{FILES}\n\n{REPLAY_KEYS}"))]
+#[command(after_long_help = fitted(&format!("{FILES}\n\n{REPLAY_KEYS}")))]
 pub struct ReplayArgs {
     /// Recorded programs.
     #[arg(required = true, value_name = "FILE")]
@@ -335,7 +337,7 @@ pub struct PassArgs {
 
 /// Arguments of `fit`.
 #[derive(Debug, Args)]
-#[command(after_long_help = format!("{FILES}\n\n{FIT_KEYS}"))]
+#[command(after_long_help = fitted(&format!("{FILES}\n\n{FIT_KEYS}")))]
 pub struct FitArgs {
     /// Recorded programs.
     #[arg(required = true, value_name = "FILE")]
@@ -359,7 +361,7 @@ and the 64 just below the boundary.";
 
 /// Arguments of `bench`.
 #[derive(Debug, Args)]
-#[command(after_long_help = BENCH_KEYS)]
+#[command(after_long_help = fitted(BENCH_KEYS))]
 pub struct BenchArgs {
     /// Run only the benchmark of this name, or those whose names contain it; with --scale, the
     /// series.
@@ -493,6 +495,14 @@ three benchmarks:
   latency_to_first_us, first_round_throughput_gb_s, second_round_throughput_gb_s
                             async_priming: time of the first block; bytes of a round over its time,
                             of the second one with the frees of the first";
+
+/// The widest help.
+pub(crate) const HELP_WIDTH: usize = 100;
+
+/// A help text in lines that fit into the terminal.
+pub(crate) fn fitted(text: &str) -> String {
+    rewrap(text, HELP_WIDTH, terminal_columns().unwrap_or(HELP_WIDTH).min(HELP_WIDTH))
+}
 
 /// Paths with the extension of a snapshot format, so that others are refused before anything runs.
 fn snapshot_path() -> impl TypedValueParser<Value = PathBuf> {

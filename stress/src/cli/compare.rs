@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{FILES, PassArgs, svg_path};
+use super::{FILES, PassArgs, fitted, svg_path};
 
 /// Arguments of `compare`.
 #[derive(Debug, Args)]
-#[command(after_long_help = format!("{FILES}\n\n{COMPARE_KEYS}"))]
+#[command(after_long_help = fitted(&format!("{FILES}\n\n{COMPARE_KEYS}")))]
 pub struct CompareArgs {
     /// Recorded programs.
     #[arg(required = true, value_name = "FILE")]
@@ -62,7 +62,8 @@ and per config, at the end (\"row\": \"mean\"):
                             smallest_over_requested, ooms, warm_ooms and violations
   reserved_over_requested, first_pass_reserved_over_requested, smallest_over_requested, ns_per_op,
   times_yardstick           geometric means
-  worst_reserved_over_requested, worst_smallest_over_requested, worst_alloc_us   maxima
+  worst_reserved_over_requested, worst_smallest_over_requested, worst_alloc_us
+                            maxima
   allocs, driver_calls, warm_driver_calls, driver_time_modelled_us,
   warm_driver_time_modelled_us, ooms, warm_ooms, violations   totals
 Unknown figures are null; means, maxima and totals are null unless the figure is known for each

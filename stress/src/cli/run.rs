@@ -5,11 +5,11 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{page_path, snapshot_path};
+use super::{fitted, page_path, snapshot_path};
 
 /// Arguments of `run`.
 #[derive(Debug, Args)]
-#[command(after_long_help = RUN)]
+#[command(after_long_help = fitted(RUN))]
 pub struct RunArgs {
     /// Save a memory snapshot as OUT, a .pickle, .pkl or .json file, when the program ends, with
     /// the latest 1000000 entries of history.

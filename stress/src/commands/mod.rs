@@ -27,7 +27,7 @@ use aquifer::{Allocator, Device};
 
 use serde::Serialize;
 
-use crate::cli::RECORDING;
+use crate::cli::{RECORDING, fitted};
 use crate::exit::{Failure, Outcome};
 use crate::input::{self, Program, Reason};
 use crate::session::Session;
@@ -160,7 +160,7 @@ fn jobs(session: &Session, paths: &[PathBuf], outcome: &mut Outcome, states: boo
         jobs.push(job);
     }
     if has_other_content && jobs.iter().all(Vec::is_empty) {
-        session.message(RECORDING);
+        session.message(fitted(RECORDING));
     }
     jobs
 }
