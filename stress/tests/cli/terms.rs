@@ -54,6 +54,9 @@ fn without_a_recording_commands_say_how_to_make_one() {
         let ways = ["torch.cuda.memory._record_memory_history(", "_dump_snapshot(", "oom_snapshot:", "run --snapshot"];
         assert!(said.contains(error) && ways.iter().all(|way| said.contains(way)), "{args:?}: {said}");
     }
+    let damaged = Scratch::new("damaged.trace", b"a 0 x 0\n");
+    let said = errors(&stress(&["replay", damaged.path()]));
+    assert!(said.ends_with(":1: \"x\" is not a valid size\n"), "a damaged recording is one: {said}");
     let said = errors(&stress(&["explain", "missing.pickle"]));
     assert!(said.ends_with("error: missing.pickle: No such file or directory (os error 2)\n"), "{said}");
 }
@@ -233,6 +236,9 @@ fn options_are_listed_without_a_device() {
     // Some have no default.
     assert!(text.contains("\n  pinned_max_round_threshold_mb: a whole number of MiB\n      inert: "), "{text}");
     assert!(!text.contains("---") && !text.contains(['`', '|']), "{text}");
+    let rows = rows(0, &["options", "--json"]);
+    assert!(rows.iter().all(|row| text.contains(row["effect"].as_str().unwrap())), "{rows:?}");
+    assert!(rows.iter().any(|row| row["option"] == "granule_mb" && row["values"].is_string()), "{rows:?}");
 }
 
 #[test]
