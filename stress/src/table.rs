@@ -3,7 +3,7 @@
 //! A table is at most as wide as its terminal. Its first columns matter most: where the terminal is
 //! too narrow for all of them, the last ones are left out, and a note below the table names them.
 //! Without a terminal the width is unlimited. A column in which every row has 0 or nothing is left
-//! out.
+//! out, unless it is one of the first two.
 
 use std::fmt;
 
@@ -30,7 +30,7 @@ pub fn table<R>(rows: &[R], texts: usize, columns: &[Column<R>]) -> Table {
         Table { headings: Vec::new(), texts: Vec::new(), rows: vec![Vec::new(); rows.len()], groups: Vec::new() };
     for (index, (heading, cell)) in columns.iter().enumerate() {
         let cells: Vec<String> = rows.iter().map(cell).collect();
-        if index > 0 && cells.iter().all(|cell| is_nothing(cell)) {
+        if index >= COLUMNS_LEAST && cells.iter().all(|cell| is_nothing(cell)) {
             continue;
         }
         table.headings.push(heading);
@@ -62,7 +62,7 @@ pub fn number(number: Option<f64>, digits: usize) -> String {
 /// Blanks between columns.
 const GAP: usize = 2;
 
-/// Columns that are shown in any terminal.
+/// Columns that are always shown.
 const COLUMNS_LEAST: usize = 2;
 
 /// The width that a longer text has at least where there is room for other columns.
@@ -281,8 +281,10 @@ mod tests {
             .into_iter()
             .chain([(["0", "1"], true), (["0.01", NOTHING], true), (["a", ""], true), (["-0.5", "0"], true)])
         {
-            let columns: [Column<&str>; 2] = [("name", |_| "x".to_owned()), ("figure", |cell| (*cell).to_owned())];
-            assert_eq!(table(&cells, 1, &columns).render(None).contains("figure"), is_shown, "{cells:?}");
+            let columns: [Column<&str>; 3] =
+                [("name", |_| "x".to_owned()), ("zero", |_| "0".to_owned()), ("figure", |cell| (*cell).to_owned())];
+            let text = table(&cells, 1, &columns).render(None);
+            assert!(text.contains("zero") && text.contains("figure") == is_shown, "{cells:?}: {text}");
         }
     }
 

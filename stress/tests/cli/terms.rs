@@ -236,7 +236,7 @@ fn options_are_listed_without_a_device() {
     // Some have no default.
     assert!(text.contains("\n  pinned_max_round_threshold_mb: a whole number of MiB\n      inert: "), "{text}");
     assert!(!text.contains("---") && !text.contains(['`', '|']), "{text}");
-    let rows = rows(0, &["options", "--json"]);
+    let rows = rows(0, &["options"]);
     assert!(rows.iter().all(|row| text.contains(row["effect"].as_str().unwrap())), "{rows:?}");
     assert!(rows.iter().any(|row| row["option"] == "granule_mb" && row["values"].is_string()), "{rows:?}");
 }
