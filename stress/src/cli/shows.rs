@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{fitted, page_path, snapshot_path};
+use super::{fitted, named, snapshot_path};
 use crate::scenarios::Scenario;
 use crate::ways::Way;
 
@@ -161,7 +161,7 @@ pub struct DemoArgs {
         value_name = "OUT",
         num_args = 0..=1,
         default_missing_value = "aquifer-report.html",
-        value_parser = page_path()
+        value_parser = named("html", "pages")
     )]
     pub report: Option<PathBuf>,
 }

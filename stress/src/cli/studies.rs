@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{FILES, RECORDING, fitted, page_path};
+use super::{FILES, RECORDING, fitted, named};
 
 /// Arguments of `explain`.
 #[derive(Debug, Args)]
@@ -90,6 +90,6 @@ pub struct ReportArgs {
     pub files: Vec<PathBuf>,
 
     /// The page to write: one .html file, which needs no network.
-    #[arg(long, short, value_name = "OUT", default_value = "aquifer-report.html", value_parser = page_path())]
+    #[arg(long, short, value_name = "OUT", default_value = "aquifer-report.html", value_parser = named("html", "pages"))]
     pub output: PathBuf,
 }
