@@ -7,7 +7,7 @@
 
 use std::fmt;
 
-use crate::text::{columns, wrap};
+use crate::text::{columns, wrap, wrap_lines};
 
 /// Rows under headings. The first column names the row.
 #[derive(Debug, Clone)]
@@ -92,7 +92,7 @@ impl Table {
     }
 
     /// The table for a terminal of this width, or for none.
-    fn render(&self, width: Option<usize>) -> String {
+    pub(crate) fn render(&self, width: Option<usize>) -> String {
         let widths = self.widths(width);
         let mut rows = &self.rows[..];
         let one = [(String::new(), rows.len())];
@@ -202,6 +202,11 @@ impl fmt::Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.render(terminal_columns()))
     }
+}
+
+/// A text for standard output, in lines that fit into its terminal.
+pub fn in_terminal(text: &str) -> String {
+    wrap_lines(text, terminal_columns().unwrap_or(usize::MAX))
 }
 
 /// The width of the terminal at standard output, if known.
