@@ -13,7 +13,7 @@ use crate::text::{columns, wrap, wrap_lines};
 #[derive(Debug, Clone)]
 pub struct Table {
     headings: Vec<&'static str>,
-    /// Whether a column is text, which may be wrapped between words and after commas.
+    /// Whether a column is text, which may be wrapped.
     texts: Vec<bool>,
     rows: Vec<Vec<String>>,
     /// The titles of groups of rows, each with the number of its rows; if there are none, all rows
@@ -180,9 +180,16 @@ impl Table {
 }
 
 /// The parts of a text between which a line may end: words with the blank after them, and within
-/// words what ends with a comma.
+/// long words, such as options or paths, what ends with a comma or a slash.
 fn pieces(text: &str) -> Vec<&str> {
-    text.split_inclusive([' ', ',']).collect()
+    let mut pieces = Vec::new();
+    for word in text.split_inclusive(' ') {
+        match columns(word) > TEXT_LEAST {
+            true => pieces.extend(word.split_inclusive([',', '/'])),
+            false => pieces.push(word),
+        }
+    }
+    pieces
 }
 
 /// A cell in lines of at most `width` characters, if none of its pieces is longer.
@@ -278,6 +285,14 @@ mod tests {
         assert!(narrow.ends_with("Not shown in 20\ncolumns: driver\ncalls. --json has\nall figures."), "{narrow}");
         assert!(!narrow.contains("17"), "{narrow}");
         assert_eq!(few.render(None), few.render(Some(200)));
+    }
+
+    #[test]
+    fn long_words_end_a_line_after_a_comma_or_a_slash() {
+        let cell = "fsdp (traces/of/rank_10.pickle.gz)";
+        assert_eq!(wrapped(cell, 18), ["fsdp (traces/of/", "rank_10.pickle.gz)"]);
+        assert_eq!(wrapped("backing:segments,history:1", 18), ["backing:segments,", "history:1"]);
+        assert_eq!(wrapped("first ns/op", 8), ["first", "ns/op"]);
     }
 
     #[test]
