@@ -90,6 +90,7 @@ pub struct ReportArgs {
     pub files: Vec<PathBuf>,
 
     /// The page to write: one .html file, which needs no network.
-    #[arg(long, short, value_name = "OUT", default_value = "aquifer-report.html", value_parser = named("html", "pages"))]
+    #[arg(long, short, value_name = "OUT", default_value = "aquifer-report.html",
+        value_parser = named("html", "pages"))]
     pub output: PathBuf,
 }

@@ -10,7 +10,8 @@ use super::{fitted, mebibytes, whole};
 pub struct TransferArgs {
     /// Largest copy, in MiB, such as 16 or 0.5. Sizes go from 4 KiB up to this, each 16 times the
     /// previous one.
-    #[arg(long = "max-mb", value_name = "N", default_value = "64", allow_negative_numbers = true, value_parser = mebibytes)]
+    #[arg(long = "max-mb", value_name = "N", default_value = "64", allow_negative_numbers = true,
+        value_parser = mebibytes)]
     pub largest: u64,
 
     /// How often each measurement is taken, after a first one that does not count; the median is
