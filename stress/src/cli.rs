@@ -1,7 +1,8 @@
 //! The command line.
 
-mod compare;
+mod bench;
 mod hardware;
+mod replays;
 mod run;
 mod shows;
 mod studies;
@@ -19,8 +20,9 @@ use aquifer_allocator::snapshot::FileFormat;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 
-pub use compare::CompareArgs;
+pub use bench::BenchArgs;
 pub use hardware::{CallsArgs, SimulateArgs, SoakArgs};
+pub use replays::{CompareArgs, FitArgs, PassArgs, ReplayArgs};
 pub use run::RunArgs;
 pub use shows::{DemoArgs, FragmentationArgs, GraphsArgs, OomArgs};
 pub use studies::{AdviseArgs, ExplainArgs, ReportArgs};
@@ -28,6 +30,8 @@ pub use transfer::{Part, TransferArgs};
 
 use crate::exit::{CODES, Failure};
 use crate::pytorch::Options;
+use crate::table::terminal_columns;
+use crate::text::rewrap;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -38,7 +42,7 @@ Examples:
   aquifer-stress report snapshot.pickle --output report.html
   aquifer-stress replay training.trace.gz
   aquifer-stress replay --device sim:24GiB snapshot.pickle
-  aquifer-stress replay --config '' --config backing:pytorch,max_split_size_mb:128 *.trace.gz
+  aquifer-stress replay --config '' --config max_split_size_mb:128 *.trace.gz
   aquifer-stress fit --json training.trace.gz
   aquifer-stress compare --pytorch pytorch.json *.trace.gz
   aquifer-stress bench --filter churn
@@ -59,9 +63,9 @@ Settings of simulated devices, such as --device sim:24GiB,seed=7,vmm=off:
   link=GB/S             bandwidth to the host
   vmm=off               memory cannot be mapped
   export=off            memory cannot be exported
-  checks=off            work beyond a block or after its end, or that reads memory never written,
-                        is not detected; the default of bench, replay, fit, compare, transfer,
-                        explain, advise and report
+  checks=off            work beyond a block or after its end, or that reads memory never written, is
+                        not detected; the default of bench, replay, fit, compare, transfer, explain,
+                        advise and report
   reuse=off             a plain allocation gets the lowest address above all earlier ones, while
                         there are any; the default of the same commands
   violations=panic      a race or misuse of memory ends the program
@@ -81,7 +85,7 @@ Settings of simulated devices, such as --device sim:24GiB,seed=7,vmm=off:
 /// --json, as one JSON object per line. Everything else goes to standard error.
 #[derive(Debug, Parser)]
 #[command(name = "aquifer-stress", version, max_term_width = 100)]
-#[command(after_long_help = format!("{EXAMPLES}\n\n{SIMULATED}\n\n{CODES}"))]
+#[command(after_long_help = format!("{EXAMPLES}\n\n{}", fitted(&format!("{SIMULATED}\n\n{CODES}"))))]
 pub struct Cli {
     /// Options of every command.
     #[command(flatten)]
@@ -221,296 +225,24 @@ reused after it was freed:
   r ID STREAM          the block is also used on another stream
   i N                  iteration N begins";
 
-const REPLAY_KEYS: &str = "\
-JSON keys, per program and config:
-  trace, config, device, lag   the program, the options, the device, and how far the device lagged
-                               behind
-  events, allocs            number of allocations and frees in one pass; number of allocations among
-                            them
-  peak_requested_bytes      the most memory that the program had requested and not yet freed
-  peak_allocated_bytes      the same after rounding
-  peak_reserved_bytes       the most memory that was held from the device, in any pass
-  reserved_over_requested   ratio of peak_reserved_bytes to peak_requested_bytes
-  peak_reserved_bytes_by_pass   the most memory that was held in each pass, including the first
-  lag_bound_over_requested  the least that this ratio can be in one pass on a device that lags if
-                            nothing waits for the device: the most, over all times, of the sum over
-                            streams of the most that was live on the stream within the last LAG
-                            events; with --lag only
-  ns_per_op                 time per event: the median of the passes after the first, or the first
-                            if it is the only one; null, like the next key, if the program has no
-                            events
-  first_pass_ns_per_op      time per event of the first pass, which takes the memory from the device
-  seconds                   time of all these passes together
-  driver_calls              driver calls by name, without those of the setup
-  driver_allocs             allocations during which the driver was asked to allocate, create, map
-                            or make accessible
-  driver_time_modelled_us   time that all driver calls would take on a real device, by the
-                            simulator's cost model
-  worst_alloc_us            the most of that time within one allocation
-  driver_allocs_measured_us, worst_alloc_measured_us
-                            on a real device: host time of the allocations in driver_allocs, with
-                            everything that they do; the most of that time within one of them; null
-                            on a simulated device
-  stalls                    waits of the host for a device that lagged behind (--lag)
-  remaps, granules_moved    how often memory was moved to where contiguous addresses were needed;
-                            granules that moved
-  frames_split              frames that were partly in use and were split, as memory would have been
-                            refused otherwise
-  warm_driver_calls, warm_driver_allocs, warm_driver_time_modelled_us, warm_stalls
-                            the same for later passes, as their mean; null if there is only one pass
-  warm_worst_alloc_us       the greatest worst_alloc_us of the later passes
-  driver_calls_by_pass      number of driver calls in each pass, including the first
-  ooms, retries             requests refused; times that all cached memory was released to try again
-  warm_ooms                 requests refused in the later passes, all together
-  events_recorded, stream_waits   events and waits that ordering streams after each other took
-  violations                pieces of work that the simulated device found unordered, and memory
-                            released before the device was done with it; 0 unless there is a bug
-  yardstick_ns_per_op       time per event of offset-allocator; with --yardstick only, and if there
-                            are events
-  pool_ns_per_op, pool_first_pass_ns_per_op, pool_seconds, pool_peak_reserved_bytes, pool_ooms
-                            with --driver-pool only: the same times of the pool, the most memory
-                            that it held from the device, and requests that it refused in all
-                            passes. A real driver keeps one high-water mark for the whole process;
-                            where this program did not raise it, the value is the most held at the
-                            end of a pass
-Counts are of the first pass unless stated otherwise; peaks, remaps, granules_moved, frames_split,
-retries and violations are of all passes, and violations also of the end. The table has the ratios
-of the first and the last pass if they differ from the greatest, and no ratio for a program that was
-refused a request. Such a program with split_frames:off, the default, has another row with
-split_frames:on if frames were split then.
-Times are taken in separate passes on another device, where nothing is counted; they include neither
-reading the file nor freeing leftover blocks of a pass. Modelled times are those of the simulator's
-cost model, and null on a real device. Measured times are of the first counted pass, without the
-counting itself.";
+/// The widest help.
+pub(crate) const HELP_WIDTH: usize = 100;
 
-/// Arguments of `replay`.
-#[derive(Debug, Args)]
-#[command(after_long_help = format!("{FILES}\n\n{REPLAY_KEYS}"))]
-pub struct ReplayArgs {
-    /// Recorded programs.
-    #[arg(required = true, value_name = "FILE")]
-    pub files: Vec<PathBuf>,
-
-    /// The passes.
-    #[command(flatten)]
-    pub passes: PassArgs,
-
-    /// Also time the crate offset-allocator (the yardstick) on the same events: a bare index
-    /// without accounting, locks or streams.
-    #[arg(long)]
-    pub yardstick: bool,
-
-    /// Also replay the events to the driver's own stream-ordered pool (cuMemAllocAsync), on the
-    /// same device, after the allocator.
-    #[arg(long)]
-    pub driver_pool: bool,
-
-    /// Save a memory snapshot as OUT, a .pickle, .pkl or .json file: the memory at the end of a
-    /// separate pass, before the blocks that the program leaves allocated are freed, with the
-    /// history of this pass.
-    ///
-    /// This command, `fit`, `compare` and PyTorch's memory viewer read it. For one program and one
-    /// --config, in which history:N keeps only the latest N entries.
-    #[arg(long, value_name = "OUT", value_parser = snapshot_path())]
-    pub snapshot: Option<PathBuf>,
+/// A help text in lines that fit into the terminal.
+pub(crate) fn fitted(text: &str) -> String {
+    rewrap(text, HELP_WIDTH, terminal_columns().unwrap_or(HELP_WIDTH).min(HELP_WIDTH))
 }
-
-/// Options of the passes.
-#[derive(Debug, Clone, Args)]
-pub struct PassArgs {
-    /// How many times each program is run, one after the other in the same allocator.
-    #[arg(long, value_name = "N", default_value_t = 5, allow_negative_numbers = true,
-        value_parser = whole::<u32>("number of passes", 1..=1_000_000))]
-    pub repeat: u32,
-
-    /// Let the simulated device lag N events of the program behind the host: allocations, frees and
-    /// uses on other streams.
-    ///
-    /// The device has reached event max(the latest that the host waited for, now - N), and work
-    /// enqueued later is not done.
-    #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true,
-        value_parser = whole::<u64>("number of events", 0..=u64::MAX))]
-    pub lag: u64,
-}
-
-/// Arguments of `fit`.
-#[derive(Debug, Args)]
-#[command(after_long_help = format!("{FILES}\n\n{FIT_KEYS}"))]
-pub struct FitArgs {
-    /// Recorded programs.
-    #[arg(required = true, value_name = "FILE")]
-    pub files: Vec<PathBuf>,
-}
-
-const FIT_KEYS: &str = "\
-JSON keys, per program and config:
-  trace, config             the program, and the options
-  smallest_device_bytes     the size of the smallest device: the program finishes there, and fails
-                            with 2 MiB less
-  smallest_over_requested   that size over the most memory that the program had requested and not
-                            yet freed
-  retries_at_fit            times that all cached memory was released to try again, on that device
-The device is simulated, even where there is a GPU, and its size is replaced. --device may name
-another simulated device, or a GPU: there the size is that of a limit on what the allocator holds,
-and the most that is tried is what is free. Where frames that are split let a program finish on a
-smaller device, another row has split_frames:on, which is off by default. Whether a program finishes
-need not be monotonic in the size, so smaller sizes were tried: 23 evenly spread down to the peak,
-and the 64 just below the boundary.";
-
-/// Arguments of `bench`.
-#[derive(Debug, Args)]
-#[command(after_long_help = BENCH_KEYS)]
-pub struct BenchArgs {
-    /// Run only the benchmark of this name, or those whose names contain it; with --scale, the
-    /// series.
-    #[arg(long, value_name = "TEXT")]
-    pub filter: Option<String>,
-
-    /// Run fewer rounds, for a first impression; with --scale, measure smaller numbers.
-    #[arg(long)]
-    pub quick: bool,
-
-    /// Measure how the time of operations grows with the number of streams, private pools,
-    /// growables, graphs, waiting blocks and live blocks, and how long a cached allocation of
-    /// another thread takes meanwhile.
-    #[arg(long)]
-    pub scale: bool,
-
-    /// Run benchmarks that other projects published, with this allocator, models of PyTorch's, the
-    /// driver's pool and the bare driver side by side.
-    #[arg(long, conflicts_with_all = ["scale", "plot"])]
-    pub peers: bool,
-
-    /// Instead of running them, write those of --peers that replay a program into FOLDER, as traces
-    /// that other programs can replay.
-    #[arg(long, value_name = "FOLDER", requires = "peers")]
-    pub traces: Option<PathBuf>,
-
-    /// Also draw the times as OUT, an .svg file.
-    #[arg(long, value_name = "OUT", value_parser = svg_path())]
-    pub plot: Option<PathBuf>,
-}
-
-const BENCH_KEYS: &str = "\
-Benchmarks; a pair is one allocation and one free:
-  hot_512b, hot_1mib, hot_64mib        a block is freed as soon as it is allocated
-  churn_100, churn_1000, churn_10000   that many live blocks of 512 B to 64 MiB (log-uniform); a
-                                       random one is replaced
-  churn_100000                         the same, 512 B to 1 MiB
-  churn_1000000                        the same, 512 B to 64 KiB
-  threads1_streams1, threads2_streams2, threads4_streams4
-                                       threads on one allocator, each with a stream of its own, on
-                                       which a block of 1 MiB is freed as soon as it is allocated;
-                                       offset-allocator, which has no locks, has an instance per
-                                       thread
-  threads1_churn, threads2_churn, threads4_churn
-                                       the same, where each thread has 100 live blocks of 512 B to 1
-                                       MiB and replaces a random one
-  handover                             one thread allocates blocks of 512 B to 1 MiB, another frees
-                                       them, through a ring of 256 places; offset-allocator is
-                                       behind a lock
-  raw_hot, raw_churn_10000, raw_parallel
-                                       as hot_1mib, churn_10000 and threads2_streams2, with raw
-                                       pointers; the yardstick is the same with handles
-JSON keys, per benchmark and allocator (aquifer and, alternating with it, the yardstick: the bare
-index offset-allocator, or aquifer-handles):
-  benchmark, allocator      the benchmark, and what was measured
-  device                    the device; a simulated one has at least 512 GiB here
-  largest_bytes             the largest block: as above, or smaller where the device has no room for
-                            so many
-  ns_per_pair               time of a pair in one thread, the median of several rounds
-  threads, live             number of threads, and of live blocks of each
-  rate_vs_one_thread        pairs per time of each thread over those of one thread alone, measured
-                            alternately; for handover, of one thread that passes blocks through the
-                            ring to itself
-
-Series of --scale, each with n, 4 n and 16 n (--quick: a 16th), while another thread allocates and
-frees a cached block of 4 KiB on a stream of its own:
-  nothing     no objects; the operation `spin` makes no call, so its hot_max_ns is the effect of the
-              machine's scheduler alone on the other thread
-  streams     64 streams with a block each: first block, pair in turn on all, drop
-  pools       128 private pools with a block each: make, pair in turn in all, drop; a snapshot once
-              all are gone
-  growables   128 growables: make (of 6 MiB), shrink, drop and the request that misses next
-  graphs      128 graphs of one pool: capture, launch, pair in the pool, drop; a pair after that
-  waiting     1000 blocks that another stream uses when they are freed: free, and end of the wait
-  live        6250 blocks of 512 B to 64 KiB: allocate, replace a random one, free
-Each series also measures, with all of these there, a pair of 4 KiB, a snapshot, fragmentation()
-and, except where blocks wait, a miss (a held block of 8 to 15 MiB) and a refusal (of 32 TiB).
-JSON keys, per series, operation and n:
-  series, operation, device, n
-  ns_per_operation          time of one of them; of operations on all n, time divided by n
-  exponent                  power of n that this time grew with since the first n: 0 is constant,
-                            1 is as fast as n; null for the first n
-  hot_p99_ns, hot_max_ns    time of the other thread's pairs meanwhile: 99th percentile of the first
-                            million, and maximum; null if there were none. The table shows the
-                            greatest of all n
-
-Benchmarks of --peers, with the names and parameters of their sources (--quick: of the first, only
-those with 1000 allocations):
-  random_allocations/N/MAX  RMM: N allocations of 1 B to MAX MiB among random frees, with at most
-                            16000 MiB live; the same random numbers
-  ascending, comb, loophole_1mib
-                            PyTorch's devlog of 2026-06-01: 8 x 16 MiB, then 4 x 32 MiB; 32 MiB
-                            where every other block of 16 MiB is free; half a MiB after 2 MiB
-  stays_behind              PyTorch 193400: 91 and 45.5 MiB, of which 2 MiB stay behind, 100 times
-  comb_1gib                 TorchRec 4584: 9 GiB where every other block of 1 GiB is free
-  stride_1.75mib, stride_64kib
-                            kvcached: KV blocks of Qwen3-0.6B with their layers beside each other,
-                            or each by itself
-  grow_by_little            llama.cpp 22107: two buffers that grow by 4 KiB 20 000 times
-  larson, xmalloc-test, mstress
-                            mimalloc-bench: threads as streams; sizes are 1024 times as large, of
-                            mstress 128 times
-  multi_stream_allocations/STREAMS/KERNELS/PREWARMED
-                            RMM: kernels on streams in turn, each with a block of 8 B
-  async_priming/primed, async_priming/unprimed
-                            RMM: two rounds of ten blocks of 9 % of the device; primed: after half
-                            of the device was allocated and freed
-  captures/STREAMS/OPERATIONS/ALLOCATIONS
-                            PyTorch 158352: four graphs captured in one pool. Each operation uses a
-                            random block of 4 MiB on a random stream; before it one is allocated in
-                            so many of 100 cases, one freed and a stream joined in 10. PyTorch by
-                            default frees what several streams used when the capture ends
-JSON keys, per benchmark and allocator; a simulated device has at least 512 GiB but for the last
-three benchmarks:
-  benchmark, source, allocator, device
-                            what was measured, who published it, with what, where
-  peak_requested_bytes      the most memory that was requested and not yet freed
-  peak_reserved_bytes, reserved_over_requested
-                            the most memory that the device lacked after any request of two passes,
-                            and its ratio to requested; null with ooms; of captures, what the pool
-                            holds in the end
-  driver_calls, driver_time_modelled_us, warm_driver_calls, warm_driver_time_modelled_us
-                            driver calls of the first and of the second pass, and their modelled
-                            time; null on a real device
-  ns_per_op                 time of an allocation or a free of a later pass; null for the driver's
-                            pool and cuMemAlloc on a simulated device, where it is the simulator's
-  ooms                      requests refused in both passes
-  clock                     of multi_stream_allocations and async_priming: virtual on a simulated
-                            device, or host
-  us_per_iteration          multi_stream_allocations: four kernels of 0.5 ms, and the wait for them
-  latency_to_first_us, first_round_throughput_gb_s, second_round_throughput_gb_s
-                            async_priming: time of the first block; bytes of a round over its time,
-                            of the second one with the frees of the first";
 
 /// Paths with the extension of a snapshot format, so that others are refused before anything runs.
 fn snapshot_path() -> impl TypedValueParser<Value = PathBuf> {
     PathBufValueParser::new().try_map(|path| FileFormat::of(&path).map(|_| path))
 }
 
-/// Paths of plots.
-fn svg_path() -> impl TypedValueParser<Value = PathBuf> {
-    PathBufValueParser::new().try_map(|path| {
-        let is_svg = path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("svg"));
-        if is_svg { Ok(path) } else { Err("plots are written as .svg files") }
-    })
-}
-
-fn page_path() -> impl TypedValueParser<Value = PathBuf> {
-    PathBufValueParser::new().try_map(|path| {
-        let is_page = path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("html"));
-        if is_page { Ok(path) } else { Err("pages are written as .html files") }
+/// Paths whose names end so, of what `whats` are.
+fn named(ending: &'static str, whats: &'static str) -> impl TypedValueParser<Value = PathBuf> {
+    PathBufValueParser::new().try_map(move |path| {
+        let is_named = path.extension().is_some_and(|end| end.eq_ignore_ascii_case(ending));
+        if is_named { Ok(path) } else { Err(format!("{whats} are written as .{ending} files")) }
     })
 }
 

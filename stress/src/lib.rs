@@ -50,7 +50,7 @@ pub mod yardstick;
 use std::io::Write;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use cli::{Cli, Command, DemoArgs, RECORDING};
+use cli::{Cli, Command, DemoArgs, RECORDING, fitted};
 use exit::{Failure, Outcome};
 use session::Session;
 
@@ -72,7 +72,7 @@ pub fn answer(answer: &clap::Error) -> Outcome {
             && matches!(answer.get(ContextKind::InvalidArg), Some(ContextValue::Strings(lacking))
                 if lacking.iter().any(|name| name.starts_with("<FILE>")));
         if lacks_recording {
-            let _ = writeln!(std::io::stderr(), "\n{RECORDING}");
+            let _ = writeln!(std::io::stderr(), "\n{}", fitted(RECORDING));
         }
         return Outcome::Usage;
     }

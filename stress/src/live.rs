@@ -2,6 +2,7 @@
 //! growing intervals.
 
 mod terminal;
+mod trend;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::Ordering;
@@ -19,6 +20,7 @@ use ratatui::widgets::{Axis, Chart, Dataset, GraphType, LegendPosition, Paragrap
 use crate::session::{Output, Session};
 use crate::text::{Bytes, one_line, plural, wrap};
 use terminal::{at_continuation, insert, open};
+use trend::Trend;
 
 /// The time between two readings.
 const INTERVAL: Duration = Duration::from_millis(500);
@@ -32,8 +34,6 @@ const HEIGHT: u16 = 14;
 const CHART_MIN: u16 = 5;
 /// Devices that the view has a row for.
 const DEVICES: usize = 3;
-/// The chart has at most twice as many points.
-const POINTS: usize = 256;
 /// Output that waits to be shown. Who writes more waits.
 const OUTPUTS: usize = 1024;
 
@@ -255,11 +255,11 @@ impl View<'_> {
     #[expect(clippy::cast_precision_loss, reason = "points of a chart")]
     fn draw_chart(&self, frame: &mut Frame<'_>, area: Rect) {
         let [reserved, allocated] = [0, 1].map(|which| self.trend.line(which));
-        let most = self.trend.points.iter().map(|point| point[0].max(point[1])).max().unwrap_or(0);
+        let most = self.trend.most();
         if most == 0 || area.height < CHART_MIN {
             return;
         }
-        let across = self.trend.points.len().max(2) as f64 - 1.0;
+        let across = reserved.len().max(2) as f64 - 1.0;
         let line = |name, points, style| {
             Dataset::default().name(name).marker(Marker::Braille).graph_type(GraphType::Line).style(style).data(points)
         };
@@ -313,45 +313,6 @@ impl std::fmt::Display for Reading {
         let percent = self.external * 100.0;
         write!(f, "{} holds {reserved} of {limit}, {allocated} allocated, {percent:.0} % fragmented", self.name)
     }
-}
-
-/// Bytes reserved and allocated over the whole time: the most in each of equal times.
-#[derive(Debug, Default)]
-struct Trend {
-    points: Vec<[u64; 2]>,
-    /// Readings of a point, as a power of two.
-    doublings: u32,
-    /// Readings of the last point.
-    last: u64,
-}
-
-impl Trend {
-    fn add(&mut self, reading: [u64; 2]) {
-        let is_full = self.last == 1 << self.doublings;
-        match self.points.last_mut() {
-            Some(point) if !is_full => {
-                *point = most(*point, reading);
-                self.last += 1;
-            }
-            _ => {
-                if self.points.len() >= 2 * POINTS {
-                    self.points = self.points.chunks(2).map(|pair| pair.iter().copied().fold([0; 2], most)).collect();
-                    self.doublings += 1;
-                }
-                self.points.push(reading);
-                self.last = 1;
-            }
-        }
-    }
-
-    #[expect(clippy::cast_precision_loss, reason = "points of a chart")]
-    fn line(&self, which: usize) -> Vec<(f64, f64)> {
-        self.points.iter().enumerate().map(|(at, point)| (at as f64, point[which] as f64)).collect()
-    }
-}
-
-fn most(one: [u64; 2], other: [u64; 2]) -> [u64; 2] {
-    [one[0].max(other[0]), one[1].max(other[1])]
 }
 
 #[cfg(test)]
@@ -497,17 +458,5 @@ mod tests {
         let lines: Vec<&str> = screen.lines().map(|line| line.trim_matches('"').trim_end()).collect();
         assert_eq!(lines[..4], ["first", "red    and\u{fffd} a bell", "one", "two"], "{screen}");
         assert_eq!(lines.last(), Some(&" 3%|#"), "{screen}");
-    }
-
-    #[test]
-    fn the_trend_keeps_every_peak_in_few_points() {
-        let mut trend = Trend::default();
-        for number in 0..100_000_u64 {
-            trend.add([if number == 77_777 { 9 } else { number % 3 }, number % 2]);
-            assert!(trend.points.len() <= 2 * POINTS);
-        }
-        assert!(trend.points.len() > POINTS / 2);
-        assert_eq!(trend.points.iter().filter(|point| point[0] == 9).count(), 1);
-        assert!(trend.points.iter().all(|point| point[0] >= 2 && point[1] == 1));
     }
 }

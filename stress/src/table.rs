@@ -3,17 +3,17 @@
 //! A table is at most as wide as its terminal. Its first columns matter most: where the terminal is
 //! too narrow for all of them, the last ones are left out, and a note below the table names them.
 //! Without a terminal the width is unlimited. A column in which every row has 0 or nothing is left
-//! out.
+//! out, unless it is one of the first two.
 
 use std::fmt;
 
-use crate::text::{columns, wrap};
+use crate::text::{columns, wrap, wrap_lines};
 
 /// Rows under headings. The first column names the row.
 #[derive(Debug, Clone)]
 pub struct Table {
     headings: Vec<&'static str>,
-    /// Whether a column is text, which may be wrapped between words and after commas.
+    /// Whether a column is text, which may be wrapped.
     texts: Vec<bool>,
     rows: Vec<Vec<String>>,
     /// The titles of groups of rows, each with the number of its rows; if there are none, all rows
@@ -30,7 +30,7 @@ pub fn table<R>(rows: &[R], texts: usize, columns: &[Column<R>]) -> Table {
         Table { headings: Vec::new(), texts: Vec::new(), rows: vec![Vec::new(); rows.len()], groups: Vec::new() };
     for (index, (heading, cell)) in columns.iter().enumerate() {
         let cells: Vec<String> = rows.iter().map(cell).collect();
-        if index > 0 && cells.iter().all(|cell| is_nothing(cell)) {
+        if index >= COLUMNS_LEAST && cells.iter().all(|cell| is_nothing(cell)) {
             continue;
         }
         table.headings.push(heading);
@@ -62,7 +62,7 @@ pub fn number(number: Option<f64>, digits: usize) -> String {
 /// Blanks between columns.
 const GAP: usize = 2;
 
-/// Columns that are shown in any terminal.
+/// Columns that are always shown.
 const COLUMNS_LEAST: usize = 2;
 
 /// The width that a longer text has at least where there is room for other columns.
@@ -92,7 +92,7 @@ impl Table {
     }
 
     /// The table for a terminal of this width, or for none.
-    fn render(&self, width: Option<usize>) -> String {
+    pub(crate) fn render(&self, width: Option<usize>) -> String {
         let widths = self.widths(width);
         let mut rows = &self.rows[..];
         let one = [(String::new(), rows.len())];
@@ -180,9 +180,16 @@ impl Table {
 }
 
 /// The parts of a text between which a line may end: words with the blank after them, and within
-/// words what ends with a comma.
+/// long words, such as options or paths, what ends with a comma or a slash.
 fn pieces(text: &str) -> Vec<&str> {
-    text.split_inclusive([' ', ',']).collect()
+    let mut pieces = Vec::new();
+    for word in text.split_inclusive(' ') {
+        match columns(word) > TEXT_LEAST {
+            true => pieces.extend(word.split_inclusive([',', '/'])),
+            false => pieces.push(word),
+        }
+    }
+    pieces
 }
 
 /// A cell in lines of at most `width` characters, if none of its pieces is longer.
@@ -202,6 +209,11 @@ impl fmt::Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.render(terminal_columns()))
     }
+}
+
+/// A text for standard output, in lines that fit into its terminal.
+pub fn in_terminal(text: &str) -> String {
+    wrap_lines(text, terminal_columns().unwrap_or(usize::MAX))
 }
 
 /// The width of the terminal at standard output, if known.
@@ -276,13 +288,23 @@ mod tests {
     }
 
     #[test]
+    fn long_words_end_a_line_after_a_comma_or_a_slash() {
+        let cell = "fsdp (traces/of/rank_10.pickle.gz)";
+        assert_eq!(wrapped(cell, 18), ["fsdp (traces/of/", "rank_10.pickle.gz)"]);
+        assert_eq!(wrapped("backing:segments,history:1", 18), ["backing:segments,", "history:1"]);
+        assert_eq!(wrapped("first ns/op", 8), ["first", "ns/op"]);
+    }
+
+    #[test]
     fn a_column_of_zeros_or_of_nothing_is_left_out() {
         for (cells, is_shown) in [(["0", "0"], false), (["0.00", NOTHING], false), (["0 bytes", ""], false)]
             .into_iter()
             .chain([(["0", "1"], true), (["0.01", NOTHING], true), (["a", ""], true), (["-0.5", "0"], true)])
         {
-            let columns: [Column<&str>; 2] = [("name", |_| "x".to_owned()), ("figure", |cell| (*cell).to_owned())];
-            assert_eq!(table(&cells, 1, &columns).render(None).contains("figure"), is_shown, "{cells:?}");
+            let columns: [Column<&str>; 3] =
+                [("name", |_| "x".to_owned()), ("zero", |_| "0".to_owned()), ("figure", |cell| (*cell).to_owned())];
+            let text = table(&cells, 1, &columns).render(None);
+            assert!(text.contains("zero") && text.contains("figure") == is_shown, "{cells:?}: {text}");
         }
     }
 

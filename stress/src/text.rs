@@ -29,32 +29,65 @@ pub fn columns(text: &str) -> usize {
 
 /// The text in lines of at most `width` characters, if no word is longer.
 pub fn wrap(text: &str, width: usize) -> String {
-    let mut lines = String::new();
-    let mut column = 0;
-    for word in text.split_whitespace() {
-        let length = columns(word);
-        if column > 0 && column + 1 + length > width {
-            lines.push('\n');
-            column = 0;
-        } else if column > 0 {
-            lines.push(' ');
-            column += 1;
-        }
-        lines += word;
-        column += length;
-    }
-    lines
+    fill("", 0, text, width)
 }
 
 /// Each line of a text in lines of at most `width` characters; those after its first are indented
 /// by two more.
 pub fn wrap_lines(text: &str, width: usize) -> String {
     let wrapped = text.lines().map(|line| {
-        let indent = columns(line) - columns(line.trim_start());
-        let (first, more) = (" ".repeat(indent), " ".repeat(indent + 2));
-        first + &wrap(line, width.saturating_sub(indent + 2)).replace('\n', &format!("\n{more}"))
+        let indent = indentation(line);
+        fill(&line[..indent], indent + 2, &line[indent..], width)
     });
     wrapped.collect::<Vec<_>>().join("\n")
+}
+
+/// The words of a text, after `start` and with so many blanks before each later line.
+fn fill(start: &str, blanks: usize, text: &str, width: usize) -> String {
+    let (mut lines, mut line, mut is_first) = (String::new(), start.to_owned(), true);
+    for word in text.split_whitespace() {
+        if !is_first && columns(&line) + 1 + columns(word) > width {
+            lines += &line;
+            lines.push('\n');
+            line = " ".repeat(blanks);
+        } else if !is_first {
+            line.push(' ');
+        }
+        line += word;
+        is_first = false;
+    }
+    lines + line.trim_end()
+}
+
+/// A text that was wrapped at `from` columns, wrapped at `to`. A line that begins with a word and at
+/// least two blanks is an entry of a list, whose description begins behind them.
+pub fn rewrap(text: &str, from: usize, to: usize) -> String {
+    let mut wrapped: Vec<String> = Vec::new();
+    let mut lines = text.lines().peekable();
+    while let Some(first) = lines.next() {
+        let indent = indentation(first);
+        let key = first[indent..].find("  ").map_or(indent, |end| indent + end + indentation(&first[indent + end..]));
+        // Lines after a full one continue it, at the same place.
+        let (mut item, mut last, mut rest) = (first[key..].to_owned(), first, None);
+        while let Some(next) = lines.next_if(|next| {
+            let (word, place) = (next.split_whitespace().next().unwrap_or_default(), indentation(next));
+            let is_in_place = rest.map_or(place == key || (key == indent && place == indent + 2), |rest| rest == place);
+            let begins = word.is_empty() || word == "-" || last.ends_with(':');
+            is_in_place && !begins && columns(last) + 1 + columns(word) > from
+        }) {
+            rest = Some(indentation(next));
+            item = item + " " + next.trim();
+            last = next;
+        }
+        let rest = rest.unwrap_or(if key == indent && (1..=4).contains(&indent) { indent + 2 } else { key });
+        wrapped.push(fill(&first[..key], rest.min(to / 2), &item, to));
+    }
+    wrapped.join("\n")
+}
+
+/// The blanks at the start of a line.
+fn indentation(line: &str) -> usize {
+    line.len() - line.trim_start_matches(' ').len()
 }
 
 /// The text in one line of at most `most` characters; the middle of a longer one is left out.
@@ -91,6 +124,38 @@ mod tests {
         assert_eq!(wrap("one two  three", 7), "one two\nthree");
         assert_eq!(wrap("incomprehensible", 7), "incomprehensible");
         assert_eq!(wrap("", 7), "");
+    }
+
+    #[test]
+    fn wrapped_lists_and_paragraphs_are_wrapped_at_another_width() {
+        let text = "\
+One paragraph of a few
+words:
+  key     what it is for
+          in two lines
+  a_longer_key_than_any
+          its own line
+  - a point with several
+    words
+  - another
+    code()
+A last line";
+        assert_eq!(rewrap(text, 24, 24), text);
+        let narrow = "\
+One paragraph of a
+few words:
+  key     what it is
+          for in two
+          lines
+  a_longer_key_than_any
+          its own
+          line
+  - a point with
+    several words
+  - another
+    code()
+A last line";
+        assert_eq!(rewrap(text, 24, 20), narrow);
     }
 
     #[test]

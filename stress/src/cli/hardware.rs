@@ -5,11 +5,11 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{mebibytes, snapshot_path, whole};
+use super::{fitted, mebibytes, snapshot_path, whole};
 
 /// Arguments of `calls`.
 #[derive(Debug, Args)]
-#[command(after_long_help = CALLS_KEYS)]
+#[command(after_long_help = fitted(CALLS_KEYS))]
 pub struct CallsArgs {
     /// How often each call is measured, after a first call that does not count.
     #[arg(long, value_name = "N", default_value_t = 20, allow_negative_numbers = true,
@@ -44,7 +44,7 @@ JSON keys of others, per call and size:
 
 /// Arguments of `simulate`.
 #[derive(Debug, Args)]
-#[command(after_long_help = SIMULATE_KEYS)]
+#[command(after_long_help = fitted(SIMULATE_KEYS))]
 pub struct SimulateArgs {
     /// The seeds, from A up to B - 1.
     #[arg(long, value_name = "A..B", default_value = "0..1000", allow_negative_numbers = true, value_parser = seeds)]
@@ -87,7 +87,7 @@ fn seeds(text: &str) -> Result<Range<u64>, String> {
 
 /// Arguments of `soak`.
 #[derive(Debug, Args)]
-#[command(after_long_help = SOAK_KEYS)]
+#[command(after_long_help = fitted(SOAK_KEYS))]
 pub struct SoakArgs {
     /// Stop after N minutes (a fraction is allowed), of which each seed has an equal share.
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = minutes)]

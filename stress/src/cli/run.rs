@@ -5,11 +5,11 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{page_path, snapshot_path};
+use super::{fitted, named, snapshot_path};
 
 /// Arguments of `run`.
 #[derive(Debug, Args)]
-#[command(after_long_help = RUN)]
+#[command(after_long_help = fitted(RUN))]
 pub struct RunArgs {
     /// Save a memory snapshot as OUT, a .pickle, .pkl or .json file, when the program ends, with
     /// the latest 1000000 entries of history.
@@ -21,7 +21,7 @@ pub struct RunArgs {
 
     /// Write a page about the program's memory as OUT when it ends, as `report` does with a
     /// snapshot; not with --snapshot. Of several processes, the one that ends last is shown.
-    #[arg(long, value_name = "OUT", value_parser = page_path(), conflicts_with = "snapshot")]
+    #[arg(long, value_name = "OUT", value_parser = named("html", "pages"), conflicts_with = "snapshot")]
     pub report: Option<PathBuf>,
 
     /// Show memory while the program runs: in a terminal as a chart below its output, otherwise as

@@ -4,13 +4,13 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{page_path, snapshot_path};
+use super::{fitted, named, snapshot_path};
 use crate::scenarios::Scenario;
 use crate::ways::Way;
 
 /// Arguments of `fragmentation`.
 #[derive(Debug, Args)]
-#[command(after_long_help = FRAGMENTATION_KEYS)]
+#[command(after_long_help = fitted(FRAGMENTATION_KEYS))]
 pub struct FragmentationArgs {
     /// Run only this scenario; may be given several times.
     #[arg(long = "scenario", value_name = "NAME")]
@@ -63,7 +63,7 @@ With --list, per scenario:
 
 /// Arguments of `graphs`.
 #[derive(Debug, Args)]
-#[command(after_long_help = GRAPHS_KEYS)]
+#[command(after_long_help = fitted(GRAPHS_KEYS))]
 pub struct GraphsArgs {
     /// Fewer graphs, and fewer operations in each.
     #[arg(long)]
@@ -101,7 +101,7 @@ JSON keys, per program:
 
 /// Arguments of `oom`.
 #[derive(Debug, Args)]
-#[command(after_long_help = OOM_KEYS)]
+#[command(after_long_help = fitted(OOM_KEYS))]
 pub struct OomArgs {
     /// Run out of memory only in this way; may be given several times.
     #[arg(long = "way", value_name = "NAME")]
@@ -149,7 +149,7 @@ allocated.";
 
 /// Arguments of `demo`.
 #[derive(Debug, Default, Args)]
-#[command(after_long_help = DEMO_KEYS)]
+#[command(after_long_help = fitted(DEMO_KEYS))]
 pub struct DemoArgs {
     /// Draw maps with ASCII characters only.
     #[arg(long)]
@@ -161,17 +161,17 @@ pub struct DemoArgs {
         value_name = "OUT",
         num_args = 0..=1,
         default_missing_value = "aquifer-report.html",
-        value_parser = page_path()
+        value_parser = named("html", "pages")
     )]
     pub report: Option<PathBuf>,
 }
 
 const DEMO_KEYS: &str = "\
 The recorded programs are built in; each --config adds a row to the comparison, and so does
-split_frames:on, which is off by default, where it makes a difference. Devices are
-simulated. Where there should be plenty of memory, they have the size of --device or more; where
-memory should run out, they have a little more than the program uses. No other programs hold memory
-of them, regardless of --device.
+split_frames:on, which is off by default, where it makes a difference. Devices are simulated. Where
+there should be plenty of memory, they have the size of --device or more; where memory should run
+out, they have a little more than the program uses. No other programs hold memory of them,
+regardless of --device.
 
 JSON keys, by step; sizes are bytes:
   replay    a program on a device with plenty of memory, in a model of PyTorch's allocator, when

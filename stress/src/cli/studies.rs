@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{FILES, RECORDING, page_path};
+use super::{FILES, RECORDING, fitted, named};
 
 /// Arguments of `explain`.
 #[derive(Debug, Args)]
-#[command(after_long_help = format!("{RECORDING}\n\n{FILES}\n\n{EXPLAIN_KEYS}"))]
+#[command(after_long_help = fitted(&format!("{RECORDING}\n\n{FILES}\n\n{EXPLAIN_KEYS}")))]
 pub struct ExplainArgs {
     /// Recorded programs.
     #[arg(required = true, value_name = "FILE")]
@@ -24,8 +24,8 @@ A program is replayed under PyTorch's allocator with its default options, with t
 names, and with expandable segments, and under this project's with each --config. With --device they
 all run on that device, else on one with plenty of memory. Frames are not split by default; where
 split_frames:on makes a difference, it is shown, too. The smallest card has room for a CUDA context
-of 0.5 GiB. Several programs of a file or folder are the ranks of a job: the one that needs
-most is explained, and the others stand in a table.
+of 0.5 GiB. Several programs of a file or folder are the ranks of a job: the one that needs most is
+explained, and the others stand in a table.
 
 JSON keys, per program:
   trace                     the program
@@ -47,13 +47,12 @@ JSON keys, per program:
                             requested_bytes, free_bytes, largest_free_bytes (the largest piece of
                             that), finishes_with (allocators that finish there, found by trying);
                             null if it finishes
-  advice                    as of `advise`, without the name of the program; null without a
-                            history, and for all programs of a file or folder but the one that needs
-                            most";
+  advice                    as of `advise`, without the name of the program; null without a history,
+                            and for all programs of a file or folder but the one that needs most";
 
 /// Arguments of `advise`.
 #[derive(Debug, Args)]
-#[command(after_long_help = format!("{RECORDING}\n\n{FILES}\n\n{ADVISE_KEYS}"))]
+#[command(after_long_help = fitted(&format!("{RECORDING}\n\n{FILES}\n\n{ADVISE_KEYS}")))]
 pub struct AdviseArgs {
     /// Recorded programs.
     #[arg(required = true, value_name = "FILE")]
@@ -84,13 +83,14 @@ JSON keys, per piece of advice:
 
 /// Arguments of `report`.
 #[derive(Debug, Args)]
-#[command(after_long_help = format!("{RECORDING}\n\n{FILES}"))]
+#[command(after_long_help = fitted(&format!("{RECORDING}\n\n{FILES}")))]
 pub struct ReportArgs {
     /// Recorded programs.
     #[arg(required = true, value_name = "FILE")]
     pub files: Vec<PathBuf>,
 
     /// The page to write: one .html file, which needs no network.
-    #[arg(long, short, value_name = "OUT", default_value = "aquifer-report.html", value_parser = page_path())]
+    #[arg(long, short, value_name = "OUT", default_value = "aquifer-report.html",
+        value_parser = named("html", "pages"))]
     pub output: PathBuf,
 }

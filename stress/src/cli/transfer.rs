@@ -2,11 +2,11 @@
 
 use clap::{Args, ValueEnum};
 
-use super::{mebibytes, whole};
+use super::{fitted, mebibytes, whole};
 
 /// Arguments of `transfer`.
 #[derive(Debug, Clone, Args)]
-#[command(after_long_help = TRANSFER_KEYS)]
+#[command(after_long_help = fitted(TRANSFER_KEYS))]
 pub struct TransferArgs {
     /// Largest copy, in MiB, such as 16 or 0.5. Sizes go from 4 KiB up to this, each 16 times the
     /// previous one. By default 64; for nvbandwidth on a GPU 512.
@@ -53,8 +53,7 @@ pub enum Part {
 const TRANSFER_KEYS: &str = "\
 Methods:
   driver pageable   the driver's own copy of ordinary memory, which waits
-  driver pinned     the driver's own copy of pinned memory, waited for: the reference for the
-                    others
+  driver pinned     the driver's own copy of pinned memory, waited for: the reference for the others
   pinned            uploads and downloads of pinned memory, and copies on the device, waited for
   staged            ordinary memory through the staging ring, waited for
   rows              every other 4 KiB of pinned memory, or of device memory, as one region
@@ -80,9 +79,8 @@ copies:
                             size of the copy
   peer, route               the other device, and the route of copies from there; null for others
   us, gb_per_s              time of a copy, and bandwidth
-  of_driver_pinned          its bandwidth as a share of the driver's own copy of pinned memory;
-                            null for that copy itself, and if both ends are on the
-                            host or on devices
+  of_driver_pinned          its bandwidth as a share of the driver's own copy of pinned memory; null
+                            for that copy itself, and if both ends are on the host or on devices
 small:
   direction, bytes, copies  direction, size and number of the copies
   single_us, batched_us     time of a copy, with one call each or as a batch, including packing and

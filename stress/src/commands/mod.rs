@@ -27,9 +27,9 @@ use aquifer::{Allocator, Device};
 
 use serde::Serialize;
 
-use crate::cli::RECORDING;
+use crate::cli::{RECORDING, fitted};
 use crate::exit::{Failure, Outcome};
-use crate::input::{self, Program, Reason};
+use crate::input::{self, Program};
 use crate::session::Session;
 use crate::text::one_line;
 
@@ -140,9 +140,7 @@ fn jobs(session: &Session, paths: &[PathBuf], outcome: &mut Outcome, states: boo
             match programs(session, file, &all, &mut names, states) {
                 Ok(programs) => job.extend(programs),
                 Err(failure) => {
-                    let is_of_system =
-                        matches!(&failure, Failure::Input(error) if matches!(error.reason, Reason::Io(_)));
-                    has_other_content |= !is_of_system;
+                    has_other_content |= matches!(&failure, Failure::Input(error) if error.reason.is_other_content());
                     failed.push(failure);
                 }
             }
@@ -160,7 +158,7 @@ fn jobs(session: &Session, paths: &[PathBuf], outcome: &mut Outcome, states: boo
         jobs.push(job);
     }
     if has_other_content && jobs.iter().all(Vec::is_empty) {
-        session.message(RECORDING);
+        session.message(fitted(RECORDING));
     }
     jobs
 }

@@ -8,9 +8,8 @@ use crate::cli::OomArgs;
 use crate::commands::{list, save, violations};
 use crate::exit::{Failure, Outcome};
 use crate::session::Session;
-use crate::table::terminal_columns;
-use crate::table::{Column, table};
-use crate::text::{Bytes, wrap_lines};
+use crate::table::{Column, in_terminal, table};
+use crate::text::Bytes;
 use crate::ways::{self, Stand, Way};
 
 /// A row of results. `oom --help` explains the fields.
@@ -69,7 +68,7 @@ pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
     let mut outcome = Outcome::Done;
     let mut rows = Vec::new();
     for way in ways {
-        session.show(fitted(&format!("{}: {}", way.name, way.summary)))?;
+        session.show(in_terminal(&format!("{}: {}", way.name, way.summary)))?;
         let simulated = session.sim().is_some();
         if let Some(skipped) = way.needs_simulator.filter(|_| !simulated) {
             session.row(&Skipped { way: way.name, device: session.device_text().to_owned(), skipped })?;
@@ -99,11 +98,6 @@ pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
         session.show(table(&rows, 4, &COLUMNS))?;
     }
     Ok(outcome)
-}
-
-/// A text in lines that fit into the terminal.
-fn fitted(text: &str) -> String {
-    wrap_lines(text, terminal_columns().unwrap_or(usize::MAX))
 }
 
 /// Whether all other ways would fail, too.
@@ -137,7 +131,7 @@ fn go(session: &Session, way: &Way, out: Option<&Path>) -> Result<Row, Failure> 
     let report = &story.refusal.report;
     let requested = Bytes(story.refusal.requested);
     match report {
-        Some(report) => session.show(format_args!("\n{}\n", fitted(&report.to_string())))?,
+        Some(report) => session.show(format_args!("\n{}\n", in_terminal(&report.to_string())))?,
         None => session.show(format_args!("\n{requested} were asked for, and served.\n"))?,
     }
     let row = Row {
@@ -157,7 +151,7 @@ fn go(session: &Session, way: &Way, out: Option<&Path>) -> Result<Row, Failure> 
         reserved_bytes_after: story.refusal.after.1,
         violations: violations(session, way.name, stand.allocator.device()),
     };
-    session.show(fitted(&format!(
+    session.show(in_terminal(&format!(
         "  {} by {}\n  {} written before {}\n  everything was freed, and the allocator {}\n\n",
         word(row.recovered, "recovered", "NOT recovered"),
         row.recovered_by,

@@ -11,6 +11,7 @@ use crate::commands::hundredths;
 use crate::exit::{Failure, Outcome};
 use crate::session::Session;
 use crate::simulate::{self, Counts, Failed, Plan};
+use crate::table::in_terminal;
 use crate::text::{Bytes, plural};
 
 /// Failures after which a run stops.
@@ -52,7 +53,7 @@ pub fn run(session: &Session, args: &SimulateArgs) -> Result<Outcome, Failure> {
     let row = run_seeds(session, args, seeds);
     std::panic::set_hook(hook);
     session.row(&row)?;
-    session.show(format_args!(
+    session.show(in_terminal(&format!(
         "{}, from {} on: {} in {}, {} steps, {} driver calls, {:.0} s of virtual time, {:.0} seeds a second\n\
          {} checks of safety, {} of liveness; {} waited with memory to spare; idle graphs lent {}",
         plural(row.seeds, "seed"),
@@ -67,7 +68,7 @@ pub fn run(session: &Session, args: &SimulateArgs) -> Result<Outcome, Failure> {
         row.liveness_checks,
         plural(row.needless_waits, "request"),
         Bytes(row.lent_bytes),
-    ))?;
+    )))?;
     Ok(if row.failures > 0 { Outcome::Failed } else { Outcome::Done })
 }
 

@@ -225,6 +225,24 @@ pub enum Reason {
     NoHistory,
 }
 
+impl Reason {
+    /// Whether the input is no recording, or has nothing in it. A damaged one was recorded.
+    pub(crate) fn is_other_content(&self) -> bool {
+        matches!(
+            self,
+            Reason::EmptyFolder
+                | Reason::Empty
+                | Reason::NoEvents
+                | Reason::Unrecognised { .. }
+                | Reason::NotARecording(_)
+                | Reason::NothingInside(_)
+                | Reason::NotASnapshot { .. }
+                | Reason::Structure(_)
+                | Reason::NoHistory
+        )
+    }
+}
+
 impl From<std::collections::TryReserveError> for Reason {
     fn from(_: std::collections::TryReserveError) -> Self {
         Self::OutOfMemory

@@ -99,7 +99,7 @@ fn bench_scale_prints_a_table_and_lists_its_series() {
         "bench does not print progress in lines without a terminal"
     );
     let text = String::from_utf8(output.stdout.clone()).unwrap();
-    assert!(output.status.success() && text.contains("spin") && text.contains("exponent"), "{text}");
+    assert!(output.status.success() && text.contains("spin") && text.contains("hot p99 µs"), "{text}");
     let output = stress(&["bench", "--scale", "--quick", "--filter", "growables", "--config", "backing:segments"]);
     assert!(output.status.success() && output.stdout.is_empty(), "memory that grows is mapped");
     assert!(errors(&output).contains("note: growables: not measured"), "{}", errors(&output));

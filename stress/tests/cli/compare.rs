@@ -125,9 +125,13 @@ fn compare_takes_configs_and_prints_tables() {
     );
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(
-        ["fsdp_start: ", "the defaults", "no_cache:True", "All: "].iter().all(|part| text.contains(part)),
+        ["fsdp_start uses at most", "the defaults", "no_cache:True"].iter().all(|part| text.contains(part)),
         "{text}"
     );
+    assert!(!text.contains("means"), "of one program they are its figures: {text}");
+    let two = ["--config", "no_cache:True", &file, &data("two.trace.xz")];
+    let text = String::from_utf8(stress(&[&["compare", "--repeat", "1"], &two[..]].concat()).stdout).unwrap();
+    assert!(text.contains("\n\nAll 2 programs: geometric means"), "{text}");
     assert!(!text.contains("backing:segments"), "{text}");
     let figures = |reserved: &str, ns: &str| {
         format!(

@@ -1,5 +1,6 @@
 //! Common behaviour of all commands: help, wrong use, messages, output.
 
+use aquifer_stress::text::rewrap;
 use clap::CommandFactory;
 
 use super::compare::{COMPARE_KEYS, MEAN_KEYS};
@@ -53,8 +54,27 @@ fn without_a_recording_commands_say_how_to_make_one() {
         let ways = ["torch.cuda.memory._record_memory_history(", "_dump_snapshot(", "oom_snapshot:", "run --snapshot"];
         assert!(said.contains(error) && ways.iter().all(|way| said.contains(way)), "{args:?}: {said}");
     }
+    let damaged = Scratch::new("damaged.trace", b"a 0 x 0\n");
+    let said = errors(&stress(&["replay", damaged.path()]));
+    assert!(said.ends_with(":1: \"x\" is not a valid size\n"), "a damaged recording is one: {said}");
     let said = errors(&stress(&["explain", "missing.pickle"]));
     assert!(said.ends_with("error: missing.pickle: No such file or directory (os error 2)\n"), "{said}");
+}
+
+/// The lines of each table, beginning with its headings.
+fn tables(text: &str) -> Vec<Vec<&str>> {
+    let lines: Vec<&str> = text.lines().collect();
+    let is_rule = |line: &&&str| line.starts_with('─');
+    let headings = (1..lines.len()).filter(|&at| is_rule(&&lines[at]) && lines[at - 1].contains("  "));
+    headings
+        .map(|at| {
+            lines[at - 1..at + 1]
+                .iter()
+                .chain(lines[at + 1..].iter().take_while(|line| !is_rule(line)))
+                .copied()
+                .collect()
+        })
+        .collect()
 }
 
 /// One word for one figure, in the tables of all commands.
@@ -72,9 +92,7 @@ fn tables_call_a_figure_by_one_name() {
     ];
     for (args, wanted) in cases {
         let text = String::from_utf8(stress(args).stdout).unwrap();
-        let lines: Vec<&str> = text.lines().collect();
-        let headings = lines.windows(2).filter(|pair| pair[1].starts_with('─') && pair[0].contains("holds"));
-        let headings: Vec<&str> = headings.flat_map(|pair| pair[0].split("  ")).map(str::trim).collect();
+        let headings: Vec<&str> = tables(&text).iter().flat_map(|table| table[0].split("  ")).map(str::trim).collect();
         for wanted in wanted {
             assert!(headings.contains(wanted), "{args:?}: {wanted}: {headings:?}");
         }
@@ -165,8 +183,8 @@ fn modelled_times_are_marked_in_every_table() {
     ];
     for command in commands {
         let text = String::from_utf8(stress(&[command, &device[..]].concat()).stdout).unwrap();
-        for table in text.split('┌').skip(1).filter(|table| table.contains("µs") || table.contains(" ms")) {
-            assert!(table.contains("modelled"), "{command:?}: {table}");
+        for table in tables(&text).iter().filter(|table| table[0].contains("µs") || table[0].contains(" ms")) {
+            assert!(table.iter().any(|line| line.contains("modelled")), "{command:?}: {table:?}");
         }
         assert!(text.contains("modelled"), "{command:?}: {text}");
     }
@@ -200,8 +218,12 @@ fn lists_in_help_are_no_wider_than_help() {
     let program = aquifer_stress::cli::Cli::command();
     for command in std::iter::once(&program).chain(program.get_subcommands()) {
         let text = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
-        let wide: Vec<&str> = text.lines().filter(|line| line.chars().count() > 100).collect();
-        assert!(wide.is_empty(), "{}: {wide:?}", command.get_name());
+        for width in [100, 80, 60] {
+            let text = rewrap(&text, 100, width);
+            let wide: Vec<&str> = text.lines().filter(|line| line.chars().count() > width.max(78)).collect();
+            assert!(wide.is_empty(), "{}: {wide:?}", command.get_name());
+        }
+        assert_eq!(rewrap(&text, 100, 100), text, "{}: lines are as long as they can be", command.get_name());
     }
 }
 
@@ -214,6 +236,9 @@ fn options_are_listed_without_a_device() {
     // Some have no default.
     assert!(text.contains("\n  pinned_max_round_threshold_mb: a whole number of MiB\n      inert: "), "{text}");
     assert!(!text.contains("---") && !text.contains(['`', '|']), "{text}");
+    let rows = rows(0, &["options"]);
+    assert!(rows.iter().all(|row| text.contains(row["effect"].as_str().unwrap())), "{rows:?}");
+    assert!(rows.iter().any(|row| row["option"] == "granule_mb" && row["values"].is_string()), "{rows:?}");
 }
 
 #[test]

@@ -52,6 +52,9 @@ pub(super) fn load(path: &Path) -> Result<Recorded, Failure> {
     if text.len() as u64 > BYTES_MAX {
         return Err(failed(Reason::TooLong { most: BYTES_MAX }).into());
     }
+    if text.is_empty() {
+        return Err(failed(Reason::Empty).into());
+    }
     let programs = serde_json::from_slice(&text).map_err(|error| {
         let error = if error.is_syntax() { Error::custom(format!("not valid JSON: {error}")) } else { error };
         failed(Reason::Json(error))

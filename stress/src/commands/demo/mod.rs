@@ -6,7 +6,6 @@ mod play;
 
 use std::path::Path;
 
-use aquifer::memory::OomReport;
 use serde::Serialize;
 
 use crate::cli::DemoArgs;
@@ -15,8 +14,8 @@ use crate::exit::{Failure, Outcome};
 use crate::input::{self, Program};
 use crate::map::Style;
 use crate::session::Session;
-use crate::table::terminal_columns;
-use crate::text::{Bytes, wrap, wrap_lines};
+use crate::table::in_terminal;
+use crate::text::{Bytes, wrap};
 use compare::Compared;
 use play::{Exhausted, Moving, Roomy};
 
@@ -94,11 +93,6 @@ fn recordings() -> Result<Vec<Program>, Failure> {
     Ok(programs)
 }
 
-/// A report, wrapped for a terminal.
-fn wrapped(report: &OomReport) -> String {
-    wrap_lines(&report.to_string(), terminal_columns().unwrap_or(usize::MAX))
-}
-
 /// The text of the demonstration. Each chapter returns its outcome.
 struct Story<'a> {
     session: &'a Session,
@@ -168,7 +162,7 @@ impl Story<'_> {
              move, either (backing:segments). Unused segments are released when the device is \
              full, but those with a live block in them cannot be. At event {event} of {events} that is not enough:"
         ))?;
-        let text = wrapped(&report);
+        let text = in_terminal(&report.to_string());
         self.session.show(format_args!("{text}\n\n{}\n", map.draw(self.style)))?;
         let intact = self.intact(program, damaged);
         if !served_again {
@@ -212,7 +206,7 @@ impl Story<'_> {
         }
         if let Some(report) = report {
             self.heading("4. Even memory that moves does not suffice here")?;
-            self.session.show(format_args!("{}\n", wrapped(&report)))?;
+            self.session.show(format_args!("{}\n", in_terminal(&report.to_string())))?;
             return Ok(ended);
         }
         let peak = Bytes(program.peak_requested_bytes);

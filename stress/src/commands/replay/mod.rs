@@ -22,14 +22,14 @@ use crate::observe::{Costs, FirstRefusal, Observed, Spent};
 use crate::pytorch::PyTorch;
 use crate::session::Session;
 use crate::subject::{Aquifer, Measured};
-use crate::table::{Column, Table, number, optional, table};
+use crate::table::{Column, Table, in_terminal, number, optional, table};
 use crate::text::Bytes;
 use timing::{Timings, time};
 
 pub(crate) use timing::Beside;
 
 /// A row of results. `replay --help` explains the fields.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Default, Serialize)]
 #[expect(missing_docs, reason = "the help text explains them")]
 #[non_exhaustive]
 pub struct Row {
@@ -311,7 +311,7 @@ fn measure<S: Measured>(
 /// The first refusal of a program, with the allocator's report and what lay where.
 fn refused(name: &str, first: &FirstRefusal) -> String {
     let FirstRefusal { event, refusal, map } = first;
-    let report = refusal.report.as_ref().map_or_else(String::new, |report| format!("{report}\n\n"));
+    let report = refusal.report.as_ref().map_or_else(String::new, |report| in_terminal(&report.to_string()) + "\n\n");
     let map = map.draw(Style::of_stdout(false));
     format!("{name}: event {event} was the first to be refused, for {}:\n{report}{map}\n", Bytes(refusal.bytes))
 }
@@ -453,4 +453,34 @@ fn tabulate(rows: &[Row], beside: Beside) -> Table {
     }
     columns.push(("requested", |row| Bytes(row.peak_requested_bytes).to_string()));
     table(rows, 1 + usize::from(has_options), &columns)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_figures_that_decide_fit_into_80_columns() {
+        let row = Row {
+            trace: "gnn_random_graphs".into(),
+            peak_requested_bytes: 100 << 30,
+            peak_reserved_bytes: 101 << 30,
+            peak_reserved_bytes_by_pass: vec![101 << 30; 5],
+            ns_per_op: Some(1234.5),
+            driver_calls: [("cuMemMap", 123_456)].into(),
+            driver_time_modelled_us: Some(1_234_567.0),
+            warm_driver_calls: Some(112.5),
+            ..Row::default()
+        };
+        let shown = |row: &Row| tabulate(std::slice::from_ref(row), Beside::default()).render(Some(80));
+        let text = shown(&row);
+        for figure in ["gnn_random_graphs", "101.00 GiB", "1.010", "123456", "1234.6", "1234.5", "112.5"] {
+            assert!(text.contains(figure), "{figure}:\n{text}");
+        }
+        assert!(!text.contains("options") && !text.contains("OOMs") && !text.contains("pass"), "{text}");
+        let refused = shown(&Row { warm_ooms: 7, config: "backing:segments".into(), ..row });
+        let lines: Vec<&str> = refused.lines().collect();
+        assert!(lines[0].contains("options") && lines[0].contains("OOMs"), "{refused}");
+        assert!(refused.contains("backing:segments") && refused.contains("  7  "), "{refused}");
+    }
 }

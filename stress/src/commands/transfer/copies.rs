@@ -15,7 +15,7 @@ use super::meter::{HOST, Meter, Peer, rate};
 use crate::commands::{hundredths, kind_of_time};
 use crate::exit::Failure;
 use crate::session::Session;
-use crate::table::{Column, table};
+use crate::table::{Column, in_terminal, table};
 use crate::text::Bytes;
 
 /// Rows of the methods `rows` and `staged rows`, in bytes.
@@ -209,7 +209,8 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
     ];
     let table = table(&rows, 2, &columns).ending_in_text();
     let notes = [meter.peer.as_ref().map(in_words), meter.is_modelled().then(|| BY_HOST.to_owned())];
-    session.show(notes.into_iter().flatten().fold(table.to_string(), |text, note| format!("{text}\n{note}")))
+    let notes: String = notes.into_iter().flatten().map(|note| in_terminal(&note) + "\n").collect();
+    session.show(format_args!("{table}\n{notes}"))
 }
 
 /// A note about the clocks of the rows.

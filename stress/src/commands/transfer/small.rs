@@ -8,7 +8,7 @@ use super::meter::Meter;
 use crate::commands::{hundredths, kind_of_time, thousandths};
 use crate::exit::Failure;
 use crate::session::Session;
-use crate::table::{Column, table};
+use crate::table::{Column, in_terminal, table};
 use crate::text::Bytes;
 
 /// Sizes of the copies, in bytes.
@@ -80,7 +80,7 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
         ("speedup", |row| format!("{:.2}", row.speedup)),
         ("times", |row| kind_of_time(row.modelled)),
     ];
-    session.show(format_args!("{}{lines}", table(&rows, 1, &columns).ending_in_text()))
+    session.show(format_args!("{}{}\n", table(&rows, 1, &columns).ending_in_text(), in_terminal(&lines)))
 }
 
 /// The size up to which batches use one driver call, in words.
