@@ -8,10 +8,10 @@ use aquifer_device::{AccessKind, DevicePtr};
 use serde::Serialize;
 
 use super::meter::{Meter, rate};
-use crate::commands::{hundredths, kind_of_time};
+use crate::commands::hundredths;
 use crate::exit::Failure;
 use crate::session::Session;
-use crate::table::{Column, table};
+use crate::table::{Column, number, table};
 use crate::text::Bytes;
 
 /// The size of nvbandwidth's copies, in bytes.
@@ -71,7 +71,7 @@ impl Row {
 
 fn show(session: &Session, rows: &[Row]) -> Result<(), Failure> {
     rows.iter().try_for_each(|row| session.row(row))?;
-    let columns: [Column<Row>; 7] = [
+    let columns: [Column<Row>; 6] = [
         ("test", |row| row.test.to_owned()),
         ("method", |row| row.method.to_owned()),
         ("size", |row| {
@@ -83,10 +83,10 @@ fn show(session: &Session, rows: &[Row]) -> Result<(), Failure> {
         }),
         ("µs", |row| format!("{:.1}", row.us)),
         ("GB/s", |row| format!("{:.2}", row.gb_per_s)),
-        ("of the link", |row| row.of_link.map_or(String::new(), |share| format!("{share:.2}"))),
-        ("times", |row| kind_of_time(row.modelled)),
+        ("of link", |row| number(row.of_link, 2)),
     ];
-    session.show(table(rows, 2, &columns).ending_in_text())
+    let note = if rows.iter().any(|row| row.modelled) { "\nTimes are modelled." } else { "" };
+    session.show(format_args!("{}{note}", table(rows, 2, &columns)))
 }
 
 /// What runs at once: a direction that is measured, and whether the other one runs beside it.
