@@ -10,7 +10,23 @@ use crate::launch::AccessKind;
 use crate::stream::Stream;
 use crate::timeline::Tick;
 
-/// Pinned host memory that copies may use while this lives.
+/// Pinned host memory for copies of bytes that nothing waits for, with one call of the driver each.
+/// Dropped while copies are under way, it is freed once they are done.
+///
+/// It orders nothing on the device: that is up to the streams.
+///
+/// ```
+/// use aquifer_device::{Device, HostBuffer};
+/// use aquifer_sim::{SimConfig, SimDriver};
+/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let (stream, memory) = (device.stream()?, device.alloc(4096)?);
+/// let mut host = HostBuffer::new(&device, 4096)?;
+/// host.bytes()?.fill(7);
+/// host.upload(0, memory, 4096, &stream)?; // returns at once
+/// host.download(2048, memory, 1024, &stream)?; // after the upload: on the same stream
+/// assert_eq!(host.bytes()?[2048], 7); // waits
+/// # Ok::<(), aquifer_device::DeviceError>(())
+/// ```
 #[derive(Debug)]
 pub struct HostBuffer {
     device: Device,

@@ -90,6 +90,7 @@ pub use driver::{
 pub use error::{Attempt, Code, DeviceError, ErrorKind, Operation, RequestError, Result};
 pub use event::Event;
 pub use external::ExternalStream;
+pub use host_buffer::HostBuffer;
 pub use label::{DeviceLabel, DeviceMismatch};
 pub use launch::{AccessKind, AccessRange, HostKernel, KernelArg, KernelMemory, Launch};
 pub use physical::{HandleKind, PhysicalOptions};
@@ -103,7 +104,6 @@ pub use witness::{NewBlock, Witness};
 pub mod internal {
     pub use crate::copies::{Touched, first_overlap};
     pub use crate::device::WeakDevice;
-    pub use crate::host_buffer::HostBuffer;
     pub use crate::launches::{LaunchOrder, Launches};
     pub use crate::stream_map::StreamMap;
     pub use crate::thread_end::RunningThread;

@@ -11,8 +11,9 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use aquifer_device::HostBuffer;
 use aquifer_device::fork::{self, Mutex};
-use aquifer_device::internal::{HostBuffer, MovesContents};
+use aquifer_device::internal::MovesContents;
 use aquifer_device::{Device, DeviceError, DevicePtr, Stream};
 
 use crate::error::AllocError;

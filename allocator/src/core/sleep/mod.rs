@@ -6,7 +6,7 @@ pub(crate) mod steps;
 
 use std::ops::Range;
 
-use aquifer_device::internal::HostBuffer;
+use aquifer_device::HostBuffer;
 
 use crate::core::paged::frames::{Frame, granules_of};
 use crate::core::waiting::Waiting;

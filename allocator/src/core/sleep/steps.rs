@@ -17,8 +17,8 @@
 use std::collections::btree_map::Entry;
 use std::ops::Range;
 
+use aquifer_device::HostBuffer;
 use aquifer_device::PhysicalOptions;
-use aquifer_device::internal::HostBuffer;
 
 use crate::core::Core;
 use crate::core::heap::{Block, State};

@@ -1,7 +1,7 @@
 //! Pinned memory of the layers above, which keeps itself until copies are done.
 
 use aquifer_device::Device;
-use aquifer_device::internal::HostBuffer;
+use aquifer_device::HostBuffer;
 use aquifer_sim::{SimConfig, SimDriver};
 
 #[test]

@@ -3,8 +3,7 @@
 
 use aquifer::{Buffer, Pending, Stream};
 use aquifer_allocator::AccessGuard;
-use aquifer_device::internal::HostBuffer;
-use aquifer_device::{AccessKind, DevicePtr};
+use aquifer_device::{AccessKind, DevicePtr, HostBuffer};
 use serde::Serialize;
 
 use super::meter::{Meter, rate};
