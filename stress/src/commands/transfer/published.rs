@@ -70,6 +70,7 @@ impl Row {
 
 fn show(session: &Session, rows: &[Row]) -> Result<(), Failure> {
     rows.iter().try_for_each(|row| session.row(row))?;
+    let gb_per_s = if rows.iter().any(|row| row.modelled) { "GB/s, modelled" } else { "GB/s" };
     let columns: [Column<Row>; 6] = [
         ("test", |row| row.test.to_owned()),
         ("method", |row| row.method.to_owned()),
@@ -80,12 +81,11 @@ fn show(session: &Session, rows: &[Row]) -> Result<(), Failure> {
                 Bytes(row.bytes).to_string()
             }
         }),
-        ("µs", |row| format!("{:.1}", row.us)),
-        ("GB/s", |row| format!("{:.2}", row.gb_per_s)),
+        (gb_per_s, |row| format!("{:.2}", row.gb_per_s)),
         ("of link", |row| number(row.of_link, 2)),
+        ("µs", |row| format!("{:.1}", row.us)),
     ];
-    let note = if rows.iter().any(|row| row.modelled) { "\nTimes are modelled." } else { "" };
-    session.show(format_args!("{}{note}", table(rows, 2, &columns)))
+    session.show(table(rows, 2, &columns))
 }
 
 /// What runs at once: a direction that is measured, and whether the other one runs beside it.
