@@ -108,7 +108,7 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         Some(Command::Compare(args)) => commands::compare::run(&resizable("compare")?.for_measuring(), args),
         Some(Command::Replay(args)) => commands::replay::run(&measuring()?, args),
         Some(Command::Bench(args)) => commands::bench::run(&measuring()?, args),
-        Some(Command::Transfer(args)) => commands::transfer::run(&measuring()?, args),
+        Some(Command::Transfer(args)) => commands::transfer::run(&measuring()?.without_jitter(), args),
         Some(Command::Calls(args)) => commands::calls::run(&Session::new(global)?, args),
         Some(Command::Soak(args)) => commands::soak::run(&Session::new(global)?, args),
         Some(Command::Simulate(args)) => commands::simulate::run(&Session::without_device(global)?, args),

@@ -131,6 +131,16 @@ impl Session {
         self
     }
 
+    /// The same session without jitter of the simulated device, unless the user asked for it: of
+    /// copies it would be most of the difference.
+    #[must_use]
+    pub fn without_jitter(mut self) -> Session {
+        if let DeviceSpec::Sim(sim) = &mut self.device.spec {
+            sim.jitter &= self.device.text.contains("jitter=");
+        }
+        self
+    }
+
     /// The device as the user wrote it.
     pub fn device_text(&self) -> &str {
         &self.device.text

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use aquifer::transfer::{FilePart, Owner, Region};
@@ -87,7 +87,7 @@ const METHODS: &[Method] = &[
     }),
     ("upload", "file", |meter, ends| {
         let Some(file) = &ends.file else { return Ok(()) };
-        meter.transfer.upload(FilePart::new(&file.0), &mut ends.buffer)?.wait()?;
+        meter.transfer.upload(FilePart::new(file.path()), &mut ends.buffer)?.wait()?;
         Ok(())
     }),
     ("download", "driver pinned", |meter, ends| {
@@ -207,6 +207,7 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
         ("of driver pinned", |row| row.of_driver_pinned.map_or(String::new(), |share| format!("{share:.2}"))),
         ("times", |row| kind_of_time(row.modelled)),
     ];
+    session.show("Copies by every method; the driver's of pinned memory are the reference")?;
     let table = table(&rows, 2, &columns).ending_in_text();
     let notes = [meter.peer.as_ref().map(in_words), meter.is_modelled().then(|| BY_HOST.to_owned())];
     let notes: String = notes.into_iter().flatten().map(|note| in_terminal(&note) + "\n").collect();
@@ -258,39 +259,52 @@ impl AsRef<[u8]> for FirstHalf {
     }
 }
 
-/// A file that is removed when it is dropped.
-pub(super) struct Temporary(PathBuf);
+/// A file for the length of a measurement. On Linux it has no name, so nothing stays of it, whatever
+/// ends the program.
+pub(super) struct Temporary {
+    /// Where it was made.
+    path: PathBuf,
+    pub(super) file: File,
+}
 
 impl Temporary {
     fn new(content: &[u8]) -> Result<Temporary, Failure> {
-        let (own, mut file) = Temporary::create(&content.len().to_string())?;
-        file.write_all(content).and_then(|()| file.sync_all()).map_err(|cause| own.failed(cause))?;
+        let own = Temporary::create(&content.len().to_string())?;
+        (&own.file).write_all(content).and_then(|()| own.file.sync_all()).map_err(|cause| own.failed(cause))?;
         Ok(own)
     }
 
     /// An empty file, open for reading and writing.
-    pub(super) fn create(name: &str) -> Result<(Temporary, File), Failure> {
-        let own = Temporary(std::env::temp_dir().join(format!("aquifer-stress-{}-{name}", std::process::id())));
-        let file = File::options().read(true).write(true).create_new(true).open(&own.0);
-        match file {
-            Ok(file) => Ok((own, file)),
-            // It is another program's, and stays.
-            Err(cause) => Err(std::mem::ManuallyDrop::new(own).failed(cause)),
+    pub(super) fn create(name: &str) -> Result<Temporary, Failure> {
+        let path = std::env::temp_dir().join(format!("aquifer-stress-{}-{name}", std::process::id()));
+        let file = File::options().read(true).write(true).create_new(true).open(&path);
+        let own = match file {
+            Ok(file) => Temporary { path, file },
+            Err(cause) => return Err(Failure::File { path, cause }),
+        };
+        if cfg!(target_os = "linux") {
+            std::fs::remove_file(&own.path).map_err(|cause| own.failed(cause))?;
         }
+        Ok(own)
     }
 
-    pub(super) fn path(&self) -> &Path {
-        &self.0
+    /// A path by which this process can open it.
+    pub(super) fn path(&self) -> PathBuf {
+        #[cfg(target_os = "linux")]
+        return PathBuf::from(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&self.file)));
+        #[cfg(not(target_os = "linux"))]
+        self.path.clone()
     }
 
     pub(super) fn failed(&self, cause: std::io::Error) -> Failure {
-        Failure::File { path: self.0.clone(), cause }
+        Failure::File { path: self.path.clone(), cause }
     }
 }
 
+#[cfg(not(target_os = "linux"))]
 impl Drop for Temporary {
     fn drop(&mut self) {
         // An error is harmless: the file is in the folder of temporary files.
-        let _ = std::fs::remove_file(&self.0);
+        let _ = std::fs::remove_file(&self.path);
     }
 }

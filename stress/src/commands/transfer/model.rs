@@ -72,7 +72,7 @@ fn at_most(bytes: u64) -> Vec<(String, Vec<u64>)> {
 }
 
 /// Writes the model, with contents that do not compress. Returns where its tensors begin.
-fn write(file: &mut File, tensors: &[(String, Vec<u64>)]) -> std::io::Result<u64> {
+fn write(mut file: &File, tensors: &[(String, Vec<u64>)]) -> std::io::Result<u64> {
     let mut begin = 0;
     let entries = tensors.iter().map(|(name, shape)| {
         let end = begin + 2 * shape.iter().product::<u64>();
@@ -106,28 +106,40 @@ fn write(file: &mut File, tensors: &[(String, Vec<u64>)]) -> std::io::Result<u64
     Ok(8 + header.len() as u64)
 }
 
-/// Takes the file out of the page cache. `false` where the system has no call for that.
+/// Takes the file out of the page cache. `false` where that is not possible.
+#[cfg(target_os = "linux")]
 fn make_cold(file: &File) -> std::io::Result<bool> {
-    #[cfg(target_os = "linux")]
+    const TMPFS: i128 = 0x0102_1994;
+    if i128::from(rustix::fs::fstatfs(file)?.f_type) == TMPFS {
+        return Ok(false);
+    }
     rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed)?;
-    let _ = file;
-    Ok(cfg!(target_os = "linux"))
+    Ok(true)
+}
+
+/// There is no call for it.
+#[cfg(not(target_os = "linux"))]
+fn make_cold(_file: &File) -> std::io::Result<bool> {
+    Ok(false)
 }
 
 pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
     let tensors = at_most(meter.largest());
     let bytes = bytes_of(&tensors);
-    let (temporary, mut file) = Temporary::create("model.safetensors")?;
-    let wrong = |cause| temporary.failed(cause);
-    let begin = write(&mut file, &tensors).map_err(wrong)?;
+    let temporary = Temporary::create("model.safetensors")?;
+    let (file, wrong) = (&temporary.file, |cause| temporary.failed(cause));
+    let folder = std::env::temp_dir();
+    session.message(format_args!("note: a file of {} is in {} meanwhile (TMPDIR)", Bytes(bytes), folder.display()));
+    let begin = write(file, &tensors).map_err(wrong)?;
     let mut rows = Vec::new();
     for page_cache in ["cold", "warm"] {
         let is_cold = page_cache == "cold";
-        if is_cold && !make_cold(&file).map_err(wrong)? {
+        if is_cold && !make_cold(file).map_err(wrong)? {
+            session.message("note: no row with cold page cache: this file system is memory, or the system cannot drop a file from it");
             continue;
         }
-        let prepare = || if is_cold { make_cold(&file).map(drop).map_err(wrong) } else { Ok(()) };
-        let plainly = meter.time_on_host(prepare, || plainly(meter, &file, (begin, bytes), wrong))?;
+        let prepare = || if is_cold { make_cold(file).map(drop).map_err(wrong) } else { Ok(()) };
+        let plainly = meter.time_on_host(prepare, || plainly(meter, file, (begin, bytes), wrong))?;
         let loaded = meter.time_on_host(prepare, || {
             let place = Place::from(&meter.transfer);
             drop(Checkpoint::open(temporary.path())?.load_blocking(place, Load::new())?);
@@ -157,6 +169,9 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
         ("s", |row| format!("{:.3}", row.seconds)),
         ("GB/s", |row| format!("{:.2}", row.gb_per_s)),
     ];
+    let is_whole = bytes == bytes_of(&self::tensors(1));
+    let scaled = if is_whole { "" } else { ", scaled to what --max-mb and a quarter of the device allow" };
+    session.show(format_args!("\nA model of 7 billion parameters{scaled}; times are the host's"))?;
     session.show(table(&rows, 2, &columns))
 }
 

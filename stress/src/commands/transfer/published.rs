@@ -144,6 +144,8 @@ pub(super) fn bandwidth(session: &Session, meter: &Meter) -> Result<(), Failure>
         beside.map(Pending::wait).transpose()?;
         rows.push(Row::new(meter, "nvbandwidth", test, TRANSFER, (1, bytes), ns));
     }
+    let less = if bytes < BANDWIDTH_BYTES { format!(", of {} there", Bytes(BANDWIDTH_BYTES)) } else { String::new() };
+    session.show(format_args!("\nAs nvbandwidth: copies of {}{less}", Bytes(bytes)))?;
     rows.sort_by_key(|row| BANDWIDTH.iter().position(|(test, ..)| *test == row.test));
     show(session, &rows)
 }
@@ -227,5 +229,6 @@ pub(super) fn swap_blocks(session: &Session, meter: &Meter) -> Result<(), Failur
             rows.push(Row::new(meter, "swap_blocks", test, "batch", copied, ns));
         }
     }
+    session.show("\nAs vLLM's swap_blocks: blocks of a cache, in another order; µs for all of them")?;
     show(session, &rows)
 }
