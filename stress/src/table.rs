@@ -15,6 +15,8 @@ pub struct Table {
     headings: Vec<&'static str>,
     /// Whether a column is text, which may be wrapped.
     texts: Vec<bool>,
+    /// Whether the last column was left out.
+    ends_early: bool,
     rows: Vec<Vec<String>>,
     /// The titles of groups of rows, each with the number of its rows; if there are none, all rows
     /// are one group without a title.
@@ -26,11 +28,17 @@ pub type Column<R> = (&'static str, fn(&R) -> String);
 
 /// A table whose first `texts` columns are text and whose others are numbers.
 pub fn table<R>(rows: &[R], texts: usize, columns: &[Column<R>]) -> Table {
-    let mut table =
-        Table { headings: Vec::new(), texts: Vec::new(), rows: vec![Vec::new(); rows.len()], groups: Vec::new() };
+    let mut table = Table {
+        headings: Vec::new(),
+        texts: Vec::new(),
+        ends_early: false,
+        rows: vec![Vec::new(); rows.len()],
+        groups: Vec::new(),
+    };
     for (index, (heading, cell)) in columns.iter().enumerate() {
         let cells: Vec<String> = rows.iter().map(cell).collect();
-        if index >= COLUMNS_LEAST && cells.iter().all(|cell| is_nothing(cell)) {
+        table.ends_early = index >= COLUMNS_LEAST && cells.iter().all(|cell| is_nothing(cell));
+        if table.ends_early {
             continue;
         }
         table.headings.push(heading);
@@ -72,7 +80,7 @@ impl Table {
     /// The same, with text in the last column.
     #[must_use]
     pub fn ending_in_text(mut self) -> Table {
-        if let Some(last) = self.texts.last_mut() {
+        if let (false, Some(last)) = (self.ends_early, self.texts.last_mut()) {
             *last = true;
         }
         self

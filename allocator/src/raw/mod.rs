@@ -4,9 +4,10 @@
 //! A table says which block a pointer is (`table.rs`), for this interface alone; handles need no
 //! look-up. [`owner_of`] finds the allocator of a pointer among all of the process.
 
+use std::any::Any;
 use std::panic::Location;
 
-use aquifer_device::{DevicePtr, Operation, Stream, fork};
+use aquifer_device::{DevicePtr, ErrorKind, Operation, Stream, fork};
 
 use crate::alloc::{grant_cached, grant_uncached};
 use crate::allocation::acting;
@@ -102,6 +103,15 @@ impl Allocator {
         Ok(())
     }
 
+    /// Frees a raw allocation when the result is dropped and all work of the device is known done: for
+    /// memory of which nobody knows what uses it. Waits for the device; while a stream captures, the
+    /// device does it later. After an error of the device the memory stays allocated, and a warning
+    /// is traced.
+    #[doc(hidden)]
+    pub fn freed_once_idle(&self, ptr: DevicePtr) -> impl Any + Send + Sync + use<> {
+        FreedOnceIdle(self.clone(), ptr)
+    }
+
     /// Notes that `stream` uses a raw allocation too, as [`crate::Allocation::record_stream`].
     ///
     /// # Errors
@@ -124,6 +134,25 @@ impl Allocator {
         fork::check(Operation::MemoryInfo)?;
         let state = self.state();
         state.look_at_raw(ptr, |block| state.shared().heap().block(block).size)
+    }
+}
+
+struct FreedOnceIdle(Allocator, DevicePtr);
+
+impl Drop for FreedOnceIdle {
+    fn drop(&mut self) {
+        let FreedOnceIdle(allocator, ptr) = self;
+        let device = allocator.device();
+        // Asked before: a wait that is refused first drops what else was left.
+        let waited = (!device.is_capturing()).then(|| device.synchronize());
+        let freed = match waited {
+            Some(Ok(())) => allocator.free_raw(*ptr),
+            Some(Err(error)) if error.kind != ErrorKind::Capture => Err(error.into()),
+            _ => return device.drop_later(Box::new(FreedOnceIdle(allocator.clone(), *ptr))),
+        };
+        if let Err(error) = freed {
+            tracing::warn!(target: "aquifer::reclaim", ptr = ptr.0, %error, "memory that may be in use stays allocated");
+        }
     }
 }
 

@@ -141,6 +141,7 @@ impl Allocator {
         }
         // `None` is later than any clock tells.
         let until = Instant::now().checked_add(options.patience);
+        let mut refuses = false;
         loop {
             match try_sleep(self, &options) {
                 Err(AllocError::KeptAwake(by))
@@ -153,6 +154,7 @@ impl Allocator {
                         // Each time, because another sleep that gives up and waking a part end it.
                         if options.are_for_all() {
                             self.state().refuse_wake_locks();
+                            refuses = true;
                         }
                         if self.state().wake_counts().is_none() || until.is_some_and(|until| Instant::now() >= until) {
                             break;
@@ -162,7 +164,9 @@ impl Allocator {
                     }
                 }
                 slept => {
-                    if slept.is_err() && options.are_for_all() {
+                    // One that was refused at once raised nothing, and another one may wait.
+                    let raised = refuses || !matches!(slept, Err(AllocError::KeptAwake(_)));
+                    if slept.is_err() && raised && options.are_for_all() {
                         let _one_at_a_time = self.gate()?.sleep();
                         if !self.state().shared().is_asleep() {
                             self.state().end_quiescing();

@@ -17,8 +17,15 @@ use crate::gpu::Gpu;
 struct Pool {
     gpu: &'static Gpu,
     pool: PrivatePool,
-    /// The captures that allocate from the pool: their streams, and announcements.
-    captures: Mutex<Vec<(Stream, AnnouncedCapture)>>,
+}
+
+/// The captures that allocate from pools: their streams, and announcements. Not with the pools, which
+/// one capture may outlive.
+static CAPTURES: Mutex<Vec<(Stream, AnnouncedCapture)>> = Mutex::new(Vec::new());
+
+/// The captures, locked.
+fn captures() -> MutexGuard<'static, Vec<(Stream, AnnouncedCapture)>> {
+    CAPTURES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 static POOLS: Mutex<BTreeMap<u64, Arc<Pool>>> = Mutex::new(BTreeMap::new());
@@ -39,17 +46,17 @@ fn unknown(number: u64) -> Failure {
 pub(crate) fn create(gpu: &'static Gpu, options: PoolOptions) -> Result<u64, Failure> {
     let pool = gpu.memory.create_pool(options)?;
     let number = pool.id().1;
-    pools().insert(number, Arc::new(Pool { gpu, pool, captures: Mutex::default() }));
+    pools().insert(number, Arc::new(Pool { gpu, pool }));
     Ok(number)
 }
 
 pub(crate) fn alloc(number: u64, bytes: u64, stream: *mut c_void) -> Result<DevicePtr, Failure> {
-    let Pool { gpu, pool, captures } = &*find(number)?;
+    let Pool { gpu, pool } = &*find(number)?;
     gpu.with_stream(stream, |stream| {
         if !stream.is_capturing()
             && let Ok(announced) = stream.announce_capture()
         {
-            captures.lock().unwrap_or_else(PoisonError::into_inner).push((stream.clone(), announced));
+            captures().push((stream.clone(), announced));
         }
         pool.alloc_raw(bytes, stream)
     })?
@@ -57,13 +64,18 @@ pub(crate) fn alloc(number: u64, bytes: u64, stream: *mut c_void) -> Result<Devi
 }
 
 pub(crate) fn end_captures(number: u64) -> Result<(), Failure> {
-    let pool = find(number)?;
-    let all = std::mem::take(&mut *pool.captures.lock().unwrap_or_else(PoisonError::into_inner));
-    // Asks the driver. Other streams may capture on.
+    find(number)?;
+    forget_ended_captures();
+    Ok(())
+}
+
+/// Ends the announcements of captures that have ended. Others may go on.
+fn forget_ended_captures() {
+    let all = std::mem::take(&mut *captures());
+    // Asks the driver.
     let goes_on = |(stream, _): &(Stream, _)| stream.end_abandoned_captures().is_err() || stream.is_capturing();
     let going_on: Vec<_> = all.into_iter().filter(goes_on).collect();
-    pool.captures.lock().unwrap_or_else(PoisonError::into_inner).extend(going_on);
-    Ok(())
+    captures().extend(going_on);
 }
 
 thread_local! {
@@ -98,6 +110,7 @@ pub(crate) fn end_graph(stream: *mut c_void) -> Result<(), Failure> {
 pub(crate) fn release(number: u64) -> Result<(), Failure> {
     // Dropped without the lock, as it may call the driver.
     let pool = pools().remove(&number);
+    forget_ended_captures();
     pool.map(drop).ok_or_else(|| unknown(number))
 }
 

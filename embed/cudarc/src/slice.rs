@@ -176,12 +176,17 @@ impl AllocatorExt for Allocator {
 /// graph.
 fn requesting(theirs: &Arc<CudaStream>) -> Result<Stream, Error> {
     let stream = crate::stream(theirs)?;
-    // The legacy default stream, which is null, cannot capture.
-    let may_capture = !stream.is_capturing() && !theirs.cu_stream().is_null();
-    if may_capture && theirs.capture_status()? != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+    if !stream.is_capturing() && is_captured(theirs)? {
         return Err(Error::UnannouncedCapture);
     }
     Ok(stream)
+}
+
+/// Asks the driver.
+fn is_captured(theirs: &CudaStream) -> Result<bool, Error> {
+    // The legacy default stream, which is null, cannot capture.
+    let may_capture = !theirs.cu_stream().is_null();
+    Ok(may_capture && theirs.capture_status()? != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
 /// True if cudarc orders what streams do with a slice, or there is but one stream.
@@ -198,7 +203,8 @@ fn is_ordered(stream: &CudaStream) -> bool {
 /// captures, a later call of the device does.
 ///
 /// Dropped while its stream captures, it goes back to the graph's pool if it was allocated in the
-/// capture. The graph keeps it otherwise; one that another library captured keeps it for ever.
+/// capture. The graph keeps it otherwise; one that another library captured, or whose capture nobody
+/// announced, keeps it for ever.
 ///
 /// As for slices of its own, cudarc knows only the last stream that read. Where two streams read a
 /// slice, order one after the other, or the slice's own stream after both, before it is written or
@@ -213,23 +219,6 @@ pub struct PoolSlice<T> {
     has_events: bool,
     /// The number of the graph in whose capture it was allocated.
     graph: Option<u64>,
-}
-
-/// Memory of a slice that is freed once the whole context is done.
-struct FreedOnceIdle(Allocator, DevicePtr);
-
-impl Drop for FreedOnceIdle {
-    fn drop(&mut self) {
-        let FreedOnceIdle(memory, ptr) = self;
-        let device = memory.device();
-        match (!device.is_capturing()).then(|| device.synchronize()) {
-            Some(Ok(())) => drop(memory.free_raw(*ptr)),
-            // Memory that may be in use is better lost than reused.
-            Some(Err(_)) if !device.is_capturing() => {}
-            // A stream captures: at a later call of the device.
-            _ => device.drop_later(Box::new(FreedOnceIdle(memory.clone(), *ptr))),
-        }
-    }
 }
 
 impl<T> PoolSlice<T> {
@@ -263,14 +252,19 @@ impl<T> DerefMut for PoolSlice<T> {
 impl<T> Drop for PoolSlice<T> {
     fn drop(&mut self) {
         let stream = self.slice.stream().clone();
+        let launches = crate::stream(&stream).ok().and_then(|stream| stream.launches_of_capture());
+        if launches.is_none() && is_captured(&stream).unwrap_or(true) {
+            // Nobody announced the capture. Its graph may use the memory for ever, and waiting for the
+            // slice's events would break it.
+            return;
+        }
         // SAFETY: it is taken here alone, and not used afterwards.
         let ptr = DevicePtr(unsafe { ManuallyDrop::take(&mut self.slice) }.leak());
-        let launches = crate::stream(&stream).ok().and_then(|stream| stream.launches_of_capture());
         let is_of_capture = launches.as_ref().is_some_and(|launches| self.graph == Some(launches.number()));
         if let Some(launches) = launches.filter(|_| !is_of_capture) {
             // The launches of another library's graph are not seen, so it keeps the memory for ever.
             if !launches.is_foreign() {
-                let kept: Arc<dyn Any + Send + Sync> = Arc::new(FreedOnceIdle(self.allocator.clone(), ptr));
+                let kept: Arc<dyn Any + Send + Sync> = Arc::new(self.allocator.freed_once_idle(ptr));
                 launches.keep(&kept);
             }
             return;
@@ -279,7 +273,7 @@ impl<T> Drop for PoolSlice<T> {
         if is_ordered || is_of_capture {
             let _ = self.allocator.free_raw(ptr);
         } else {
-            drop(FreedOnceIdle(self.allocator.clone(), ptr));
+            drop(self.allocator.freed_once_idle(ptr));
         }
     }
 }

@@ -303,26 +303,28 @@ impl Meter {
         let mut each = || -> Result<(), DeviceError> {
             for _ in 0..count {
                 let create = |driver: &dyn Driver| driver.create_physical(granule, PhysicalOptions::default());
-                pieces.push(self.time(Operation::CreatePhysical, granule, 0, create)?);
+                let Some(piece) = enough(self.time(Operation::CreatePhysical, granule, 0, create))? else { break };
+                pieces.push(piece);
             }
             for (page, &piece) in (0..).zip(&pieces) {
                 self.time(Operation::Map, granule, 1, |driver| driver.map(at(page), granule, piece))?;
                 mapped = page + 1;
             }
-            for page in 0..count {
+            for page in 0..mapped {
                 self.time(Operation::SetAccess, granule, 1, |driver| driver.set_access(at(page), granule, &[ordinal]))?;
             }
-            for page in (0..count).rev() {
+            for page in (0..mapped).rev() {
                 self.time(Operation::Unmap, granule, 1, |driver| driver.unmap(at(page), granule))?;
                 mapped = page;
             }
             Ok(())
         };
         let outcome = each();
+        let made = pieces.len() as u64;
         let driver = self.device.driver();
         let unmapped = if mapped > 0 { driver.unmap(ptr, mapped * granule) } else { Ok(()) };
         let released = pieces.into_iter().try_for_each(|piece| driver.release_physical(piece));
-        outcome.and(unmapped).and(released).and(driver.unreserve(ptr, count * granule)).map(|()| count)
+        outcome.and(unmapped).and(released).and(driver.unreserve(ptr, count * granule)).map(|()| made)
     }
 
     /// Streams and events.

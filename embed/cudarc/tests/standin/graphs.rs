@@ -330,3 +330,35 @@ fn a_graph_is_launched_by_any_thread_and_looked_at_as_cudarc_has_it() {
     assert_eq!(first(graph.graph().output(), &one), 1.0);
     gpu.assert_no_violation();
 }
+
+/// Nobody knows how long the graph lives, so the memory serves no other request.
+#[test]
+fn slices_dropped_in_a_capture_that_nobody_announced_stay_the_graphs() {
+    for has_several_streams in [false, true] {
+        let tracked = Gpu::new();
+        let stream = match has_several_streams {
+            true => tracked.streams::<1>()[0].clone(),
+            false => tracked.context.per_thread_stream(),
+        };
+        let mut y = tracked.memory.alloc_slice_zeros::<f32>(N, &stream).unwrap();
+        let x = tracked.memory.alloc_slice_zeros::<f32>(N, &stream).unwrap();
+        stream.synchronize().unwrap();
+        let gpu = tracked.without_tracking();
+        stream.begin_capture(MODE).unwrap();
+        gpu.launch_slices(&stream, &mut y, &x);
+        drop((x, y));
+        let graph = stream.end_capture(FLAGS).unwrap().unwrap();
+        assert!(gpu.memory.memory_allocated() >= 2 * 4 * N as u64);
+        if has_several_streams {
+            // Untracked slices are refused.
+            graph.launch().unwrap();
+            continue;
+        }
+        let mut others: Vec<_> = (0..4).map(|_| gpu.memory.alloc_slice_zeros::<f32>(N, &stream).unwrap()).collect();
+        others.iter_mut().for_each(|other| stream.memcpy_htod(&vec![7.0_f32; N], &mut **other).unwrap());
+        graph.launch().unwrap();
+        for other in &others {
+            assert!(stream.clone_dtoh(&**other).unwrap().iter().all(|value| *value == 7.0));
+        }
+    }
+}

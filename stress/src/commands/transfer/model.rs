@@ -170,7 +170,7 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
         ("GB/s", |row| format!("{:.2}", row.gb_per_s)),
     ];
     let is_whole = bytes == bytes_of(&self::tensors(1));
-    let scaled = if is_whole { "" } else { ", scaled to what --max-mb and a quarter of the device allow" };
+    let scaled = if is_whole { "" } else { ", scaled by --max-mb or the device" };
     session.show(format_args!("\nA model of 7 billion parameters{scaled}; times are the host's"))?;
     session.show(table(&rows, 2, &columns))
 }

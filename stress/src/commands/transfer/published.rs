@@ -101,10 +101,8 @@ pub(super) fn bandwidth(session: &Session, meter: &Meter) -> Result<(), Failure>
     let bytes = meter.most_of(BANDWIDTH_BYTES);
     let mut rows = Vec::new();
     let (mut target, mut source) = (meter.buffer(bytes)?, meter.buffer(bytes)?);
-    let (from, mut to) = (meter.pinned(bytes)?, meter.pinned(bytes)?);
     // Memory that was never written may not be read.
-    meter.transfer.upload(&from, &mut source)?.wait()?;
-    drop((from, to));
+    meter.transfer.upload(&meter.pinned(bytes)?, &mut source)?.wait()?;
     let len = usize::try_from(bytes).unwrap_or(usize::MAX);
     let device = meter.transfer.device();
     let mut host = [HostBuffer::new(device, len)?, HostBuffer::new(device, len)?];
@@ -127,8 +125,7 @@ pub(super) fn bandwidth(session: &Session, meter: &Meter) -> Result<(), Failure>
         rows.push(Row::new(meter, "nvbandwidth", test, DRIVER, (1, bytes), ns));
     }
     drop(host);
-    let from = meter.pinned(bytes)?;
-    to = meter.pinned(bytes)?;
+    let (from, mut to) = (meter.pinned(bytes)?, meter.pinned(bytes)?);
     for (test, up, both) in BANDWIDTH {
         // Its own time counts, so the other one is waited for later.
         let mut beside: Option<Pending<()>> = None;
@@ -166,7 +163,7 @@ impl Caches {
         let host = vec![1; count * len];
         meter.transfer.upload(host.clone(), &mut device)?.wait()?;
         let pinned = HostBuffer::new(meter.transfer.device(), count * len)?;
-        // No two neighbours stay neighbours: an odd step visits each block of a power of two once.
+        // No two neighbours stay neighbours, and an odd step visits each block of a power of two once.
         let mapping = (0..count).map(|block| (block, (block * 5 + 3) % count)).collect();
         Ok(Caches { device, pinned, host, mapping, bytes: len })
     }
@@ -216,7 +213,7 @@ pub(super) fn swap_blocks(session: &Session, meter: &Meter) -> Result<(), Failur
     for bytes in BLOCK_BYTES.map(|power| 1_usize << power) {
         let blocks = usize::try_from(meter.largest()).unwrap_or(usize::MAX) / bytes;
         let blocks = blocks.min(BLOCKS_MAX);
-        if blocks < 2 {
+        if blocks < 8 {
             break;
         }
         let blocks = 1 << blocks.ilog2();

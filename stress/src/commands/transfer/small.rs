@@ -80,6 +80,7 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
         ("speedup", |row| format!("{:.2}", row.speedup)),
         ("times", |row| kind_of_time(row.modelled)),
     ];
+    session.show(format_args!("\n{COPIES} small copies, with one call each and as a batch; µs a copy"))?;
     session.show(format_args!("{}{}\n", table(&rows, 1, &columns).ending_in_text(), in_terminal(&lines)))
 }
 

@@ -38,23 +38,6 @@ pub(crate) fn note(stream: &Stream, ptr: DevicePtr) {
     of_capture.own.lock().unwrap_or_else(PoisonError::into_inner).insert(ptr.0);
 }
 
-/// Memory that was dropped in a capture, but allocated before.
-struct Kept(Allocator, DevicePtr);
-
-impl Drop for Kept {
-    fn drop(&mut self) {
-        let Kept(memory, ptr) = self;
-        let device = memory.device();
-        match (!device.is_capturing()).then(|| device.synchronize()) {
-            Some(Ok(())) => drop(memory.free_raw(*ptr)),
-            // Memory that may be in use is better lost than reused.
-            Some(Err(_)) if !device.is_capturing() => {}
-            // A stream captures: at a later call of the device.
-            _ => device.drop_later(Box::new(Kept(memory.clone(), *ptr))),
-        }
-    }
-}
-
 /// Has the graph keep memory that is freed in its capture, unless that was allocated there: its
 /// work may use it. Returns true if it does.
 pub(crate) fn keep(memory: &Allocator, stream: &Stream, ptr: DevicePtr) -> bool {
@@ -66,7 +49,7 @@ pub(crate) fn keep(memory: &Allocator, stream: &Stream, ptr: DevicePtr) -> bool 
     }
     // The launches of another library's graph are not seen, so it keeps the memory for ever.
     if !launches.is_foreign() {
-        let kept: Arc<dyn Any + Send + Sync> = Arc::new(Kept(memory.clone(), ptr));
+        let kept: Arc<dyn Any + Send + Sync> = Arc::new(memory.freed_once_idle(ptr));
         launches.keep(&kept);
     }
     true
