@@ -50,17 +50,29 @@ impl Hook {
     }
 }
 
+/// Asks the driver for a capture that was not begun with cudarc's function, nor announced.
+fn is_captured_unannounced(ours: &aquifer::Stream, theirs: &CudaStream) -> Result<bool, DriverError> {
+    // The legacy default stream, which is null, cannot capture.
+    let may_be = !ours.is_capturing() && !theirs.cu_stream().is_null();
+    Ok(may_be && theirs.capture_status()? != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+}
+
 impl DeviceAllocator for Hook {
     fn alloc(&self, num_bytes: usize, stream: &Arc<CudaStream>) -> Result<sys::CUdeviceptr, DriverError> {
-        let stream = self.stream(stream)?;
-        let ptr = self.0.alloc_raw(num_bytes as u64, &stream).map_err(Error::from)?;
-        graph::note(&stream, ptr);
+        let ours = self.stream(stream)?;
+        if is_captured_unannounced(&ours, stream)? {
+            return Err(Error::UnannouncedCapture.into());
+        }
+        let ptr = self.0.alloc_raw(num_bytes as u64, &ours).map_err(Error::from)?;
+        graph::note(&ours, ptr);
         Ok(ptr.0)
     }
 
     fn free(&self, ptr: sys::CUdeviceptr, _: usize, stream: &Arc<CudaStream>) -> Result<bool, DriverError> {
         let (ours, ptr) = (self.stream(stream)?, DevicePtr(ptr));
-        if self.0.size_of_raw(ptr).is_ok() && graph::keep(&self.0, &ours, ptr) {
+        // A graph whose capture nobody announced may use the memory for ever.
+        let is_kept = || is_captured_unannounced(&ours, stream).unwrap_or(true) || graph::keep(&self.0, &ours, ptr);
+        if self.0.size_of_raw(ptr).is_ok() && is_kept() {
             return Ok(true);
         }
         match self.0.free_raw_on(ptr, &ours) {
