@@ -1,5 +1,5 @@
-//! The handles of a private pool: the pool, the routes that send a thread to it, and captures that
-//! it serves.
+//! The handles of a private pool: the pool, the routes that send a thread to it, captures that it
+//! serves, and what keeps it from lending memory of its graphs.
 
 use std::collections::BTreeMap;
 use std::marker::PhantomData;

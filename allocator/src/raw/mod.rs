@@ -103,10 +103,9 @@ impl Allocator {
         Ok(())
     }
 
-    /// Frees a raw allocation when the result is dropped and all work of the device is known done: for
-    /// memory of which nobody knows what uses it. Waits for the device; while a stream captures, the
-    /// device does it later. After an error of the device the memory stays allocated, and a warning
-    /// is traced.
+    /// Returns an owner of a raw allocation whose uses are unknown. Its drop waits for the device and
+    /// then frees the memory. While a stream captures, a later call of the device does that. After
+    /// an error of the device, the memory stays allocated and a warning is traced.
     #[doc(hidden)]
     pub fn freed_once_idle(&self, ptr: DevicePtr) -> impl Any + Send + Sync + use<> {
         FreedOnceIdle(self.clone(), ptr)
@@ -137,6 +136,7 @@ impl Allocator {
     }
 }
 
+/// The result of [`Allocator::freed_once_idle`].
 struct FreedOnceIdle(Allocator, DevicePtr);
 
 impl Drop for FreedOnceIdle {
@@ -151,7 +151,7 @@ impl Drop for FreedOnceIdle {
             _ => return device.drop_later(Box::new(FreedOnceIdle(allocator.clone(), *ptr))),
         };
         if let Err(error) = freed {
-            tracing::warn!(target: "aquifer::reclaim", ptr = ptr.0, %error, "memory that may be in use stays allocated");
+            tracing::warn!(target: "aquifer::reclaim", ptr = ptr.0, %error, "memory in use stays allocated");
         }
     }
 }

@@ -72,10 +72,10 @@ fn failed(operation: Operation, error: DriverError) -> DeviceError {
 
 /// A [`CudaGraph`] whose memory is of Aquifer's: [`Capture::end`] makes it.
 ///
-/// It has the guarantees of [`aquifer::Graph`]: memory that the capture allocated is given to
-/// nobody else as long as the graph lives, the buffers that its work named with
-/// [`StreamExt::with`](crate::StreamExt::with) are kept, and launches are ordered with what other
-/// streams do with them.
+/// It has the guarantees of [`aquifer::Graph`]: memory that the capture allocated serves no other
+/// request while the graph lives, the graph keeps the buffers that its work named with
+/// [`StreamExt::with`](crate::StreamExt::with), and launches are ordered with what other streams do
+/// with them.
 #[derive(Debug)]
 pub struct Graph<R = ()> {
     graph: aquifer::Graph<R>,

@@ -17,8 +17,8 @@ use crate::{Capture, Error};
 /// Allocation on streams of cudarc's.
 pub trait AllocatorExt {
     /// Begins a capture, in place of `CudaStream::begin_capture`. What this thread allocates until
-    /// [`Capture::end`] comes from a pool of the graph's own, whose memory nobody else gets as long
-    /// as the graph lives.
+    /// [`Capture::end`] comes from a pool of the graph's own, which serves no other request while the
+    /// graph lives.
     ///
     /// Name the buffers of each launch with [`StreamExt::with`](crate::StreamExt::with): the graph
     /// keeps them, and its launches come after what other streams did with them. Slices need
@@ -203,8 +203,8 @@ fn is_ordered(stream: &CudaStream) -> bool {
 /// captures, a later call of the device does.
 ///
 /// Dropped while its stream captures, it goes back to the graph's pool if it was allocated in the
-/// capture. The graph keeps it otherwise; one that another library captured, or whose capture nobody
-/// announced, keeps it for ever.
+/// capture. Otherwise the graph keeps it: for ever, if another library captured the graph or the
+/// capture was not announced.
 ///
 /// As for slices of its own, cudarc knows only the last stream that read. Where two streams read a
 /// slice, order one after the other, or the slice's own stream after both, before it is written or

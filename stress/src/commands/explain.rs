@@ -250,8 +250,8 @@ impl Printer<'_> {
         let during =
             if profile.buckets.iteration.is_some() { format!(", in iteration {iteration}") } else { String::new() };
         self.say(&format!(
-            "{what}The recording has {} events on {streams}. Most is in use after event {event}{during}: {} in {}.",
-            profile.buckets.events,
+            "{what}The recording has {} on {streams}. Most is in use after event {event}{during}: {} in {}.",
+            plural(profile.buckets.events, "event"),
             Bytes(bytes),
             plural(blocks, "block")
         ))?;

@@ -54,7 +54,7 @@ fn an_adopted_stream_that_its_own_graph_keeps_goes_with_it() {
     bench.device.synchronize().unwrap();
 }
 
-/// Whether or not the library that captures the body has ended it by then.
+/// The library that captures the body may have ended it before, or not.
 #[test]
 fn an_adopted_stream_with_a_body_of_a_graph_ends_the_body_and_not_the_graph() {
     for released in [true, false] {

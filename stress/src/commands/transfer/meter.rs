@@ -45,9 +45,10 @@ pub(super) struct Meter {
     simulated: Option<Arc<SimDriver>>,
     begun: Instant,
     rounds: u32,
-    most: u64,
-    /// What was asked for, and a quarter of the device.
-    limits: (Option<u64>, u64),
+    /// The largest copies that were asked for.
+    asked: Option<u64>,
+    /// The largest copies that the device has room for.
+    room: u64,
     /// The most that the link to the host carries in a direction, in GB/s, as far as it is known.
     pub(super) link_gb_s: Option<f64>,
 }
@@ -60,8 +61,6 @@ impl Meter {
         let (device, simulated) = session.open_with_simulator()?;
         let transfer = Transfer::new(&session.allocator(&device, session.config()?)?)?;
         let peer = if args.measures(Part::Copies) { Peer::open(session, &transfer)? } else { None };
-        // A quarter of the device, as some methods use rows with gaps at both ends.
-        let limits = (args.largest, device.memory_info()?.free / 4);
         Ok(Meter {
             transfer,
             peer,
@@ -70,8 +69,9 @@ impl Meter {
             simulated,
             begun: Instant::now(),
             rounds: args.rounds,
-            most: args.largest.unwrap_or(USUAL).min(limits.1),
-            limits,
+            asked: args.largest,
+            // A quarter of the device, as some methods use rows with gaps at both ends.
+            room: device.memory_info()?.free / 4,
             link_gb_s: session.sim().map(|sim| sim.card_link_gb_s() as f64).or_else(pcie_gb_s),
         })
     }
@@ -88,11 +88,11 @@ impl Meter {
 
     /// Sizes of copies, in bytes.
     pub(super) fn sizes(&self) -> Vec<u64> {
-        let mut sizes: Vec<u64> = std::iter::successors(Some(LEAST), |size| size.checked_mul(16))
-            .take_while(|&size| size <= self.most)
-            .collect();
-        if sizes.last().is_none_or(|&last| last < self.most) && self.most >= LEAST {
-            sizes.push(self.most / LEAST * LEAST);
+        let most = self.asked.unwrap_or(USUAL).min(self.room);
+        let mut sizes: Vec<u64> =
+            std::iter::successors(Some(LEAST), |size| size.checked_mul(16)).take_while(|&size| size <= most).collect();
+        if sizes.last().is_none_or(|&last| last < most) && most >= LEAST {
+            sizes.push(most / LEAST * LEAST);
         }
         sizes.dedup();
         sizes
@@ -102,7 +102,7 @@ impl Meter {
     /// was asked for. On a simulated device it is smaller, too: there it takes time alone.
     pub(super) fn most_of(&self, bytes: u64) -> u64 {
         let usual = if self.is_modelled() { USUAL } else { bytes };
-        self.limits.0.unwrap_or(usual).min(bytes).min(self.limits.1).max(LEAST)
+        self.asked.unwrap_or(usual).min(bytes).min(self.room).max(LEAST)
     }
 
     /// The largest of them.

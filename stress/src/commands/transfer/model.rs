@@ -135,7 +135,7 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
     for page_cache in ["cold", "warm"] {
         let is_cold = page_cache == "cold";
         if is_cold && !make_cold(file).map_err(wrong)? {
-            session.message("note: no row with cold page cache: this file system is memory, or the system cannot drop a file from it");
+            session.message("note: no row with cold page cache: here a file cannot be taken out of it");
             continue;
         }
         let prepare = || if is_cold { make_cold(file).map(drop).map_err(wrong) } else { Ok(()) };

@@ -27,6 +27,7 @@ use cudarc::driver::{CudaContext, CudaStream, DeviceAllocator, DriverError, Grap
 /// A graph that cudarc captures has memory of its own. While the `CudaGraph` lives, no other request
 /// gets what the capturing thread allocates in the capture. What was allocated before, and is dropped
 /// in the capture, is kept as long. Launches of several graphs come in the order of their streams.
+/// While a stream is captured by other means, requests are refused and drops keep the memory.
 ///
 /// cudarc's error for memory that ran out has room for a code alone; the allocator's observers
 /// (`Allocator::observe_oom`) get the report.
