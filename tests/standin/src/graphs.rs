@@ -1,5 +1,5 @@
-//! Graphs: the result of a capture, a copy, or made of other graphs, and executables made from them.
-//! Each of them has a copy of the captured work.
+//! Graphs, which captures make, or which are made of other graphs; and executables, which are made
+//! from graphs. Each of them has a copy of the captured work.
 
 use std::collections::{HashMap, HashSet};
 
@@ -20,11 +20,13 @@ const FREE_ON_LAUNCH: u64 = 1;
 /// An executable that the device launches by itself.
 const DEVICE_LAUNCH: u64 = 4;
 
-/// What became of an update, apart from success, which is 0: it failed as the answer says, the graphs
-/// differ in how many nodes they have, or in their kinds, or have nodes that cannot be updated.
+/// The result of an update that failed as the call's code says.
 const UPDATE_ERROR: u32 = 1;
+/// The graphs differ in how many nodes they have.
 const TOPOLOGY_CHANGED: u32 = 2;
+/// They differ in the kinds of their nodes.
 const NODE_TYPE_CHANGED: u32 = 3;
+/// They have nodes that cannot be updated.
 const UPDATE_NOT_SUPPORTED: u32 = 6;
 
 /// An executable cannot take the work of a graph.
