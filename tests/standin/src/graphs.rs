@@ -60,12 +60,20 @@ struct Table {
     /// Executables that a call launches just now.
     launching: HashSet<Handle>,
     created: u64,
+    /// Handles of what was destroyed, which are given again: the latest first.
+    free: Vec<Handle>,
 }
 
 impl Table {
+    fn reserve(&mut self) -> Handle {
+        self.free.pop().unwrap_or_else(|| {
+            self.created += 1;
+            FIRST + self.created
+        })
+    }
+
     fn add(&mut self, kind: Kind, work: RawGraph) -> Handle {
-        self.created += 1;
-        let handle = FIRST + self.created;
+        let handle = self.reserve();
         self.live.insert(handle, (kind, work));
         handle
     }
@@ -77,9 +85,18 @@ impl Table {
 }
 
 impl Graphs {
-    /// A new graph of captured work, with the handle that it had during its capture.
-    pub(crate) fn add(&self, handle: Handle, work: RawGraph) {
-        self.0.lock().live.insert(handle, (Kind::Graph, work));
+    /// A handle for a graph that is going to be captured.
+    pub(crate) fn reserve(&self) -> Handle {
+        self.0.lock().reserve()
+    }
+
+    /// The capture of a graph ended; without work, there is no graph.
+    pub(crate) fn end_capture(&self, handle: Handle, work: Option<RawGraph>) {
+        let mut table = self.0.lock();
+        match work {
+            Some(work) => drop(table.live.insert(handle, (Kind::Graph, work))),
+            None => table.free.push(handle),
+        }
     }
 
     /// Whether a handle is a live graph's.
@@ -175,6 +192,7 @@ impl Life {
         let mut table = self.graphs.0.lock();
         self.sim.destroy_graph(table.get(handle, kind)?).map_err(code)?;
         table.live.remove(&handle);
+        table.free.push(handle);
         self.user_objects.forget(handle);
         Ok(())
     }
