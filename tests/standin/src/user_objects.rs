@@ -6,7 +6,7 @@
 //! driver, and not before the call ends that removed the reference (CUDA programming guide, "CUDA
 //! User Objects"). References of a conditional node's body belong to the graph with the node.
 //!
-//! Locks: that on the objects of a life, then that on the destructors, which is a leaf.
+//! Locks, in this order: a life's graphs, its objects, the destructors of all lives.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::c_void;
