@@ -35,8 +35,19 @@ use crate::types::BlockId;
 
 impl Allocator {
     /// Gives unused memory back to the device and returns how many bytes that was: whole unused
-    /// segments, or where memory is mapped the granules that lie in free blocks. Memory of open
-    /// private pools stays. Waits for blocks that other streams still use.
+    /// segments, or where memory is mapped the granules that lie in free blocks; also those of
+    /// private pools, whether the calling thread is routed to one or not, except memory that a graph
+    /// may use. Waits for blocks that other streams still use.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, PoolOptions};
+    /// let device = aquifer_sim::open("24GiB")?;
+    /// let (memory, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
+    /// let pool = memory.create_pool(PoolOptions::default())?;
+    /// drop(pool.alloc_bytes(30 << 20, &stream)?);
+    /// assert_eq!(memory.empty_cache()?, 30 << 20);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     ///
     /// # Errors
     /// Errors of the driver.
@@ -47,8 +58,9 @@ impl Allocator {
     }
 
     /// As [`Allocator::empty_cache`], but only until at most `bytes` are held from the device, the
-    /// largest segments first. Returns how many bytes went back. Waits for blocks that other
-    /// streams still use only if unused memory does not suffice.
+    /// largest segments first, and private pools last. Returns how many bytes went back. Waits for
+    /// blocks that other streams still use only if unused memory outside of private pools does not
+    /// suffice.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -56,22 +68,22 @@ impl Allocator {
         fork::check(Operation::Free)?;
         self.device().settle();
         poll_launches(self)?;
-        let first = trim_done(self, bytes)?;
+        let mut released = trim_done(self, bytes)?;
         // Addresses without memory may wait to be given back, too.
         let is_enough =
             bytes > 0 || self.state().shared().paged().is_none_or(|paged| paged.deferred_release.is_empty());
         if self.memory_reserved() <= bytes && is_enough {
-            return Ok(first);
+            return Ok(released);
         }
         let waited = synchronize_pending(self, Which::All)?;
-        if !synchronize_free(self, Which::All)? && !waited {
-            return Ok(first);
+        if synchronize_free(self, Which::All)? || waited {
+            released += trim_done(self, bytes)?;
         }
-        Ok(first + trim_done(self, bytes)?)
+        Ok(released + trim_idle_pools(self, bytes)?)
     }
 }
 
-/// As [`Allocator::trim_to`], of what is known done.
+/// As [`Allocator::trim_to`], of what is known done and no private pool keeps.
 fn trim_done(allocator: &Allocator, bytes: u64) -> Result<u64, AllocError> {
     allocator.state().shared().pools.forget_those_over();
     let segments = release_where(allocator, |shared| excess(shared, bytes, Which::Unpromised))?;

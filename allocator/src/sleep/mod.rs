@@ -28,7 +28,6 @@ use aquifer_device::{DeviceError, PhysicalOptions};
 use crate::allocator::Allocator;
 use crate::backing::paged::carry_out::{map_frames, unmap_range};
 use crate::backing::paged::lend::lend;
-use crate::backing::trim::trim_idle_pools;
 use crate::backing::trim::unmap_lingering_at_gate;
 use crate::core::paged::frames::{Frame, sizes};
 use crate::core::sleep::steps::{Falling, Waking, Woken};
@@ -276,7 +275,7 @@ fn make_room(allocator: &Allocator) -> Result<bool, AllocError> {
     let target = allocator.memory_reserved().saturating_sub(bytes);
     // Spare frames go back first.
     lend(allocator, bytes, true)?;
-    let own = allocator.trim_to(target)? + trim_idle_pools(allocator, target)?;
+    let own = allocator.trim_to(target)?;
     Ok(trim_others(allocator, bytes.saturating_sub(own)) + own > 0)
 }
 
