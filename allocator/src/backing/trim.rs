@@ -154,7 +154,7 @@ pub(crate) fn trim_pools(allocator: &Allocator, target: u64, which: Which) -> Re
     let (released, failed) = release_frames(allocator, &mut trim.loose, failed);
     commit_trim(allocator, trim, unmapped);
     // The device gets released memory back only once it is mapped nowhere.
-    let lingering = unmap_lingering_at_gate(allocator);
+    let lingering = unmap_lingering_at_gate(allocator, which);
     let addresses = give_addresses_back(allocator, if which.has_default() { Which::All } else { which });
     match failed {
         Some(error) => Err(error.into()),
@@ -186,7 +186,7 @@ fn commit_trim(allocator: &Allocator, trim: Trim, unmapped: usize) {
 /// still refuses to unmap stay as they are. Returns the first error.
 pub(crate) fn take_stuck_back(allocator: &Allocator) -> Result<(), AllocError> {
     let _gate = allocator.gate()?.shared();
-    let lingering = unmap_lingering_at_gate(allocator);
+    let lingering = unmap_lingering_at_gate(allocator, Which::Unpromised);
     if allocator.state().shared().may_use_lingering() {
         return lingering;
     }
@@ -237,20 +237,22 @@ pub(crate) fn synchronize_free(allocator: &Allocator, which: Which) -> Result<bo
     Ok(!waits.is_empty() || !launched.ticks.is_empty() || launched.device.is_some())
 }
 
-/// Unmaps the mappings that linger although the device is known to be done with them.
+/// Unmaps the mappings that linger although the device is known to be done with them, and no graph
+/// may use them.
 pub(crate) fn unmap_lingering(allocator: &Allocator) -> Result<(), AllocError> {
     if !allocator.state().shared().has_lingering() {
         return Ok(());
     }
     let _gate = allocator.gate()?.shared();
-    unmap_lingering_at_gate(allocator)
+    unmap_lingering_at_gate(allocator, Which::Unpromised)
 }
 
-/// As [`unmap_lingering`]; the caller has the gate. Mappings that the driver refuses to unmap
-/// linger on. Returns the first error once all others are unmapped.
-pub(crate) fn unmap_lingering_at_gate(allocator: &Allocator) -> Result<(), AllocError> {
+/// As [`unmap_lingering`], when some pools are to give their memory back; the caller has the gate.
+/// Mappings that the driver refuses to unmap linger on. Returns the first error once all others are
+/// unmapped.
+pub(crate) fn unmap_lingering_at_gate(allocator: &Allocator, which: Which) -> Result<(), AllocError> {
     let captures = allocator.device().is_capturing();
-    let done = if captures { Vec::new() } else { allocator.state().shared().take_lingering() };
+    let done = if captures { Vec::new() } else { allocator.state().shared().take_lingering(which) };
     let mut failed = Ok(());
     let mut unmapped = Vec::with_capacity(done.len());
     for lingering in done {

@@ -30,6 +30,7 @@ use crate::backing::paged::carry_out::{map_frames, unmap_range};
 use crate::backing::paged::lend::lend;
 use crate::backing::trim::unmap_lingering_at_gate;
 use crate::core::paged::frames::{Frame, sizes};
+use crate::core::pools::Which;
 use crate::core::sleep::steps::{Falling, Waking, Woken};
 use crate::core::sleep::{ContentsPlace, SleepingRange};
 use crate::error::AllocError;
@@ -58,7 +59,7 @@ fn try_sleep(allocator: &Allocator, options: &SleepOptions) -> Result<u64, Alloc
     if allocator.state().shared().has_lingering() {
         // A frame that is released exists as long as it is mapped anywhere.
         allocator.device().synchronize()?;
-        unmap_lingering_at_gate(allocator)?;
+        unmap_lingering_at_gate(allocator, Which::Unpromised)?;
     }
     let falling = fall_asleep(allocator, options)?;
     match give_back(allocator, &falling) {

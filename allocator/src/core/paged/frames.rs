@@ -39,6 +39,8 @@ pub(crate) struct Lingering {
     pub(crate) block: BlockId,
     pub(crate) range: Range<u64>,
     pub(crate) last_use: Use,
+    /// Where they moved.
+    pub(crate) window: Range<u64>,
     /// Frames there that did not move, because the remap failed. They become spare.
     pub(crate) unmoved: Vec<Frame>,
 }
