@@ -241,10 +241,9 @@ impl PoolTable {
             Which::All | Which::Idle | Which::OfIdleGraphs => (None, None),
             Which::Unpromised => (Some(self.at(self.closed.iter().copied())), None),
             Which::Of(key) | Which::UnusedOf(key) => (None, Some(self.find(key))),
-            Which::For(pool) => (
-                Some(self.at(self.closed.iter().copied())),
-                Some(self.owner_of(pool).filter(|private| private.open)),
-            ),
+            Which::For(pool) => {
+                (Some(self.at(self.closed.iter().copied())), Some(self.owner_of(pool).filter(|private| private.open)))
+            }
         };
         let all = (closed.is_none() && one.is_none()).then(|| self.iter());
         let pools = all.into_iter().flatten().chain(closed.into_iter().flatten()).chain(one.flatten());

@@ -123,13 +123,7 @@ impl Core {
     /// stream's or done. Only frames that there is room for are added: others would have to be
     /// broken, which does not free their memory as long as they are mapped where they were. Memory
     /// of other private pools stays.
-    pub(crate) fn add_reusable(
-        &mut self,
-        request: &Request,
-        mut wanted: u64,
-        window: &Window,
-        donors: &mut Donors,
-    ) {
+    pub(crate) fn add_reusable(&mut self, request: &Request, mut wanted: u64, window: &Window, donors: &mut Donors) {
         self.note_recent_uses();
         let Some(paged) = self.paged.as_ref().filter(|paged| paged.may_alias) else { return };
         let (granule, heap) = (paged.granule, &self.heap);
