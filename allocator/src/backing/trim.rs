@@ -13,7 +13,8 @@
 //! window in addition. Their earlier mappings *linger*: the addresses stay held in the heap, and
 //! later operations unmap them. Neither the host nor a stream waits, and nothing is taken from the
 //! device. The frames carry the tick of their last use to the new addresses, so they become free
-//! for other streams, or move once more, no earlier than before.
+//! for other streams, or move once more, no earlier than before. Captures get the free memory of
+//! their pool in the same way, and the earlier mappings linger until no graph of the pool may run.
 
 use std::cmp::Reverse;
 

@@ -13,7 +13,8 @@
 //!
 //! While all memory sleeps, nothing is mapped, moved, trimmed or allocated, and frees only change
 //! the heap. While a part sleeps, it is isolated from the rest. Segments, exportable memory and
-//! frames with pinned granules stay where they are, because others know their addresses.
+//! frames with pinned granules stay where they are, because others know their addresses, and so do
+//! frames that graphs have at several addresses.
 //! `wake_lock.rs` says what prevents sleep.
 
 pub(crate) mod contents;
@@ -88,7 +89,8 @@ impl Allocator {
     /// up, allocations and their pointers are as before, and meanwhile they may be dropped. Memory
     /// comes back in units of a granule, and only where live allocations lie or a graph may use it.
     ///
-    /// Segments, exportable memory and frames with pinned granules stay. So do frames, mostly of
+    /// Segments, exportable memory, frames with pinned granules, and memory that graphs of one pool
+    /// have at several addresses stay. So do frames, mostly of
     /// one to a few granules, in which allocations of other parts lie: what of a part lies in these
     /// stays awake, with its contents. [`Allocator::staying_awake`] names all that. Allocations
     /// that were made of a part after it fell asleep are awake, until it is put to sleep once more.

@@ -410,9 +410,9 @@ impl Heap {
     /// Forgets that a block was irregular, or lent, as it is about to be freed.
     #[inline]
     pub(crate) fn forget_irregular(&mut self, id: BlockId) {
-        self.blocks[id].pool = self.region_of(id).pool;
         if self.irregular.contains(id) {
             self.irregular.remove(id);
+            self.blocks[id].pool = self.region_of(id).pool;
         }
     }
 }

@@ -33,7 +33,8 @@ impl Frame {
     }
 }
 
-/// Addresses at which frames are mapped that moved elsewhere (`trim.rs`).
+/// Addresses at which frames are mapped that moved elsewhere, or that another capture of the pool
+/// has elsewhere, too (`trim.rs`).
 #[derive(Debug)]
 pub(crate) struct Lingering {
     pub(crate) block: BlockId,

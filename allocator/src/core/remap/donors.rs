@@ -5,7 +5,7 @@
 //! still wanted are passed over, unless nothing else helps. Granules whose last use is not known
 //! done are counted by the tick that would let them move; those of the request's own stream may
 //! serve it before that (`trim.rs`). While a stream captures, nothing moves: unmapping might
-//! break the capture.
+//! break the capture. A capture gets frames of its own pool, which stay mapped where they are.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;

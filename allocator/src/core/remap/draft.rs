@@ -42,7 +42,7 @@ impl Core {
             let donors = self.shared_by_graphs(request, &window);
             let need = window.lacks - donors.granules;
             let (spares, buy) = (need.min(at_hand), need.saturating_sub(at_hand));
-            return Some(Draft { window, facts, donors, spares, buy, bought_though_movable: true, ahead: 0 });
+            return Some(Draft { window, facts, donors, spares, buy, bought_though_movable: false, ahead: 0 });
         }
         let spares = window.lacks.min(at_hand);
         let need = window.lacks - spares;
@@ -70,7 +70,7 @@ impl Core {
     /// Serves what a draft would take from the device from memory that the request's own stream may
     /// use again at once although the device is not done with it (`trim.rs`).
     pub(crate) fn reuse_unfinished(&mut self, request: &Request, draft: &mut Draft) {
-        if self.streams.any_captures() {
+        if self.streams.any_captures() || self.pools.keeps_for_graphs(request.pool) {
             return;
         }
         let before = draft.donors.granules;
