@@ -37,8 +37,8 @@ use crate::types::BlockId;
 impl Allocator {
     /// Gives unused memory back to the device and returns how many bytes that was: whole unused
     /// segments, or where memory is mapped the granules that lie in free blocks; also those of
-    /// private pools, whether the calling thread is routed to one or not, except memory that a graph
-    /// may use. Waits for blocks that other streams still use.
+    /// private pools, whether the calling thread is routed to one or not, except memory that a
+    /// graph may use. Waits for blocks that other streams still use.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, PoolOptions};

@@ -99,10 +99,11 @@ impl Core {
     /// Number of granules, of `bytes` that may be taken ahead of need, to map behind a window of a
     /// pool. For a small pool, at most as many as small pools have: the next large request would
     /// take more of them back. For a private pool, at most as many as it has there: no other pool
-    /// may use them.
+    /// may use them. For captures, none: their pool would keep them.
     fn reach(&self, window: &Window, pool: PoolId, bytes: u64) -> u64 {
         let Some(paged) = &self.paged else { return 0 };
         let most = match pool.kind() {
+            _ if self.pools.keeps_for_graphs(pool) => 0,
             _ if pool.is_private() => paged.mapped_around(window.start),
             PoolKind::Small => paged.mapped_bytes[PoolKind::Small as usize],
             PoolKind::Large => u64::MAX,

@@ -99,7 +99,7 @@ impl Core {
         may_buy_ahead: bool,
     ) -> Result<Box<Plan>, Short> {
         let captured = self.pools.keeps_for_graphs(request.pool);
-        // Captures have the memory of their pool in whatever pieces, if its frames are small for it.
+        // Captures have the memory of their pool in whatever pieces if its frames are small.
         let share = |paged: &Paged| (paged.mapped_around(draft.window.start) + request.size) / FRAME_SHARE;
         let frame = |paged: &Paged| if captured { Some(share(paged)) } else { paged.frame };
         let (granule, frame) = self.paged.as_ref().map_or((1, None), |paged| (paged.granule, frame(paged)));

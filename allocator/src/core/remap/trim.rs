@@ -140,7 +140,8 @@ impl Core {
 
 impl Core {
     /// Accounts for donors that the device was not done with. `unmoved` has the frames of each that
-    /// are mapped nowhere else; the others are in the window now, too. Returns how many bytes left their addresses.
+    /// are mapped nowhere else; the others are in the window now, too. Returns how many bytes left
+    /// their addresses.
     pub(crate) fn commit_reused(&mut self, window: &Range<u64>, donors: &[Donor], unmoved: Vec<Vec<Frame>>) -> u64 {
         let mut left = 0;
         for (donor, unmoved) in donors.iter().zip(unmoved) {
