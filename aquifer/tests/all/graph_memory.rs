@@ -236,13 +236,14 @@ fn with_workspace(
     memory.alloc_zeros(1, stream)
 }
 
-/// Graphs of these batches from one pool, and how much that holds.
+/// Graphs of these batches from one pool, captured on two streams in turn, and how much that holds.
 fn sharing(bench: &Bench, pool: &PrivatePool, batches: &[usize], more: (u32, usize)) -> (Vec<Graph<Buffer<f32>>>, u64) {
-    let graph = |&batch: &usize| {
+    let graph = |(&batch, stream): (&usize, &Stream)| {
         let work = |stream: &Stream| with_workspace(&bench.memory, (batch, more.0, more.1), stream);
-        bench.memory.graph_in(pool, &bench.stream, work).unwrap()
+        bench.memory.graph_in(pool, stream, work).unwrap()
     };
-    let graphs = batches.iter().map(graph).collect();
+    let streams = [&bench.stream, &bench.side].into_iter().cycle();
+    let graphs = batches.iter().zip(streams).map(graph).collect();
     (graphs, bench.memory.reserved_by_private_pools()[&pool.id()])
 }
 

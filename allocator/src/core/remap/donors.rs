@@ -133,7 +133,11 @@ impl Core {
         for candidate in self.donor_candidates(paged, Which::For(request.pool)) {
             let block = heap.block(candidate.block);
             let (is_own, is_done) = (block.owner == request.stream, self.streams.is_done(block.last_use()));
-            if (captured && !is_own && !is_done) || (!captured && (!is_own || is_done)) {
+            let serves = if captured { is_own || is_done } else { is_own && !is_done };
+            if !serves {
+                if captured && !self.streams.captures(block.owner) {
+                    *donors.not_done.entry(block.last_use()).or_default() += block.size / granule;
+                }
                 continue;
             }
             let frames = paged.whole_frames(heap.region(block.region).addr, &block.range());
