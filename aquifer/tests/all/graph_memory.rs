@@ -240,7 +240,7 @@ fn with_workspace(
 fn sharing(bench: &Bench, pool: &PrivatePool, batches: &[usize], more: (u32, usize)) -> (Vec<Graph<Buffer<f32>>>, u64) {
     let graph = |(&batch, stream): (&usize, &Stream)| {
         let work = |stream: &Stream| with_workspace(&bench.memory, (batch, more.0, more.1), stream);
-        bench.memory.graph_in(pool, stream, work).unwrap()
+        bench.memory.graph_in(pool, stream, work).unwrap_or_else(|error| panic!("{error}"))
     };
     let streams = [&bench.stream, &bench.side].into_iter().cycle();
     let graphs = batches.iter().zip(streams).map(graph).collect();
