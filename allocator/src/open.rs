@@ -7,7 +7,6 @@ use aquifer_device::fork::{self, Mutex};
 use aquifer_device::{Device, Operation};
 
 use crate::allocator::{Allocator, AtLast, Inner, all_open};
-use crate::backing::trim::trim_idle_pools;
 use crate::config::Config;
 use crate::error::AllocError;
 use crate::recovery::hooks::is_within_an_observer;
@@ -58,8 +57,8 @@ pub(crate) fn trim_others(allocator: &Allocator, bytes: u64) -> u64 {
         if freed >= bytes || std::ptr::eq(other.state(), allocator.state()) {
             continue;
         }
-        let left = || other.memory_reserved().saturating_sub(bytes.saturating_sub(freed));
-        match other.trim_to(left()).and_then(|freed| Ok(freed + trim_idle_pools(&other, left() + freed)?)) {
+        let left = other.memory_reserved().saturating_sub(bytes.saturating_sub(freed));
+        match other.trim_to(left) {
             Ok(more) => freed += more,
             Err(error) => tracing::debug!(%error, "another allocator could not give its unused memory back"),
         }

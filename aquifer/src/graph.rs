@@ -135,17 +135,26 @@ impl Allocator {
         mut work: impl FnMut(&Stream) -> Result<R, Error>,
     ) -> Result<Graph<R>, Error> {
         let (outlived, pass_bytes) = self.warm_up(stream, &mut work)?;
-        let pass = Pass::again(self, &outlived)?;
-        let mut capture = GraphCapture::new(self, PoolOf::Shared(pool), stream, || stream.begin_capture())?;
+        let (mut capture, output) = self.capture_again(pool, stream, &outlived, &mut work)?;
+        capture.pass_bytes = pass_bytes;
+        capture.finish(output, Capture::end)
+    }
+
+    /// Captures work after its warm-up.
+    fn capture_again<'p, R>(
+        &self,
+        pool: &'p PrivatePool,
+        stream: &Stream,
+        outlived: &Outlived,
+        work: &mut impl FnMut(&Stream) -> Result<R, Error>,
+    ) -> Result<(GraphCapture<'p>, R), Error> {
+        let pass = Pass::again(self, outlived)?;
+        let capture = GraphCapture::new(self, PoolOf::Shared(pool), stream, || stream.begin_capture())?;
         let output = work(stream)?;
         // Other graphs of the pool may write what is left there: it belongs to no buffer of the
         // warm-up.
         let more = pass.outlived().bytes().max(capture.left_in_pool());
-        if more > 0 {
-            return Err(Error::UnevenWork { bytes: more });
-        }
-        capture.pass_bytes = pass_bytes;
-        capture.finish(output, Capture::end)
+        if more > 0 { Err(Error::UnevenWork { bytes: more }) } else { Ok((capture, output)) }
     }
 
     /// Begins a [`Graph`] whose driver calls another library makes, for adapters: `begin` begins
@@ -171,9 +180,9 @@ impl Allocator {
         GraphCapture::new(self, pool, stream, || stream.begin_capture_with(begin))
     }
 
-    /// Does the work of a graph once, as the warm-up of [`Allocator::graph`] does, and returns what
-    /// the graph will need: to size the rest of memory, such as a cache, before anything is
-    /// captured.
+    /// Does the work of a graph once and captures it once, as [`Allocator::graph`] does, and returns
+    /// what the graph will need: to size the rest of memory, such as a cache, before any graph is
+    /// kept. Nothing of the capture is left.
     ///
     /// While a graph is captured into a pool that already serves others, its warm-up needs its pass
     /// beside that pool: fill the rest of memory once the last graph is captured.
@@ -197,22 +206,25 @@ impl Allocator {
     /// ```
     ///
     /// # Errors
-    /// As the first call of the work in [`Allocator::graph`].
+    /// As [`Allocator::graph`].
     pub fn plan_graph<R>(
         &self,
         stream: &Stream,
         mut work: impl FnMut(&Stream) -> Result<R, Error>,
     ) -> Result<GraphPlan, Error> {
-        let (outlived, bytes) = self.warm_up(stream, &mut work)?;
-        // The output may have had memory that was a temporary's before, so all of the pass may be
-        // needed.
-        Ok(GraphPlan { pool_bytes: bytes, output_bytes: outlived.bytes() })
+        let (outlived, _) = self.warm_up(stream, &mut work)?;
+        let pool = self.create_pool(PoolOptions::default())?;
+        let capture = self.capture_again(&pool, stream, &outlived, &mut work)?;
+        let pool_bytes = self.reserved_by_private_pools().get(&pool.id()).copied().unwrap_or(0);
+        drop(capture);
+        pool.empty_cache()?;
+        Ok(GraphPlan { pool_bytes, output_bytes: outlived.bytes() })
     }
 
     /// Bytes that can still be allocated, in all, once the planned graphs are captured: what the
-    /// device has free, within limit and headroom, and what is cached here. As much as the outputs
-    /// of the largest graph more may be left; and where memory is mapped, up to two granules
-    /// ([`Config::granule`](crate::memory::Config::granule)) more or less. What the driver takes
+    /// device has free, within limit and headroom, and what is cached here. Where memory is mapped,
+    /// up to two granules ([`Config::granule`](crate::memory::Config::granule)) more or less may be
+    /// left; where it comes in segments, less if graphs share a pool. What the driver takes
     /// for graphs is not known before
     /// ([`Attribution::graphs`](crate::memory::Attribution::graphs)).
     ///

@@ -13,7 +13,8 @@
 //! window in addition. Their earlier mappings *linger*: the addresses stay held in the heap, and
 //! later operations unmap them. Neither the host nor a stream waits, and nothing is taken from the
 //! device. The frames carry the tick of their last use to the new addresses, so they become free
-//! for other streams, or move once more, no earlier than before.
+//! for other streams, or move once more, no earlier than before. Captures get the free memory of
+//! their pool in the same way, and the earlier mappings linger until no graph of the pool may run.
 
 use std::cmp::Reverse;
 
@@ -35,8 +36,19 @@ use crate::types::BlockId;
 
 impl Allocator {
     /// Gives unused memory back to the device and returns how many bytes that was: whole unused
-    /// segments, or where memory is mapped the granules that lie in free blocks. Memory of open
-    /// private pools stays. Waits for blocks that other streams still use.
+    /// segments, or where memory is mapped the granules that lie in free blocks; also those of
+    /// private pools, whether the calling thread is routed to one or not, except memory that a
+    /// graph may use. Waits for blocks that other streams still use.
+    ///
+    /// ```
+    /// use aquifer_allocator::{Allocator, Config, PoolOptions};
+    /// let device = aquifer_sim::open("24GiB")?;
+    /// let (memory, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
+    /// let pool = memory.create_pool(PoolOptions::default())?;
+    /// drop(pool.alloc_bytes(30 << 20, &stream)?);
+    /// assert_eq!(memory.empty_cache()?, 30 << 20);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     ///
     /// # Errors
     /// Errors of the driver.
@@ -47,8 +59,9 @@ impl Allocator {
     }
 
     /// As [`Allocator::empty_cache`], but only until at most `bytes` are held from the device, the
-    /// largest segments first. Returns how many bytes went back. Waits for blocks that other
-    /// streams still use only if unused memory does not suffice.
+    /// largest segments first, and private pools last. Returns how many bytes went back. Waits for
+    /// blocks that other streams still use only if unused memory outside of private pools does not
+    /// suffice.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -56,22 +69,22 @@ impl Allocator {
         fork::check(Operation::Free)?;
         self.device().settle();
         poll_launches(self)?;
-        let first = trim_done(self, bytes)?;
+        let mut released = trim_done(self, bytes)?;
         // Addresses without memory may wait to be given back, too.
         let is_enough =
             bytes > 0 || self.state().shared().paged().is_none_or(|paged| paged.deferred_release.is_empty());
         if self.memory_reserved() <= bytes && is_enough {
-            return Ok(first);
+            return Ok(released);
         }
         let waited = synchronize_pending(self, Which::All)?;
-        if !synchronize_free(self, Which::All)? && !waited {
-            return Ok(first);
+        if synchronize_free(self, Which::All)? || waited {
+            released += trim_done(self, bytes)?;
         }
-        Ok(first + trim_done(self, bytes)?)
+        Ok(released + trim_idle_pools(self, bytes)?)
     }
 }
 
-/// As [`Allocator::trim_to`], of what is known done.
+/// As [`Allocator::trim_to`], of what is known done and no private pool keeps.
 fn trim_done(allocator: &Allocator, bytes: u64) -> Result<u64, AllocError> {
     allocator.state().shared().pools.forget_those_over();
     let segments = release_where(allocator, |shared| excess(shared, bytes, Which::Unpromised))?;
@@ -142,7 +155,7 @@ pub(crate) fn trim_pools(allocator: &Allocator, target: u64, which: Which) -> Re
     let (released, failed) = release_frames(allocator, &mut trim.loose, failed);
     commit_trim(allocator, trim, unmapped);
     // The device gets released memory back only once it is mapped nowhere.
-    let lingering = unmap_lingering_at_gate(allocator);
+    let lingering = unmap_lingering_at_gate(allocator, which);
     let addresses = give_addresses_back(allocator, if which.has_default() { Which::All } else { which });
     match failed {
         Some(error) => Err(error.into()),
@@ -174,7 +187,7 @@ fn commit_trim(allocator: &Allocator, trim: Trim, unmapped: usize) {
 /// still refuses to unmap stay as they are. Returns the first error.
 pub(crate) fn take_stuck_back(allocator: &Allocator) -> Result<(), AllocError> {
     let _gate = allocator.gate()?.shared();
-    let lingering = unmap_lingering_at_gate(allocator);
+    let lingering = unmap_lingering_at_gate(allocator, Which::Unpromised);
     if allocator.state().shared().may_use_lingering() {
         return lingering;
     }
@@ -225,20 +238,22 @@ pub(crate) fn synchronize_free(allocator: &Allocator, which: Which) -> Result<bo
     Ok(!waits.is_empty() || !launched.ticks.is_empty() || launched.device.is_some())
 }
 
-/// Unmaps the mappings that linger although the device is known to be done with them.
+/// Unmaps the mappings that linger although the device is known to be done with them, and no graph
+/// may use them.
 pub(crate) fn unmap_lingering(allocator: &Allocator) -> Result<(), AllocError> {
     if !allocator.state().shared().has_lingering() {
         return Ok(());
     }
     let _gate = allocator.gate()?.shared();
-    unmap_lingering_at_gate(allocator)
+    unmap_lingering_at_gate(allocator, Which::Unpromised)
 }
 
-/// As [`unmap_lingering`]; the caller has the gate. Mappings that the driver refuses to unmap
-/// linger on. Returns the first error once all others are unmapped.
-pub(crate) fn unmap_lingering_at_gate(allocator: &Allocator) -> Result<(), AllocError> {
+/// As [`unmap_lingering`], when some pools are to give their memory back; the caller has the gate.
+/// Mappings that the driver refuses to unmap linger on. Returns the first error once all others are
+/// unmapped.
+pub(crate) fn unmap_lingering_at_gate(allocator: &Allocator, which: Which) -> Result<(), AllocError> {
     let captures = allocator.device().is_capturing();
-    let done = if captures { Vec::new() } else { allocator.state().shared().take_lingering() };
+    let done = if captures { Vec::new() } else { allocator.state().shared().take_lingering(which) };
     let mut failed = Ok(());
     let mut unmapped = Vec::with_capacity(done.len());
     for lingering in done {

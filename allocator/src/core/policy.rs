@@ -31,7 +31,7 @@ const BUY_SHARE: u64 = 96;
 /// Bytes of frames where there is room,
 const FRAME: u64 = 16 << 20;
 /// or the peak of use divided by this, if that is less.
-const FRAME_SHARE: u64 = 256;
+pub(crate) const FRAME_SHARE: u64 = 256;
 /// Bytes held, divided by this, are taken ahead of need.
 const AHEAD_SHARE: u64 = 256;
 /// Bytes that a stream frees between two events that are recorded ahead of need: bytes held,

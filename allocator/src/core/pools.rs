@@ -86,6 +86,10 @@ pub(crate) enum Which {
     UnusedOf(PoolKey),
     /// Those whose graphs are idle and lend their free memory.
     OfIdleGraphs,
+    /// Those whose free memory may become that of a heap pool. For one that captures are served
+    /// from: those of its private pool that graphs use. For another one: those of its private pool
+    /// that none uses, and the unpromised ones.
+    For(PoolId),
 }
 
 /// Ids of private pools: never reused in a process, as PyTorch's `(0, n)`.
@@ -108,7 +112,7 @@ impl PoolKey {
 impl Which {
     /// True if the default pools are among them.
     pub(crate) fn has_default(self) -> bool {
-        matches!(self, Which::All | Which::Unpromised)
+        matches!(self, Which::All | Which::Unpromised | Which::For(_))
     }
 }
 
@@ -205,6 +209,11 @@ impl PoolTable {
         self.owner_of(number).map_or(0, Private::history_id)
     }
 
+    /// True if a graph may use the free memory of a heap pool.
+    pub(crate) fn keeps_for_graphs(&self, number: PoolId) -> bool {
+        self.owner_of(number).is_some_and(|private| private.keeps_for_graphs(number))
+    }
+
     /// True if a heap pool is among some pools.
     pub(crate) fn is_among(&self, number: PoolId, which: Which) -> bool {
         let owner = self.owner_of(number);
@@ -219,6 +228,10 @@ impl PoolTable {
             Which::OfIdleGraphs => {
                 owner.is_some_and(|private| private.keeps_for_graphs(number) && private.lends_when_idle())
             }
+            Which::For(pool) => match owner.filter(|private| private.owns(pool)) {
+                Some(private) => private.keeps_for_graphs(number) == private.keeps_for_graphs(pool),
+                None => owner.is_none_or(Private::is_released) && !self.keeps_for_graphs(pool),
+            },
         }
     }
 
@@ -228,6 +241,9 @@ impl PoolTable {
             Which::All | Which::Idle | Which::OfIdleGraphs => (None, None),
             Which::Unpromised => (Some(self.at(self.closed.iter().copied())), None),
             Which::Of(key) | Which::UnusedOf(key) => (None, Some(self.find(key))),
+            Which::For(pool) => {
+                (Some(self.at(self.closed.iter().copied())), Some(self.owner_of(pool).filter(|private| private.open)))
+            }
         };
         let all = (closed.is_none() && one.is_none()).then(|| self.iter());
         let pools = all.into_iter().flatten().chain(closed.into_iter().flatten()).chain(one.flatten());

@@ -127,7 +127,8 @@ impl Core {
 
     /// The numbers of some pools that have regions: the default pools first, then by pool.
     pub(crate) fn pools_among(&self, which: Which) -> impl Iterator<Item = PoolId> + '_ {
-        let default = [PoolId::SMALL, PoolId::LARGE].into_iter().filter(move |_| which.has_default());
+        let default = [PoolId::SMALL, PoolId::LARGE].into_iter();
+        let default = default.filter(move |&number| self.pools.is_among(number, which));
         default.chain(self.pools.with_regions(which))
     }
 

@@ -9,7 +9,7 @@ use crate::core::pools::Which;
 use crate::core::streams::{Pending, Streams};
 use crate::history::{Action, Actions, Subject};
 use crate::tags::Tag;
-use crate::types::{After, BlockId, Granted, Request, StreamId, Use, latest_by_stream};
+use crate::types::{After, BlockId, Granted, PoolId, Request, StreamId, Use, latest_by_stream};
 
 impl Core {
     /// Serves a request from its stream's free blocks. `None` also if the stream is not known yet.
@@ -52,6 +52,14 @@ impl Core {
     pub(crate) fn take(&mut self, request: &Request, free: BlockId) -> Granted {
         let block = self.heap.take(free, request.stream, request.size, request.requested);
         self.taken(request, block)
+    }
+
+    /// Serves a request of no private pool from the heap pool `from`, which lends. What is asked of
+    /// the block's pool meanwhile is about the request, not about where it lies.
+    pub(crate) fn take_lent(&mut self, request: &Request, from: PoolId) -> Option<Granted> {
+        let granted = self.take_own(&Request { pool: from, is_regular: false, ..*request })?;
+        self.heap.lend(granted.block, request.pool);
+        Some(granted)
     }
 
     /// Accounts for a block that became live.

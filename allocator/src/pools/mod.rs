@@ -52,8 +52,7 @@ pub(crate) fn route_and_note(allocator: &Allocator, stream: &Stream) -> Option<[
 /// True if a block granted outside of captures may belong to a graph, because one was captured
 /// since the request was routed.
 pub(crate) fn came_from_a_graph(allocator: &Allocator, pool: PoolId, stream: &Stream) -> bool {
-    let keeps = allocator.state().shared().pools.owner_of(pool).is_some_and(|private| private.keeps_for_graphs(pool));
-    keeps && !stream.is_capturing()
+    allocator.state().shared().pools.keeps_for_graphs(pool) && !stream.is_capturing()
 }
 
 /// Waits until launches are done. Skips a stream, or the device, that cannot be waited for now

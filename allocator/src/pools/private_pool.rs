@@ -31,8 +31,9 @@ use crate::types::{PoolId, Request, StreamId};
 /// ([`Allocator::capture`]). Dropping it releases its unused memory; live allocations stay valid,
 /// and their memory is released later.
 ///
-/// Free memory in the pool stays where it is until [`PrivatePool::empty_cache`] is called, the pool
-/// is dropped, or a request to the allocator, for whatever pool, would be refused otherwise. Memory
+/// Free memory in the pool stays where it is until [`PrivatePool::empty_cache`],
+/// [`Allocator::empty_cache`] or [`Allocator::trim_to`] is called, the pool is dropped, or a
+/// request to the allocator, for whatever pool, would be refused otherwise. Memory
 /// of a graph whose capture allocated from the pool stays, in any case, until the graph is dropped
 /// and its launches are done. For a graph that another library captured, this is not known here:
 /// keep the pool as long as the graph is launched.
@@ -77,7 +78,8 @@ impl Allocator {
 // Here, so that what sleeps need not know this type.
 impl Part {
     /// The allocations of a private pool, and the memory that its graphs use, in which kernels may
-    /// keep state: see [`Contents::Discard`](crate::Contents::Discard).
+    /// keep state: see [`Contents::Discard`](crate::Contents::Discard). Memory that other requests
+    /// borrowed ([`PoolOptions::use_on_oom`]) is theirs.
     pub fn pool(pool: &PrivatePool) -> Part {
         Part::of_pool(pool.key)
     }

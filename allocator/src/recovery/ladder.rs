@@ -130,7 +130,7 @@ fn take_lent_by_pools(allocator: &Allocator, request: &Request) -> Option<Grante
     let mut guard = allocator.state().lock();
     let lenders = guard.pools.lenders();
     let pools: Vec<PoolId> = lenders.flat_map(|private| private.lent(request.pool.kind())).collect();
-    pools.into_iter().find_map(|pool| guard.take_own(&Request { pool, is_regular: false, ..*request }))
+    pools.into_iter().find_map(|pool| guard.take_lent(request, pool))
 }
 
 /// Takes memory of idle graphs, as much as the request lacks. A request for a segment is served by
@@ -356,13 +356,6 @@ pub(crate) fn climb_dedicated<T>(
         allocator.state().shared().counters.events.num_alloc_retries += 1;
         if let Some(served) = attempt(&mut tried)? {
             return Ok(served);
-        }
-        let of_pools = trim_idle_pools(allocator, target)?;
-        if of_pools > 0 {
-            tried.released += of_pools;
-            if let Some(served) = attempt(&mut tried)? {
-                return Ok(served);
-            }
         }
         if !lacks_addresses && lend(allocator, request.size, true)? > 0 {
             if let Some(served) = attempt(&mut tried)? {

@@ -13,7 +13,8 @@
 //!
 //! While all memory sleeps, nothing is mapped, moved, trimmed or allocated, and frees only change
 //! the heap. While a part sleeps, it is isolated from the rest. Segments, exportable memory and
-//! frames with pinned granules stay where they are, because others know their addresses.
+//! frames with pinned granules stay where they are, because others know their addresses, and so do
+//! frames that graphs have at several addresses.
 //! `wake_lock.rs` says what prevents sleep.
 
 pub(crate) mod contents;
@@ -28,9 +29,9 @@ use aquifer_device::{DeviceError, PhysicalOptions};
 use crate::allocator::Allocator;
 use crate::backing::paged::carry_out::{map_frames, unmap_range};
 use crate::backing::paged::lend::lend;
-use crate::backing::trim::trim_idle_pools;
 use crate::backing::trim::unmap_lingering_at_gate;
 use crate::core::paged::frames::{Frame, sizes};
+use crate::core::pools::Which;
 use crate::core::sleep::steps::{Falling, Waking, Woken};
 use crate::core::sleep::{ContentsPlace, SleepingRange};
 use crate::error::AllocError;
@@ -59,7 +60,7 @@ fn try_sleep(allocator: &Allocator, options: &SleepOptions) -> Result<u64, Alloc
     if allocator.state().shared().has_lingering() {
         // A frame that is released exists as long as it is mapped anywhere.
         allocator.device().synchronize()?;
-        unmap_lingering_at_gate(allocator)?;
+        unmap_lingering_at_gate(allocator, Which::Unpromised)?;
     }
     let falling = fall_asleep(allocator, options)?;
     match give_back(allocator, &falling) {
@@ -88,7 +89,8 @@ impl Allocator {
     /// up, allocations and their pointers are as before, and meanwhile they may be dropped. Memory
     /// comes back in units of a granule, and only where live allocations lie or a graph may use it.
     ///
-    /// Segments, exportable memory and frames with pinned granules stay. So do frames, mostly of
+    /// Segments, exportable memory, frames with pinned granules, and memory that graphs of one pool
+    /// have at several addresses stay. So do frames, mostly of
     /// one to a few granules, in which allocations of other parts lie: what of a part lies in these
     /// stays awake, with its contents. [`Allocator::staying_awake`] names all that. Allocations
     /// that were made of a part after it fell asleep are awake, until it is put to sleep once more.
@@ -276,7 +278,7 @@ fn make_room(allocator: &Allocator) -> Result<bool, AllocError> {
     let target = allocator.memory_reserved().saturating_sub(bytes);
     // Spare frames go back first.
     lend(allocator, bytes, true)?;
-    let own = allocator.trim_to(target)? + trim_idle_pools(allocator, target)?;
+    let own = allocator.trim_to(target)?;
     Ok(trim_others(allocator, bytes.saturating_sub(own)) + own > 0)
 }
 

@@ -305,6 +305,39 @@ fn a_pool_sleeps_with_what_its_graphs_use() {
 }
 
 #[test]
+fn what_a_pool_lent_is_no_part_of_it() {
+    for contents in [Contents::Discard, Contents::Zero, Contents::SaveToHost] {
+        let setup = setup_with(SimConfig::new(64 * MIB));
+        let Setup { allocator, stream, .. } = &setup;
+        let pool = allocator.create_pool(PoolOptions { use_on_oom: true, ..PoolOptions::default() }).unwrap();
+        let own = pool.alloc_bytes(4 * MIB, stream).unwrap();
+        drop(pool.alloc_bytes(26 * MIB, stream).unwrap());
+        let rest = setup.alloc("", 30 * MIB, 1);
+        let lent = setup.alloc("", 20 * MIB, 7);
+        let options = SleepOptions::part(Part::pool(&pool), contents.clone());
+        let kept = allocator.staying_awake(options.clone());
+        assert!(kept.iter().all(|one| one.range.start < lent.ptr().0), "{contents:?}: {kept:?}");
+        assert_eq!(allocator.sleep(options.clone()).unwrap(), 10 * MIB, "what is left of it, too: {contents:?}");
+        assert!(setup.sleeps(&own) && !setup.sleeps(&lent) && setup.has(&lent, 7), "{contents:?}");
+        allocator.wake_parts(&[Part::pool(&pool)]).unwrap();
+        assert!(!setup.sleeps(&own) && setup.has(&lent, 7), "{contents:?}");
+        // All of it sleeps, and the pool has another fate than the rest.
+        let all = SleepOptions::all(Contents::SaveToHost).with(Part::pool(&pool), contents.clone());
+        allocator.sleep(all).unwrap();
+        allocator.wake().unwrap();
+        assert!(setup.has(&lent, 7) && setup.has(&rest, 1), "{contents:?}");
+        // Once it is given back it is the pool's again.
+        drop((lent, rest));
+        let again = pool.alloc_bytes(26 * MIB, stream).unwrap();
+        allocator.sleep(options).unwrap();
+        assert!(setup.sleeps(&again));
+        allocator.wake().unwrap();
+        drop((own, again, pool));
+        setup.assert_returned();
+    }
+}
+
+#[test]
 fn a_thousand_cycles_leave_nothing_behind() {
     let setup = setup();
     let blocks: Vec<_> = (0..6).map(|n| setup.alloc(["weights", "kv"][n % 2], 2 * MIB, low(n))).collect();

@@ -102,8 +102,8 @@ impl Copied {
             None => {
                 let region = core.heap().region(block.region);
                 let is_paged = region.is_paged();
-                let pool = core.pools.owner_of(block.pool).map_or((0, 0), |private| private.id);
-                let (stream, kind) = (region.stream, block.pool.kind());
+                let pool = core.pools.owner_of(region.pool).map_or((0, 0), |private| private.id);
+                let (stream, kind) = (region.stream, region.pool.kind());
                 self.ranges.push(Range { addr: block.addr, bytes: block.size, stream, kind, pool, is_paged });
             }
         }

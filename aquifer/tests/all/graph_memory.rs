@@ -1,10 +1,11 @@
 //! The memory that graphs need, and where it is reused.
 
 use aquifer::device::sim::{Fault, SimDriver};
-use aquifer::memory::{Contents, Part, PoolOptions, PrivatePool, SleepOptions};
+use aquifer::memory::{Contents, KeptBy, Part, PoolOptions, PrivatePool, SleepOptions};
 use aquifer::prelude::*;
 use aquifer::{Error, Graph, GraphPlan};
 use aquifer_device::{Code, Operation};
+use proptest::prelude::*;
 
 use super::graphs::{Bench, MIB, bench};
 
@@ -169,8 +170,8 @@ fn launches_come_after_earlier_work_on_memory_of_the_streams_that_joined() {
 }
 
 #[test]
-fn a_plan_tells_what_graphs_leave_at_least_and_no_more_than_an_output_less() {
-    for config in ["", "limit_mb:20000"] {
+fn a_plan_tells_what_graphs_leave() {
+    for config in ["", "limit_mb:20000", "backing:segments"] {
         let bench = bench("sim:24GiB,violations=panic");
         let memory = Allocator::new(&bench.device, config).unwrap();
         let stream = &bench.stream;
@@ -183,12 +184,164 @@ fn a_plan_tells_what_graphs_leave_at_least_and_no_more_than_an_output_less() {
         let graphs =
             batches.map(|batch| memory.graph_in(&pool, stream, |stream| bucket(&memory, batch, stream)).unwrap());
         let left = memory.available_after(&GraphPlan::default()).unwrap();
-        let most = planned + 50 * 640_000 + 4 * MIB;
-        assert!((planned - 4 * MIB..=most).contains(&left), "{config:?}: {planned} planned, {left} left");
-        let rest = memory.alloc::<u8>(usize::try_from(left - 64 * MIB).unwrap(), stream);
+        // Several graphs in segments need more than the largest, and segments that are partly in
+        // use serve no large request.
+        let (about, pieces) = if config == "backing:segments" { (planned / 100, 4 << 30) } else { (4 * MIB, 64 * MIB) };
+        assert!(planned.abs_diff(left) <= about, "{config:?}: {planned} planned, {left} left");
+        let rest = memory.alloc::<u8>(usize::try_from(left - pieces).unwrap(), stream);
         assert!(rest.is_ok(), "{config:?}: {rest:?}");
         drop(graphs);
     }
+}
+
+/// Outputs that have segments of 20 MiB in the warm-up have them elsewhere in the capture.
+#[test]
+fn a_plan_counts_no_segments_of_outputs() {
+    for (temporaries, outputs) in
+        [(vec![48], vec![2]), (vec![30, 3], vec![2, 5]), (vec![1], vec![3]), (vec![4], vec![30])]
+    {
+        let bench = Bench::new();
+        let memory = Allocator::new(&bench.device, "backing:segments").unwrap();
+        let work = |stream: &Stream| {
+            let all: Vec<_> = temporaries.iter().map(|mib| memory.alloc_zeros::<u8>(mib << 20, stream)).collect();
+            let outputs = outputs.iter().map(|mib| memory.alloc_zeros::<u8>(mib << 20, stream)).collect();
+            drop(all);
+            outputs
+        };
+        let mut work = |stream: &Stream| -> Result<Vec<Buffer<u8>>, Error> { work(stream) };
+        let plan = memory.plan_graph(&bench.stream, &mut work).unwrap();
+        let planned = memory.available_after(&plan).unwrap();
+        let pool = memory.create_pool(PoolOptions::default()).unwrap();
+        let _graph = memory.graph_in(&pool, &bench.stream, &mut work).unwrap();
+        let left = memory.available_after(&GraphPlan::default()).unwrap();
+        assert!(planned.abs_diff(left) <= 2 * MIB, "{temporaries:?}, {outputs:?}: {planned} planned, {left} left");
+    }
+}
+
+/// A pass whose memory of a fixed size does not fit between what other batches left: of each layer,
+/// an activation, a workspace, and the next activation.
+fn with_workspace(
+    memory: &Allocator,
+    (batch, layers, workspace): (usize, u32, usize),
+    stream: &Stream,
+) -> Result<Buffer<f32>, Error> {
+    let mut hidden = None;
+    for _ in 0..layers {
+        let projected = memory.alloc_zeros::<u8>(batch << 13, stream)?;
+        drop(memory.alloc_zeros::<u8>(workspace, stream)?);
+        hidden = Some(memory.alloc_zeros::<u8>(batch << 13, stream)?);
+        drop(projected);
+    }
+    drop(hidden);
+    memory.alloc_zeros(1, stream)
+}
+
+/// Graphs of these batches from one pool, captured on two streams in turn, and how much that holds.
+fn sharing(bench: &Bench, pool: &PrivatePool, batches: &[usize], more: (u32, usize)) -> (Vec<Graph<Buffer<f32>>>, u64) {
+    let graph = |(&batch, stream): (&usize, &Stream)| {
+        let work = |stream: &Stream| with_workspace(&bench.memory, (batch, more.0, more.1), stream);
+        bench.memory.graph_in(pool, stream, work).unwrap_or_else(|error| panic!("{error}"))
+    };
+    let streams = [&bench.stream, &bench.side].into_iter().cycle();
+    let graphs = batches.iter().zip(streams).map(graph).collect();
+    (graphs, bench.memory.reserved_by_private_pools()[&pool.id()])
+}
+
+fn falling() -> Vec<usize> {
+    (96..=4096).rev().step_by(400).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 6, ..ProptestConfig::default() })]
+    #[test]
+    fn the_order_of_captures_costs_a_hundredth_at_most(
+        batches in prop_oneof![Just(falling()), Just(falling()).prop_shuffle(), prop::collection::vec(1..4096_usize, 1..12)],
+        layers in 1..9_u32,
+        workspace_mib in 1..40_usize,
+        elsewhere_gib in prop_oneof![Just(0_usize), 1..20_usize],
+    ) {
+        let held = |batches: &[usize]| {
+            let bench = bench("sim:24GiB,violations=panic");
+            let Bench { memory, stream, .. } = &bench;
+            let _elsewhere = memory.alloc::<u8>(elsewhere_gib << 30, stream).unwrap();
+            let pool = memory.create_pool(PoolOptions::default()).unwrap();
+            let (graphs, held) = sharing(&bench, &pool, batches, (layers, workspace_mib << 20));
+            graphs.iter().for_each(|graph| graph.launch(stream).unwrap());
+            drop((graphs, _elsewhere));
+            memory.empty_cache().unwrap();
+            assert_eq!(memory.memory_reserved(), 0);
+            held
+        };
+        let largest = held(&[*batches.iter().max().unwrap()]);
+        let all = held(&batches);
+        prop_assert!(all * 100 <= largest * 101 + 200 * MIB, "{} for {}", all >> 20, largest >> 20);
+    }
+}
+
+#[test]
+fn memory_that_graphs_have_at_several_addresses_stays_awake_and_is_named() {
+    let bench = bench("sim:24GiB,violations=panic");
+    let Bench { memory, stream, .. } = &bench;
+    let pool = memory.create_pool(PoolOptions::default()).unwrap();
+    let (graphs, held) = sharing(&bench, &pool, &falling(), (8, 32 << 20));
+    for options in [SleepOptions::all(Contents::Discard), SleepOptions::part(Part::pool(&pool), Contents::Zero)] {
+        let gone = memory.sleep(options.clone()).unwrap();
+        let staying = memory.staying_awake(options);
+        let bytes: u64 = staying.iter().map(|one| one.range.end - one.range.start).sum();
+        assert!(staying.iter().all(|one| one.why == KeptBy::Graphs) && (1..held).contains(&bytes), "{staying:?}");
+        assert!(gone >= held - bytes - 4 * MIB && graphs[0].launch(stream).unwrap_err().is_asleep());
+        memory.wake().unwrap();
+        assert_eq!(memory.reserved_by_private_pools()[&pool.id()], held);
+        graphs.iter().for_each(|graph| graph.launch(stream).unwrap());
+    }
+    drop(graphs);
+    let slept = memory.sleep(Contents::Discard).unwrap();
+    assert!(slept >= held && memory.memory_reserved() == 0, "{slept}");
+}
+
+#[test]
+fn idle_graphs_lend_what_has_one_address() {
+    let bench = bench("sim:192MiB,violations=panic");
+    let Bench { memory, stream, .. } = &bench;
+    let pool = memory.create_pool(PoolOptions { lends_when_idle: true, ..PoolOptions::default() }).unwrap();
+    let (graphs, held) = sharing(&bench, &pool, &falling(), (8, 32 << 20));
+    for graph in &graphs {
+        let rest = usize::try_from(192 * MIB - held + 6 * MIB).unwrap();
+        drop(memory.alloc::<u8>(rest, stream).unwrap());
+        assert!(memory.stats().graph_bytes_lent > 0);
+        graph.launch(stream).unwrap();
+    }
+}
+
+#[test]
+fn captures_that_cannot_map_memory_again_leave_nothing_behind() {
+    let mut failed = 0;
+    for (operation, nth) in
+        [Operation::Map, Operation::SetAccess].into_iter().flat_map(|one| [1, 2, 15].map(|nth| (one, nth)))
+    {
+        let bench = bench("sim:24GiB,violations=panic");
+        let Bench { memory, stream, device, .. } = &bench;
+        let sim = device.driver().as_any().and_then(|driver| driver.downcast_ref::<SimDriver>()).unwrap();
+        let pool = memory.create_pool(PoolOptions::default()).unwrap();
+        let (graphs, held) = sharing(&bench, &pool, &[4096], (4, 32 << 20));
+        let work = |stream: &Stream| with_workspace(memory, (3896, 4, 32 << 20), stream);
+        let tried = memory.graph_in(&pool, stream, |stream| {
+            if stream.is_capturing() {
+                sim.inject(Fault::Nth { operation: Some(operation), nth, code: Code::NOT_PERMITTED });
+            }
+            work(stream)
+        });
+        failed += u32::from(tried.is_err());
+        sim.clear_faults();
+        let again = memory.graph_in(&pool, stream, work).unwrap();
+        let now = memory.reserved_by_private_pools()[&pool.id()];
+        assert!(now <= held + 4 * MIB, "{operation} {nth}: {now} for {held}");
+        graphs.iter().chain(tried.as_ref().ok()).chain([&again]).for_each(|graph| graph.launch(stream).unwrap());
+        drop((graphs, tried, again));
+        memory.empty_cache().unwrap();
+        assert_eq!(memory.memory_reserved(), 0, "{operation} {nth}");
+    }
+    assert!(failed >= 4, "{failed}");
 }
 
 #[test]

@@ -97,7 +97,8 @@ void aquifer_record_stream(void *ptr,
 int aquifer_forget_stream(int device,
                           void *stream);
 
-// Gives unused memory back to the device, or with `device` -1 to all that are open.
+// Gives unused memory back to the device, or with `device` -1 to all that are open. Pools keep what a
+// graph may use.
 int aquifer_empty_cache(int device);
 
 // As `aquifer_empty_cache`, but only until at most `bytes` are held from the device.

@@ -117,7 +117,8 @@ pub extern "C" fn aquifer_forget_stream(device: c_int, stream: *mut c_void) -> c
     status(|| Gpu::of(device)?.forget_stream(stream))
 }
 
-/// Gives unused memory back to the device, or with `device` -1 to all that are open.
+/// Gives unused memory back to the device, or with `device` -1 to all that are open. Pools keep what a
+/// graph may use.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_empty_cache(device: c_int) -> c_int {
     status(|| {

@@ -154,19 +154,18 @@ def pools():
     if PLAIN:
         raises(RuntimeError, torch.cuda.MemPool)
         return
+    torch.cuda.empty_cache()
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         x = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
     del x
-    torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     y = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")  # not from the pool
     assert torch.cuda.memory_reserved() > before
     assert pool.use_count() == 1
-    del pool
-    torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # of the pool, too
     assert torch.cuda.memory_reserved() <= before
-    del y
+    del pool, y
 
 
 def tensor(mib):

@@ -79,6 +79,21 @@ fn private_pools_are_named_before_other_memory_to_free() {
 }
 
 #[test]
+fn what_pools_lent_is_to_be_freed_by_its_borrowers() {
+    for backing in BACKINGS {
+        let bench = Bench::new(64 * MIB, &on(backing, ""));
+        let pool = bench.lending_pool();
+        drop(pool.alloc_bytes(44 * MIB, &bench.stream).unwrap());
+        let own = bench.alloc(18 * MIB);
+        let lent = bench.alloc(44 * MIB);
+        let report = bench.report(60 * MIB);
+        assert_eq!(report.reserved_by_private_pools, 44 * MIB);
+        assert_eq!(report.advice, [free(60 * MIB - 2 * MIB)], "{report}");
+        drop((pool, own, lent));
+    }
+}
+
+#[test]
 fn a_tag_is_named_only_if_it_holds_most() {
     let bench = Bench::new(64 * MIB, "");
     let tiny = {

@@ -65,6 +65,7 @@ pub struct Block {
     pub(crate) owner: StreamId,
     /// Tag of the allocation.
     pub(crate) tag: u32,
+    /// While live, the pool that it was requested of; otherwise that of its region.
     pub(crate) pool: PoolId,
     pub(crate) state: State,
     /// While live: true if other streams use the block, too. The allocator's state lists them.

@@ -402,11 +402,17 @@ impl Heap {
         self.blocks[id].used_elsewhere = false;
     }
 
-    /// Forgets that a block was irregular, as it is about to be freed.
+    /// Has a live, irregular block count as one of another pool of the same kind.
+    pub(crate) fn lend(&mut self, id: BlockId, to: PoolId) {
+        self.blocks[id].pool = to;
+    }
+
+    /// Forgets that a block was irregular, or lent, as it is about to be freed.
     #[inline]
     pub(crate) fn forget_irregular(&mut self, id: BlockId) {
         if self.irregular.contains(id) {
             self.irregular.remove(id);
+            self.blocks[id].pool = self.region_of(id).pool;
         }
     }
 }

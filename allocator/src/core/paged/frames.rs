@@ -33,12 +33,15 @@ impl Frame {
     }
 }
 
-/// Addresses at which frames are mapped that moved elsewhere (`trim.rs`).
+/// Addresses at which frames are mapped that moved elsewhere, or that another capture of the pool
+/// has elsewhere, too (`trim.rs`).
 #[derive(Debug)]
 pub(crate) struct Lingering {
     pub(crate) block: BlockId,
     pub(crate) range: Range<u64>,
     pub(crate) last_use: Use,
+    /// Where they moved.
+    pub(crate) window: Range<u64>,
     /// Frames there that did not move, because the remap failed. They become spare.
     pub(crate) unmoved: Vec<Frame>,
 }

@@ -279,10 +279,16 @@ impl Paged {
     }
 
     /// The frames that may sleep, by address, each with its reservation. Pinned frames stay, and
-    /// exportable memory.
+    /// exportable memory, and what is mapped at several addresses.
     pub(crate) fn may_sleep<'a>(&'a self, pins: &'a Pins) -> impl Iterator<Item = MaySleep> + 'a {
         let is_unusable = |frame: &MaySleep| self.is_unusable(frame.base, frame.range.start);
-        self.frames().filter(move |frame| !pins.are_in(frame.range.clone()) && !is_unusable(frame))
+        let stays = move |frame: &MaySleep| pins.are_in(frame.range.clone()) || self.lingers_of(&frame.range);
+        self.frames().filter(move |frame| !stays(frame) && !is_unusable(frame))
+    }
+
+    /// True if a frame may be mapped at other addresses, too.
+    pub(crate) fn lingers_of(&self, frame: &Range<u64>) -> bool {
+        self.lingering.iter().any(|one| one.window.start < frame.end && frame.start < one.window.end)
     }
 
     /// The frames that are mapped, by address, each with its reservation, without exportable

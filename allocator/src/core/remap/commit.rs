@@ -40,7 +40,9 @@ impl Core {
         }
         self.counters.events.num_device_alloc += u64::from(done.created);
         let used_until = reused.iter().map(|donor| donor.after).max().unwrap_or_default();
-        let moved = unmapped + self.commit_reused(stream, &reused, std::mem::take(&mut done.unmoved));
+        let ends = done.filled.first().zip(done.filled.last());
+        let filled = ends.map_or(0..0, |(first, last)| first.range.start..last.range.end);
+        let moved = unmapped + self.commit_reused(&filled, &reused, std::mem::take(&mut done.unmoved));
         self.note_moved(moved);
         let window = match target {
             Target::Window { pieces, peak } => {

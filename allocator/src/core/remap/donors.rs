@@ -5,7 +5,7 @@
 //! still wanted are passed over, unless nothing else helps. Granules whose last use is not known
 //! done are counted by the tick that would let them move; those of the request's own stream may
 //! serve it before that (`trim.rs`). While a stream captures, nothing moves: unmapping might
-//! break the capture.
+//! break the capture. A capture gets frames of its own pool, which stay mapped where they are.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use crate::core::paged::granules::Paged;
 use crate::core::paged::layout::FrameRoom;
 use crate::core::pools::Which;
 use crate::core::remap::window::Window;
-use crate::types::{After, BlockId, StreamId, Use};
+use crate::types::{After, BlockId, Request, Use};
 
 /// The most blocks that donors are taken from while locks are held without a break, where many
 /// donors are wanted.
@@ -116,27 +116,28 @@ impl Core {
         donors
     }
 
-    /// Adds frames of up to `wanted` granules that a stream used last and that are not done, as far
-    /// as the host was told when it last asked: an event covers their last use. The stream may use
-    /// them at other addresses at once. Only frames that there is room for are added: others would
-    /// have to be broken, which does not free their memory as long as they are mapped where they
-    /// were. Memory of private pools stays.
-    pub(crate) fn add_reusable(
-        &mut self,
-        stream: StreamId,
-        mut wanted: u64,
-        window: &Window,
-        mut room: FrameRoom,
-        donors: &mut Donors,
-    ) {
+    /// Adds frames of up to `wanted` granules that the request's stream may use at other addresses
+    /// at once, while they stay mapped where they are: those that it used last and that are not
+    /// done, as far as the host was told when it last asked, because an event covers their last
+    /// use. For a capture, whose graph's pool keeps them mapped (`trim.rs`), all that are the
+    /// stream's or done. Only frames that there is room for are added: others would have to be
+    /// broken, which does not free their memory as long as they are mapped where they were. Memory
+    /// of other private pools stays.
+    pub(crate) fn add_reusable(&mut self, request: &Request, mut wanted: u64, window: &Window, donors: &mut Donors) {
         self.note_recent_uses();
-        let Some(paged) = self.paged.as_ref().filter(|_| !self.streams.any_captures()) else { return };
-        let granule = paged.granule;
+        let Some(paged) = self.paged.as_ref().filter(|paged| paged.may_alias) else { return };
+        let (granule, heap) = (paged.granule, &self.heap);
+        let captured = self.pools.keeps_for_graphs(request.pool);
+        let mut room = FrameRoom::new(&window.holes(heap, granule));
         let window = window.granules(granule);
-        for candidate in self.donor_candidates(paged, Which::Unpromised) {
-            let heap = &self.heap;
+        for candidate in self.donor_candidates(paged, Which::For(request.pool)) {
             let block = heap.block(candidate.block);
-            if block.owner != stream || block.pool.is_private() || self.streams.is_done(block.last_use()) {
+            let (is_own, is_done) = (block.owner == request.stream, self.streams.is_done(block.last_use()));
+            let serves = if captured { is_own || is_done } else { is_own && !is_done };
+            if !serves {
+                if captured && !self.streams.captures(block.owner) {
+                    *donors.not_done.entry(block.last_use()).or_default() += block.size / granule;
+                }
                 continue;
             }
             let frames = paged.whole_frames(heap.region(block.region).addr, &block.range());
@@ -144,14 +145,15 @@ impl Core {
             for frame in frames {
                 let (addr, bytes, after) = (frame.start, frame.end - frame.start, last_use.of_frame(&frame));
                 let is_in_window = frame.start < window.end && window.start < frame.end;
-                let last = Use { stream, after };
-                let is_covered = !self.streams.is_done(last) && self.streams.may_be_covered(last);
+                let last = Use { stream: block.owner, after };
+                let is_covered = captured || (!self.streams.is_done(last) && self.streams.may_be_covered(last));
                 let stays = is_in_window || self.pins.are_in(frame) || !is_covered;
                 if stays || bytes / granule > wanted || !room.take(bytes / granule) {
                     continue;
                 }
                 wanted -= bytes / granule;
                 donors.granules += bytes / granule;
+                let after = if is_own { after } else { After::NOTHING };
                 donors.chosen.push(Donor { block: candidate.block, addr, bytes, after });
             }
             if wanted == 0 {

@@ -2,7 +2,6 @@
 //! device. Nothing is changed or held yet.
 
 use crate::core::Core;
-use crate::core::paged::layout::FrameRoom;
 use crate::core::policy::Facts;
 use crate::core::pools::Which;
 use crate::core::remap::donors::Donors;
@@ -39,6 +38,12 @@ impl Core {
         let mut facts = Facts { peak: paged.peak.max(live), held, left };
         let of = Of { pool: request.pool, stream: request.stream };
         let window = window::cheapest(&self.heap, of, request.size, granule)?;
+        if self.pools.keeps_for_graphs(request.pool) {
+            let donors = self.shared_by_graphs(request, &window);
+            let need = window.lacks - donors.granules;
+            let (spares, buy) = (need.min(at_hand), need.saturating_sub(at_hand));
+            return Some(Draft { window, facts, donors, spares, buy, bought_though_movable: false, ahead: 0 });
+        }
         let spares = window.lacks.min(at_hand);
         let need = window.lacks - spares;
         if need > 0 && may_buy_rather && facts.buys_rather_than_moves(need * granule) {
@@ -49,7 +54,7 @@ impl Core {
         // Granules moved ahead of need serve the next requests of the same kind. At most half of
         // those that could move beyond the need do.
         let wanted = if need > 0 { need + 2 * reach } else { 0 };
-        let mut donors = self.donors(wanted, Some(&window), Which::Unpromised);
+        let mut donors = self.donors(wanted, Some(&window), Which::For(request.pool));
         let ahead = (donors.granules.saturating_sub(need) / 2).min(reach);
         donors.truncate(need + ahead, granule);
         // Frames that give more than that are mapped whole rather than broken, if there is room.
@@ -65,14 +70,21 @@ impl Core {
     /// Serves what a draft would take from the device from memory that the request's own stream may
     /// use again at once although the device is not done with it (`trim.rs`).
     pub(crate) fn reuse_unfinished(&mut self, request: &Request, draft: &mut Draft) {
-        let Some(paged) = self.paged.as_ref().filter(|paged| paged.may_alias && !request.pool.is_private()) else {
+        if self.streams.any_captures() || self.pools.keeps_for_graphs(request.pool) {
             return;
-        };
-        let granule = paged.granule;
-        let room = FrameRoom::new(&draft.window.holes(&self.heap, granule));
+        }
         let before = draft.donors.granules;
-        self.add_reusable(request.stream, draft.buy, &draft.window, room, &mut draft.donors);
+        self.add_reusable(request, draft.buy, &draft.window, &mut draft.donors);
         draft.buy -= draft.donors.granules - before;
+    }
+
+    /// Frames for a window of a capture: those in the free memory of its pool, in whatever pieces.
+    /// They stay mapped where other graphs use them, as graphs that share a pool run one after the
+    /// other (A7).
+    fn shared_by_graphs(&mut self, request: &Request, window: &Window) -> Donors {
+        let mut donors = Donors::default();
+        self.add_reusable(request, window.lacks, window, &mut donors);
+        donors
     }
 
     /// Bytes that the device must give for a request beyond the free memory here that may move.
@@ -87,10 +99,11 @@ impl Core {
     /// Number of granules, of `bytes` that may be taken ahead of need, to map behind a window of a
     /// pool. For a small pool, at most as many as small pools have: the next large request would
     /// take more of them back. For a private pool, at most as many as it has there: no other pool
-    /// may use them.
+    /// may use them. For captures, none: their pool would keep them.
     fn reach(&self, window: &Window, pool: PoolId, bytes: u64) -> u64 {
         let Some(paged) = &self.paged else { return 0 };
         let most = match pool.kind() {
+            _ if self.pools.keeps_for_graphs(pool) => 0,
             _ if pool.is_private() => paged.mapped_around(window.start),
             PoolKind::Small => paged.mapped_bytes[PoolKind::Small as usize],
             PoolKind::Large => u64::MAX,

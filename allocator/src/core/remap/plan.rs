@@ -9,7 +9,9 @@ use aquifer_device::PhysicalOptions;
 use crate::core::Core;
 use crate::core::heap::{Holding, State};
 use crate::core::paged::frames::{Frame, LooseFrames};
+use crate::core::paged::granules::Paged;
 use crate::core::paged::layout::Largest;
+use crate::core::policy::FRAME_SHARE;
 use crate::core::remap::donors::{Donor, Donors};
 use crate::core::remap::draft::Draft;
 use crate::core::remap::window::Window;
@@ -96,7 +98,11 @@ impl Core {
         buyable: u64,
         may_buy_ahead: bool,
     ) -> Result<Box<Plan>, Short> {
-        let (granule, frame) = self.paged.as_ref().map_or((1, None), |paged| (paged.granule, paged.frame));
+        let captured = self.pools.keeps_for_graphs(request.pool);
+        // Captures have the memory of their pool in whatever pieces if its frames are small.
+        let share = |paged: &Paged| (paged.mapped_around(draft.window.start) + request.size) / FRAME_SHARE;
+        let frame = |paged: &Paged| if captured { Some(share(paged)) } else { paged.frame };
+        let (granule, frame) = self.paged.as_ref().map_or((1, None), |paged| (paged.granule, frame(paged)));
         let buyable = buyable / granule;
         if draft.buy > buyable {
             return Err(Short { missing: draft.buy - buyable, not_done: draft.donors.not_done });
@@ -115,7 +121,8 @@ impl Core {
         let largest = Largest::in_region(made);
         let (pieces, fill, changed) = self.hold_window(&window, (ahead + bought_ahead) * granule);
         let donors = self.hold_donors(donors.into_joined(), &changed, window.end);
-        let (donors, reused) = donors.into_iter().partition::<Vec<Donor>, _>(|donor| donor.after == After::NOTHING);
+        let moves = |donor: &Donor| !captured && donor.after == After::NOTHING;
+        let (donors, reused) = donors.into_iter().partition::<Vec<Donor>, _>(moves);
         let target = Target::Window { pieces, peak: facts.peak };
         let (pool, stream) = (request.pool, request.stream);
         let mut remap = Remap { target, pool, stream, donors, reused, create, spares };

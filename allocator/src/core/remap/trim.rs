@@ -10,7 +10,7 @@ use crate::core::pools::Which;
 use crate::core::remap::donors::Donor;
 use crate::core::streams::Pending;
 use crate::history::Action;
-use crate::types::{BlockId, StreamId, Use, latest_by_stream};
+use crate::types::{BlockId, Use, latest_by_stream};
 
 /// Frames on their way back to the device.
 #[derive(Default)]
@@ -140,8 +140,9 @@ impl Core {
 
 impl Core {
     /// Accounts for donors that the device was not done with. `unmoved` has the frames of each that
-    /// are mapped nowhere else. Returns how many bytes left their addresses.
-    pub(crate) fn commit_reused(&mut self, stream: StreamId, donors: &[Donor], unmoved: Vec<Vec<Frame>>) -> u64 {
+    /// are mapped nowhere else; the others are in the window now, too. Returns how many bytes left
+    /// their addresses.
+    pub(crate) fn commit_reused(&mut self, window: &Range<u64>, donors: &[Donor], unmoved: Vec<Vec<Frame>>) -> u64 {
         let mut left = 0;
         for (donor, unmoved) in donors.iter().zip(unmoved) {
             let range = donor.addr..donor.addr + donor.bytes;
@@ -152,8 +153,8 @@ impl Core {
                 continue;
             }
             let Donor { block, after, .. } = *donor;
-            let last_use = Use { stream, after };
-            paged.lingering.push(Lingering { block, range, last_use, unmoved });
+            let last_use = Use { stream: self.heap.block(block).owner, after };
+            paged.lingering.push(Lingering { block, range, last_use, window: window.clone(), unmoved });
             paged.mapped_bytes[self.heap.region_of(block).pool.kind() as usize] -= donor.bytes;
             self.heap.empty_held(block);
             self.note_donor(Action::SegmentUnmap, donor);
@@ -187,16 +188,26 @@ impl Core {
 
     /// True if the device may be using memory through such a mapping.
     pub(crate) fn may_use_lingering(&self) -> bool {
-        self.paged.as_ref().is_some_and(|paged| !paged.lingering.iter().all(|one| self.streams.is_done(one.last_use)))
+        self.paged.as_ref().is_some_and(|paged| paged.lingering.iter().any(|one| self.lingers(one, Which::Unpromised)))
     }
 
-    /// Takes the mappings off the list that the device is known to be done with.
-    pub(crate) fn take_lingering(&mut self) -> Vec<Lingering> {
-        let Core { paged: Some(paged), streams, .. } = self else { return Vec::new() };
-        let all = std::mem::take(&mut paged.lingering);
-        let (done, rest) = all.into_iter().partition::<Vec<_>, _>(|one| streams.is_done(one.last_use));
-        paged.lingering = rest;
-        paged.in_hands += done.iter().map(|one| granules_of(&one.unmoved)).sum::<u64>();
-        done
+    /// True if such a mapping stays although some pools are to give their memory back: the device
+    /// may be using it, or a graph may.
+    fn lingers(&self, one: &Lingering, which: Which) -> bool {
+        let pool = self.heap.block(one.block).pool;
+        let is_kept = self.pools.keeps_for_graphs(pool) && !self.pools.is_among(pool, which);
+        is_kept || !self.streams.is_done(one.last_use)
+    }
+
+    /// Takes the mappings off the list that need not stay although some pools are to give their
+    /// memory back.
+    pub(crate) fn take_lingering(&mut self, which: Which) -> Vec<Lingering> {
+        let all = self.paged.as_mut().map(|paged| std::mem::take(&mut paged.lingering)).unwrap_or_default();
+        let (rest, over) = all.into_iter().partition::<Vec<_>, _>(|one| self.lingers(one, which));
+        if let Some(paged) = &mut self.paged {
+            paged.lingering = rest;
+            paged.in_hands += over.iter().map(|one| granules_of(&one.unmoved)).sum::<u64>();
+        }
+        over
     }
 }

@@ -32,6 +32,8 @@ pub struct StayingAwake {
 pub enum KeptBy {
     /// A [`crate::PinnedMapping`] in its frame: another party registered the addresses.
     Pin,
+    /// Graphs that share a pool have it at several addresses.
+    Graphs,
     /// It is [`crate::Exportable`]: other processes may have its handle.
     Export,
     /// It lies in a segment, which has no addresses apart from its memory.
@@ -49,6 +51,7 @@ impl fmt::Display for StayingAwake {
         }
         f.write_str(match self.why {
             KeptBy::Pin => ": pinned",
+            KeptBy::Graphs => ": graphs have it at several addresses",
             KeptBy::Export => ": exportable",
             KeptBy::Segment => ": in a segment",
             KeptBy::SharedFrame => ": its frame has other memory, too",
@@ -93,6 +96,7 @@ impl Core {
             let inside = &in_use[first..first + count];
             let why = match inside.iter().any(|(.., sleeps)| !sleeps) {
                 _ if self.pins.are_in(frame.clone()) => KeptBy::Pin,
+                _ if paged.lingers_of(&frame) => KeptBy::Graphs,
                 true if !options.are_for_all() => KeptBy::SharedFrame,
                 _ => continue,
             };

@@ -92,8 +92,10 @@ impl Seen {
         if passed.is_first {
             self.held.pinned += pinned_in(core, core.heap().region(block.region));
         }
-        if owner.is_some() && block.state.has_memory() {
+        if block.state.has_memory() && promised(core, core.heap().region(block.region).pool).is_some() {
             self.reserved_by_private_pools += block.size;
+        }
+        if owner.is_some() && block.state.has_memory() {
             let sum = if is_of_another { &mut self.held.pools } else { &mut self.held.own_pool };
             *sum += block.size;
         }

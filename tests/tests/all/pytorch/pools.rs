@@ -76,14 +76,43 @@ fn more_pools_than_there_are_numbers_are_refused() {
 
 #[test]
 fn item_80_pools_give_memory_back() {
-    let bench = Bench::new(GIB, "backing:segments");
+    for backing in ["", "backing:segments"] {
+        let bench = Bench::new(GIB, backing);
+        let pool = bench.pool();
+        let fill = || drop(pool.alloc_bytes(30 * MIB, &bench.stream).unwrap());
+        fill();
+        assert_eq!(bench.allocator.empty_cache().unwrap(), 30 * MIB, "outside of the route");
+        fill();
+        let route = pool.route_thread();
+        assert_eq!(bench.allocator.empty_cache().unwrap(), 30 * MIB, "within it");
+        drop(route);
+        fill();
+        drop(bench.alloc(10 * MIB));
+        assert_eq!(bench.allocator.trim_to(30 * MIB).unwrap(), 10 * MIB, "pools go last");
+        assert_eq!(pool.empty_cache().unwrap(), 30 * MIB);
+        fill();
+        drop(pool);
+        assert_eq!(bench.allocator.memory_reserved(), 0);
+        bench.assert_returned();
+    }
+}
+
+#[test]
+fn an_empty_cache_leaves_what_graphs_use() {
+    let bench = Bench::new(GIB, "");
     let pool = bench.pool();
-    drop(pool.alloc_bytes(30 * MIB, &bench.stream).unwrap());
-    assert_eq!(bench.allocator.empty_cache().unwrap(), 0, "an open pool keeps what it caches");
-    assert_eq!(pool.empty_cache().unwrap(), 30 * MIB);
-    drop(pool.alloc_bytes(30 * MIB, &bench.stream).unwrap());
+    let capture = bench.stream.begin_capture().unwrap();
+    let route = bench.allocator.capture(&bench.stream, &pool).unwrap();
+    drop(bench.alloc(20 * MIB));
+    drop(route);
+    let graph = capture.end().unwrap();
+    drop(pool.alloc_bytes(10 * MIB, &bench.stream).unwrap());
+    assert_eq!(bench.allocator.empty_cache().unwrap(), 10 * MIB);
+    assert_eq!(bench.allocator.memory_reserved(), 20 * MIB);
+    graph.launch(&bench.stream).unwrap();
+    drop(graph);
+    assert_eq!(bench.allocator.empty_cache().unwrap(), 20 * MIB, "the pool is open still");
     drop(pool);
-    assert_eq!(bench.allocator.memory_reserved(), 0);
     bench.assert_returned();
 }
 
