@@ -4,6 +4,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 use super::Device;
+use crate::capture;
 use crate::driver::{DevicePtr, HostPtr, RawModule, RawPhysical};
 use crate::fork;
 use crate::release::{Effort, HostMemory, Object, Reservation, Uses};
@@ -137,7 +138,17 @@ impl Device {
         unfinished::drop_left_of(self.id());
         unfinished::end_captures(&self.0.context.capturing);
         unfinished::finish_all();
+        self.settle_graphs();
         self.0.context.settle(Effort::Waiting);
+    }
+
+    /// Drops what was kept for graphs of other libraries that are gone by now
+    /// ([`crate::Stream::follow_capture`]). Waits for nothing.
+    #[doc(hidden)]
+    pub fn settle_graphs(&self) {
+        if !fork::is_child() {
+            capture::settle_graphs(&*self.0.context.driver);
+        }
     }
 
     /// As [`Device::settle`], but only for things that are known not to be in use any more. Waits

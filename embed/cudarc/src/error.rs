@@ -36,13 +36,6 @@ pub enum Error {
          a Buffer's address with StreamExt::with"
     )]
     TrackedCapture,
-    /// The stream captures, and cudarc's own method began that: nothing would keep the memory for
-    /// the graph. Begin with [`AllocatorExt::begin_capture`](crate::AllocatorExt::begin_capture).
-    #[error(
-        "the stream captures, and nothing would keep the memory for the graph: begin the capture with AllocatorExt::begin_capture in place \
-         of CudaStream::begin_capture"
-    )]
-    UnannouncedCapture,
     /// The caller asked for bytes as another type, of which they are no whole number of aligned
     /// values.
     #[error("{bytes} bytes at {ptr:#x} are not a whole number of aligned {to} values")]

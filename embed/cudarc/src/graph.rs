@@ -4,9 +4,9 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use aquifer::memory::PrivatePool;
-use aquifer::{Allocator, GraphCapture};
+use aquifer::{Allocator, FollowedGraph, GraphCapture};
 use aquifer_device::{Code, DeviceError, Operation, RawStream};
-use cudarc::driver::sys::{self, CUgraphInstantiate_flags, CUstreamCaptureMode};
+use cudarc::driver::sys::{self, CUgraphInstantiate_flags, CUstreamCaptureMode, CUstreamCaptureStatus as Status};
 use cudarc::driver::{CudaContext, CudaGraph, CudaStream, DriverError, result};
 
 use crate::{Error, stream};
@@ -63,6 +63,23 @@ impl<'p> Capture<'p> {
         let theirs = ended.ok_or_else(|| DeviceError::new(Operation::EndCapture, Code::CAPTURE_INVALIDATED))?;
         Ok(Graph { graph, theirs, stream })
     }
+}
+
+/// The memory of the graph that a stream is captured into, by cudarc or by the driver's functions;
+/// `None` if it captures nothing, or if [`AllocatorExt::begin_capture`](crate::AllocatorExt::begin_capture)
+/// began that, whose thread's requests are the graph's. A stream that joined a capture by an event
+/// of cudarc's is a part of it afterwards.
+///
+/// # Errors
+/// As [`Allocator::followed_graph`]; a stream that is being destroyed.
+pub fn graph_of_capture(memory: &Allocator, theirs: &Arc<CudaStream>) -> Result<Option<Arc<FollowedGraph>>, Error> {
+    let ours = stream(theirs)?;
+    // The legacy default stream, which is null, cannot capture. cudarc's question is the cheaper one.
+    let captures = || Ok::<_, DriverError>(theirs.capture_status()? != Status::CU_STREAM_CAPTURE_STATUS_NONE);
+    if theirs.cu_stream().is_null() || (!ours.is_capturing() && !captures()?) {
+        return Ok(None);
+    }
+    Ok(memory.followed_graph(&ours)?)
 }
 
 /// A driver call of cudarc's that failed.

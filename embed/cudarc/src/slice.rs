@@ -8,11 +8,11 @@ use std::sync::Arc;
 
 use aquifer::device::{DevicePtr, RequestError};
 use aquifer::memory::PrivatePool;
-use aquifer::{Allocator, Buffer, Stream};
-use cudarc::driver::sys::{CUdeviceptr, CUstreamCaptureMode, CUstreamCaptureStatus};
-use cudarc::driver::{CudaSlice, CudaStream, DevicePtrMut as _, DeviceRepr, ValidAsZeroBits};
+use aquifer::{Allocator, Buffer};
+use cudarc::driver::sys::{CUdeviceptr, CUstreamCaptureMode};
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtrMut as _, DeviceRepr, DriverError, ValidAsZeroBits};
 
-use crate::{Capture, Error};
+use crate::{Capture, Error, graph_of_capture};
 
 /// Allocation on streams of cudarc's.
 pub trait AllocatorExt {
@@ -71,7 +71,7 @@ pub trait AllocatorExt {
     /// Allocates a buffer of `len` elements, which hold anything.
     ///
     /// # Errors
-    /// As [`Allocator::alloc`]; a stream of another context; [`Error::UnannouncedCapture`].
+    /// As [`Allocator::alloc`]; a stream of another context; as [`graph_of_capture`].
     fn alloc_on<T: Copy>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<Buffer<T>, Error>;
 
     /// Allocates a buffer of `len` zeros.
@@ -87,7 +87,7 @@ pub trait AllocatorExt {
     ///
     /// # Errors
     /// As `Allocator::alloc_raw`; a stream of another context; [`Error::Untracked`]; in a capture
-    /// [`Error::TrackedCapture`] or [`Error::UnannouncedCapture`].
+    /// [`Error::TrackedCapture`]; as [`graph_of_capture`].
     unsafe fn alloc_slice<T: DeviceRepr>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<PoolSlice<T>, Error>;
 
     /// Allocates a slice of `len` zeros for code that takes cudarc's own.
@@ -131,17 +131,22 @@ impl AllocatorExt for Allocator {
 
     #[track_caller]
     fn alloc_on<T: Copy>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<Buffer<T>, Error> {
-        Ok(self.alloc(len, &requesting(stream)?)?)
+        let (home, graph) = (crate::stream(stream)?, graph_of_capture(self, stream)?);
+        let _route = graph.as_ref().map(|graph| graph.pool().route_thread());
+        Ok(self.alloc(len, &home)?)
     }
 
     #[track_caller]
     fn alloc_zeros_on<T: Copy>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<Buffer<T>, Error> {
-        Ok(self.alloc_zeros(len, &requesting(stream)?)?)
+        let (home, graph) = (crate::stream(stream)?, graph_of_capture(self, stream)?);
+        let _route = graph.as_ref().map(|graph| graph.pool().route_thread());
+        Ok(self.alloc_zeros(len, &home)?)
     }
 
     #[track_caller]
     unsafe fn alloc_slice<T: DeviceRepr>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<PoolSlice<T>, Error> {
-        let home = requesting(stream)?;
+        let (home, followed) = (crate::stream(stream)?, graph_of_capture(self, stream)?);
+        let _route = followed.as_ref().map(|graph| graph.pool().route_thread());
         let graph = home.launches_of_capture().map(|launches| launches.number());
         if graph.is_some() && stream.context().is_managing_stream_synchronization() {
             return Err(Error::TrackedCapture);
@@ -172,23 +177,6 @@ impl AllocatorExt for Allocator {
     }
 }
 
-/// Aquifer's stream of a request, unless that is captured and nothing would keep the memory for the
-/// graph.
-fn requesting(theirs: &Arc<CudaStream>) -> Result<Stream, Error> {
-    let stream = crate::stream(theirs)?;
-    if !stream.is_capturing() && is_captured(theirs)? {
-        return Err(Error::UnannouncedCapture);
-    }
-    Ok(stream)
-}
-
-/// Asks the driver.
-fn is_captured(theirs: &CudaStream) -> Result<bool, Error> {
-    // The legacy default stream, which is null, cannot capture.
-    let may_capture = !theirs.cu_stream().is_null();
-    Ok(may_capture && theirs.capture_status()? != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
-}
-
 /// True if cudarc orders what streams do with a slice, or there is but one stream.
 fn is_ordered(stream: &CudaStream) -> bool {
     stream.context().is_event_tracking() || !stream.context().is_in_multi_stream_mode()
@@ -203,8 +191,8 @@ fn is_ordered(stream: &CudaStream) -> bool {
 /// captures, a later call of the device does.
 ///
 /// Dropped while its stream captures, it goes back to the graph's pool if it was allocated in the
-/// capture. Otherwise the graph keeps it: for ever, if another library captured the graph or the
-/// capture was not announced.
+/// capture. Otherwise the graph keeps it: for ever, if another library captured the graph and
+/// announced that.
 ///
 /// As for slices of its own, cudarc knows only the last stream that read. Where two streams read a
 /// slice, order one after the other, or the slice's own stream after both, before it is written or
@@ -252,12 +240,12 @@ impl<T> DerefMut for PoolSlice<T> {
 impl<T> Drop for PoolSlice<T> {
     fn drop(&mut self) {
         let stream = self.slice.stream().clone();
-        let launches = crate::stream(&stream).ok().and_then(|stream| stream.launches_of_capture());
-        if launches.is_none() && is_captured(&stream).unwrap_or(true) {
-            // Nobody announced the capture. Its graph may use the memory for ever, and waiting for the
-            // slice's events would break it.
+        if let Err(error) = graph_of_capture(&self.allocator, &stream) {
+            // A graph may use the memory for ever, and waiting for the slice's events would break its capture.
+            let _ = stream.context().record_err(Err::<(), DriverError>(error.into()));
             return;
         }
+        let launches = crate::stream(&stream).ok().and_then(|stream| stream.launches_of_capture());
         // SAFETY: it is taken here alone, and not used afterwards.
         let ptr = DevicePtr(unsafe { ManuallyDrop::take(&mut self.slice) }.leak());
         let is_of_capture = launches.as_ref().is_some_and(|launches| self.graph == Some(launches.number()));

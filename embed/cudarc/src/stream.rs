@@ -9,7 +9,7 @@ use std::sync::Arc;
 use aquifer::buffer::{Access, WithError, with};
 use cudarc::driver::{CudaSlice, CudaStream, sys::CUdeviceptr};
 
-use crate::{Error, stream};
+use crate::{Error, graph_of_capture, stream};
 
 /// What Aquifer adds to streams of cudarc's.
 pub trait StreamExt {
@@ -57,6 +57,8 @@ impl StreamExt for Arc<CudaStream> {
         accesses: [Access<'_>; N],
         work: impl FnOnce(&Arc<CudaStream>, [Bound<'_>; N]) -> Result<R, E>,
     ) -> Result<R, Error> {
+        // A capture that the stream joined by an event of cudarc's is known afterwards.
+        graph_of_capture(&crate::allocator(self.context())?, self)?;
         let done = with(&stream(self)?, accesses, |_, accesses| work(self, accesses.map(Bound::of)));
         done.map_err(|error| match error {
             WithError::Order(error) => error.into(),
