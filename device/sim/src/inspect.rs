@@ -109,6 +109,11 @@ impl SimDriver {
         Some(RawGraph(machine.graphs.insert(copy)))
     }
 
+    /// When the latest launch of a live graph is done, in virtual ns.
+    pub fn launch_done_ns(&self, graph: RawGraph) -> Option<u64> {
+        self.machine.lock().graphs.get(graph.0)?.launched.as_ref().map(|&(at, _)| at)
+    }
+
     /// How many nodes a live graph has, those of bodies of conditional nodes aside.
     pub fn graph_len(&self, graph: RawGraph) -> Option<usize> {
         let machine = self.machine.lock();

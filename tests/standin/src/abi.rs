@@ -15,6 +15,7 @@ use aquifer_device::{Code, DeviceError};
 
 use crate::fail;
 use crate::process::{Device, Life, Process};
+use crate::{thread, user_objects};
 
 /// The result of a call: nothing, or the code that it fails with.
 pub(crate) type Answer<T = ()> = Result<T, Code>;
@@ -83,14 +84,29 @@ macro_rules! abi {
 }
 pub(crate) use abi;
 
-/// Answers a call with the code of the body's result, 0 for success.
+/// Answers a call with the code of the body's result, 0 for success. Host functions must not call
+/// the driver (CUDA driver API, documentation of `cuLaunchHostFunc`).
 pub(crate) fn answer(name: &'static str, body: impl FnOnce(&Call) -> Answer) -> u32 {
+    // NVML is not the driver.
+    if name.starts_with("nvml") {
+        return carry_out(name, body, |code| code);
+    }
+    if !thread::begin_call() {
+        return Code::NOT_PERMITTED.0;
+    }
+    let answer = carry_out(name, body, presentable);
+    if thread::end_call() {
+        user_objects::call_ended();
+    }
+    answer
+}
+
+/// Carries a call out; `shown` says which code the caller gets.
+fn carry_out(name: &'static str, body: impl FnOnce(&Call) -> Answer, shown: fn(Code) -> Code) -> u32 {
     let run = || fail::strike(name).and_then(|()| body(&Call { name }));
     // What a panic may leave half done is the simulated device's own state, which it repairs no
     // better or worse than the caller could: the tests that see the code fail anyway.
     let outcome = catch_unwind(AssertUnwindSafe(run)).unwrap_or(Err(UNKNOWN));
-    // Bindings of NVML take any number.
-    let shown = |code: Code| if name.starts_with("nvml") { code } else { presentable(code) };
     outcome.map_or_else(|code| shown(code).0, |()| 0)
 }
 

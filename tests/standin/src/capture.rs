@@ -60,6 +60,8 @@ struct Ongoing {
     stream: Handle,
     thread: ThreadId,
     mode: Mode,
+    /// The graph that it makes.
+    graph: Handle,
 }
 
 impl Ongoing {
@@ -130,7 +132,14 @@ impl Life {
 
     /// A capture began on a stream.
     pub(crate) fn note_capture(&self, stream: Handle, mode: Mode) {
-        self.captures.0.lock().push(Ongoing { stream, thread: thread::current().id(), mode });
+        let Some(capture) = self.sim.capture_of(RawStream(stream)) else { return };
+        let graph = self.conditionals.graph(capture.number);
+        self.captures.0.lock().push(Ongoing { stream, thread: thread::current().id(), mode, graph });
+    }
+
+    /// Whether a capture makes the graph.
+    pub(crate) fn is_being_captured(&self, graph: Handle) -> bool {
+        self.captures.0.lock().iter().any(|ongoing| ongoing.graph == graph)
     }
 
     fn end(&self, stream: Handle, graph: Out<'_, Handle>) -> Answer {
@@ -145,7 +154,13 @@ impl Life {
         out.write(0);
         // The end of a body gives the body itself.
         let ended = self.end_body(stream).unwrap_or_else(|| {
-            self.sim.end_capture(RawStream(stream)).map(|graph| self.graphs.add(graph)).map_err(code)
+            let capture = self.sim.capture_of(RawStream(stream)).map_or(0, |capture| capture.number);
+            let graph = self.conditionals.graph(capture);
+            let ended = self.sim.end_capture(RawStream(stream)).map(|work| self.graphs.add(graph, work));
+            if ended.is_err() && self.sim.capture_of(RawStream(stream)).is_none() {
+                self.user_objects.forget(graph);
+            }
+            ended.map(|()| graph).map_err(code)
         });
         if self.sim.capture_of(RawStream(stream)).is_none() {
             self.captures.remove(stream);

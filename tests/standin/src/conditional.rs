@@ -58,8 +58,8 @@ struct Table {
     /// Conditions without a node yet: the number of the capture, and the value.
     conditions: HashMap<Handle, (u64, u32)>,
     conditions_made: u64,
-    /// Bodies by handle: the node, and which of its bodies.
-    bodies: HashMap<Handle, (u64, u32)>,
+    /// Bodies by handle: the node, which of its bodies, and the graph that is no body and has it.
+    bodies: HashMap<Handle, (u64, u32, Handle)>,
     /// The handles of a node's bodies, in the memory that callers read them from.
     arrays: Vec<Box<[Handle]>>,
     /// The body that each capture of one makes.
@@ -86,6 +86,18 @@ impl Table {
     fn end(&mut self, stream: Handle) -> &[Handle; 1] {
         let node = if self.ends.contains_key(&stream) { 0 } else { self.add(Node::End(stream)) };
         self.ends.entry(stream).or_insert_with(|| Box::new([node]))
+    }
+}
+
+impl Conditionals {
+    /// The graph that a capture makes.
+    pub(crate) fn graph(&self, capture: u64) -> Handle {
+        self.0.lock().graph(capture)
+    }
+
+    /// The graph that has a body; any other graph itself.
+    pub(crate) fn graph_with(&self, graph: Handle) -> Handle {
+        self.0.lock().bodies.get(&graph).map_or(graph, |&(_, _, with)| with)
     }
 }
 
@@ -157,7 +169,8 @@ impl Life {
         table.conditions.remove(&params.condition);
         let first = GRAPHS + (1 << 32) + table.bodies.len() as u64;
         let bodies: Box<[Handle]> = (0..params.size).map(|body| first + u64::from(body)).collect();
-        table.bodies.extend(bodies.iter().zip(0..).map(|(&body, number)| (body, (node, number))));
+        let with = table.bodies.get(&graph).map_or(graph, |&(_, _, with)| with);
+        table.bodies.extend(bodies.iter().zip(0..).map(|(&body, number)| (body, (node, number, with))));
         params.bodies = bodies.as_ptr();
         table.arrays.push(bodies);
         out.write(table.add(Node::Conditional(node)));
@@ -180,7 +193,7 @@ impl Life {
     fn begin_capture_to(&self, stream: Handle, graph: Handle, dependencies: usize, mode: Mode) -> Answer {
         let mut table = self.conditionals.0.lock();
         // Other graphs cannot be added to.
-        let &(node, body) = table.bodies.get(&graph).ok_or(Code::NOT_SUPPORTED)?;
+        let &(node, body, _) = table.bodies.get(&graph).ok_or(Code::NOT_SUPPORTED)?;
         if dependencies > 0 {
             return Err(Code::NOT_SUPPORTED);
         }

@@ -18,10 +18,11 @@ use crate::abi::{In, Out, needed, string, write_text};
 use crate::environment;
 use crate::fail::{self, Order};
 use crate::process::{Device, Process};
+use crate::user_objects;
 
 /// Changes whenever these functions do, so that a loader does not talk to another version's
 /// library.
-pub(crate) const PROTOCOL: u32 = 3;
+pub(crate) const PROTOCOL: u32 = 4;
 
 /// Separates entries of a list in text.
 pub(crate) const SEPARATOR: char = '\u{1e}';
@@ -299,6 +300,20 @@ control! {
     fn standin_host_access(ordinal: u32, ptr: usize, bytes: usize, writes: u32) {
         let kind = if writes == 0 { AccessKind::Read } else { AccessKind::Write };
         device(ordinal)?.life().sim.host_access(HostPtr(ptr), bytes, kind).map_err(crate::abi::code)
+    }
+
+    /// Keeps destructors of the device's user objects from running, unless `hold` is 0: that ends
+    /// it, and waits for those that are due.
+    fn standin_destructors(ordinal: u32, hold: u32) {
+        let life = device(ordinal)?.life();
+        if hold != 0 {
+            user_objects::hold(ordinal);
+            return Ok(());
+        }
+        life.settle_user_objects();
+        user_objects::end_hold(ordinal);
+        user_objects::wait(ordinal);
+        Ok(())
     }
 
     /// Makes the nth call (from 1) of a function, or of `any`, fail in the calling thread.

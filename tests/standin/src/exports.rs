@@ -16,6 +16,7 @@ const FILES: &[&[Entry]] = &[
     crate::events::ENTRIES,
     crate::capture::ENTRIES,
     crate::graphs::ENTRIES,
+    crate::user_objects::ENTRIES,
     crate::conditional::ENTRIES,
     crate::copies::ENTRIES,
     crate::fills::ENTRIES,

@@ -58,9 +58,14 @@ impl Table {
 }
 
 impl Graphs {
-    /// A new graph of captured work.
-    pub(crate) fn add(&self, work: RawGraph) -> Handle {
-        self.0.lock().add(Kind::Graph, work)
+    /// A new graph of captured work, with the handle that it had during its capture.
+    pub(crate) fn add(&self, handle: Handle, work: RawGraph) {
+        self.0.lock().live.insert(handle, (Kind::Graph, work));
+    }
+
+    /// Whether a handle is a live graph's.
+    pub(crate) fn is_graph(&self, handle: Handle) -> bool {
+        self.work(handle, Kind::Graph).is_ok()
     }
 
     fn work(&self, handle: Handle, kind: Kind) -> Answer<RawGraph> {
@@ -88,7 +93,9 @@ impl Life {
             .sim
             .copy_graph(table.get(graph, Kind::Graph)?, flags & FREE_ON_LAUNCH != 0)
             .ok_or(Code::INVALID_HANDLE)?;
-        out.write(table.add(Kind::Executable, work));
+        let executable = table.add(Kind::Executable, work);
+        self.user_objects.copy(graph, executable);
+        out.write(executable);
         Ok(())
     }
 
@@ -97,6 +104,7 @@ impl Life {
         let mut table = self.graphs.0.lock();
         self.sim.destroy_graph(table.get(handle, kind)?).map_err(code)?;
         table.live.remove(&handle);
+        self.user_objects.forget(handle);
         Ok(())
     }
 }
@@ -126,8 +134,11 @@ abi! {
     10000 cuGraphLaunch(call, executable: Handle, stream: Handle) {
         let life = call.life()?;
         let work = life.graphs.begin_launch(executable)?;
+        let references = life.user_objects.of_launch(executable);
         let launched = life.sim.launch_graph(work, RawStream(stream)).map_err(code);
         life.graphs.end_launch(executable);
+        // Without a known end they are held as long as the device.
+        life.user_objects.note_launch(life.sim.launch_done_ns(work).unwrap_or(u64::MAX), references);
         launched
     }
 

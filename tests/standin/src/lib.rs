@@ -52,6 +52,7 @@ mod spin;
 mod steering;
 mod streams;
 mod thread;
+mod user_objects;
 mod vmm;
 
 pub use child::{in_child, in_process};

@@ -222,6 +222,7 @@ functions! {
     standin_calls(u32, *const c_char, Result64<'_>);
     standin_mapping(u32, u64, Option<&mut MaybeUninit<Mapped>>);
     standin_host_access(u32, usize, usize, u32);
+    standin_destructors(u32, u32);
     standin_fail(*const c_char, u64, u32);
     standin_orders_left(Result64<'_>, Option<&u32>);
 }

@@ -32,6 +32,7 @@ use crate::modules::Modules;
 use crate::pools::PoolSettings;
 use crate::streams::StreamTable;
 use crate::thread;
+use crate::user_objects::{self, UserObjects};
 
 /// Most devices at a time: their address spaces must differ.
 const DEVICES_MAX: usize = 4096;
@@ -161,6 +162,7 @@ impl Process {
         if retained > 0 {
             self.ghosts.lock().insert(ordinal, retained);
         }
+        user_objects::end_hold(ordinal);
         let mut contexts = self.contexts.write();
         contexts.retain(|_, context| {
             let belongs = context.ordinal == ordinal;
@@ -331,6 +333,7 @@ pub(crate) struct Life {
     pub(crate) streams: StreamTable,
     pub(crate) captures: Captures,
     pub(crate) graphs: Graphs,
+    pub(crate) user_objects: UserObjects,
     pub(crate) conditionals: Conditionals,
     pub(crate) modules: Modules,
     pub(crate) pinned: Pinned,
@@ -351,6 +354,7 @@ impl Life {
             streams: StreamTable::default(),
             captures: Captures::default(),
             graphs: Graphs::default(),
+            user_objects: UserObjects::default(),
             conditionals: Conditionals::default(),
             modules: Modules::default(),
             pinned: Pinned::default(),
@@ -361,8 +365,14 @@ impl Life {
         })
     }
 
+    /// Releases the user objects of launches that are done.
+    pub(crate) fn settle_user_objects(&self) {
+        self.user_objects.settle(|| self.sim.now_ns());
+    }
+
     /// Counts a call.
     pub(crate) fn count(&self, name: &'static str) {
+        self.settle_user_objects();
         *self.calls.lock().entry(name).or_default() += 1;
     }
 

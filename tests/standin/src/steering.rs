@@ -134,6 +134,20 @@ impl StandinDevice {
         mapped.ok()
     }
 
+    /// Keeps destructors of user objects from running until [`StandinDevice::run_destructors`]: as
+    /// late as a driver may run them.
+    pub fn hold_destructors(&self) {
+        // SAFETY: takes no pointers.
+        self.must("standin_destructors", unsafe { (self.functions().standin_destructors)(self.ordinal, 1) });
+    }
+
+    /// Waits until the destructors of all user objects without references have run, on a thread of
+    /// the driver. What launches that are done hold is released first.
+    pub fn run_destructors(&self) {
+        // SAFETY: takes no pointers.
+        self.must("standin_destructors", unsafe { (self.functions().standin_destructors)(self.ordinal, 0) });
+    }
+
     /// Tells the race detector that the host touches pinned memory now, which CUDA cannot be
     /// told.
     pub fn host_access(&self, ptr: usize, bytes: usize, writes: bool) {

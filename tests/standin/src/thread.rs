@@ -1,4 +1,5 @@
-//! What belongs to a thread: its stack of contexts, and how it takes captures.
+//! What belongs to a thread: its stack of contexts, how it takes captures, and whether it may call the
+//! driver.
 //!
 //! Nothing here has a destructor, so driver calls work until a thread's very end, as with the real
 //! driver.
@@ -20,9 +21,51 @@ struct Stack {
     depth: usize,
 }
 
+/// What a thread does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Doing {
+    /// Code of the program.
+    Program,
+    /// A call of the driver.
+    Call,
+    /// A call that removed the last reference of a user object.
+    LastReference,
+    /// A host function, which must not call the driver.
+    HostFunction,
+}
+
 thread_local! {
+    static DOING: Cell<Doing> = const { Cell::new(Doing::Program) };
     static STACK: Cell<Stack> = const { Cell::new(Stack { contexts: [0; DEPTH_MAX], depth: 0 }) };
     static MODE: Cell<Mode> = const { Cell::new(Mode::Global) };
+}
+
+/// Begins a call. False in a host function, which must not make any.
+pub(crate) fn begin_call() -> bool {
+    let allowed = DOING.get() != Doing::HostFunction;
+    if allowed {
+        DOING.set(Doing::Call);
+    }
+    allowed
+}
+
+/// Ends a call. True if it removed the last reference of a user object.
+pub(crate) fn end_call() -> bool {
+    DOING.replace(Doing::Program) == Doing::LastReference
+}
+
+/// The last reference of a user object is removed. True if a call of this thread does that.
+pub(crate) fn note_last_reference() -> bool {
+    let in_call = matches!(DOING.get(), Doing::Call | Doing::LastReference);
+    if in_call {
+        DOING.set(Doing::LastReference);
+    }
+    in_call
+}
+
+/// The thread runs host functions from now on.
+pub(crate) fn enter_host_functions() {
+    DOING.set(Doing::HostFunction);
 }
 
 /// The current context.

@@ -19,4 +19,5 @@ mod process;
 mod streams;
 mod support;
 mod threads;
+mod user_objects;
 mod vmm;
