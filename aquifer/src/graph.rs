@@ -1,7 +1,6 @@
 //! Graphs: work that is captured once and launched many times.
 
 use std::any::Any;
-use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
 
@@ -399,8 +398,6 @@ pub struct FollowedGraph {
     memory: Allocator,
     /// Memory from outside of the capture, to be freed with the graph.
     dropped: Mutex<Vec<DevicePtr>>,
-    /// Addresses of raw memory of the capture.
-    own: Mutex<HashSet<u64>>,
 }
 
 impl Allocator {
@@ -421,8 +418,7 @@ impl Allocator {
         self.device().settle_graphs();
         let pool = self.create_pool(PoolOptions::default())?;
         let (uses, host) = (GraphUses::collect(&pool, stream)?, HostUses::collect(stream));
-        let (dropped, own) = (Mutex::default(), Mutex::default());
-        let graph = Arc::new(FollowedGraph { pool, uses, host, memory: self.clone(), dropped, own });
+        let graph = Arc::new(FollowedGraph { pool, uses, host, memory: self.clone(), dropped: Mutex::default() });
         let kept: Arc<dyn Any + Send + Sync> = graph.clone();
         launches.keep(&kept);
         Ok(Some(graph))
@@ -435,26 +431,12 @@ impl FollowedGraph {
         &self.pool
     }
 
-    /// As [`Allocator::alloc_raw`], from the graph's pool.
-    ///
-    /// # Errors
-    /// As [`Allocator::alloc_raw`].
-    #[track_caller]
-    pub fn alloc_raw(&self, bytes: u64, stream: &Stream) -> Result<DevicePtr, Error> {
-        let ptr = self.pool.alloc_raw(bytes, stream)?;
-        self.own.lock().insert(ptr.0);
-        Ok(ptr)
-    }
-
-    /// As [`Allocator::free_raw_on`]. Memory from outside of the capture is freed with the graph,
-    /// whose work may use it.
+    /// Frees memory from outside of the capture once the graph is gone, whose work may use it, and
+    /// in the order of `stream`, as [`Allocator::free_raw_on`] does.
     ///
     /// # Errors
     /// As [`Allocator::free_raw_on`].
     pub fn free_raw_on(&self, ptr: DevicePtr, stream: &Stream) -> Result<(), Error> {
-        if self.own.lock().remove(&ptr.0) {
-            return Ok(self.memory.free_raw_on(ptr, stream)?);
-        }
         self.memory.record_stream_raw(ptr, stream)?;
         self.dropped.lock().push(ptr);
         Ok(())

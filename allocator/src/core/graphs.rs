@@ -98,6 +98,11 @@ impl Graphs {
         self.any_of_ours() || (!closed && self.any_foreign())
     }
 
+    /// True if the pool keeps its memory for the graph with these launches.
+    pub(crate) fn has(&self, launches: &Launches) -> bool {
+        if launches.is_foreign() { self.foreign } else { self.ours.contains_key(&launches.number()) }
+    }
+
     /// True if a graph of ours may be launched, or runs.
     pub(crate) fn any_of_ours(&self) -> bool {
         self.ours.values().any(is_alive)

@@ -1,10 +1,12 @@
 //! Graphs that cudarc captures, with memory of Aquifer's.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use aquifer::device::DevicePtr;
 use aquifer::memory::PrivatePool;
-use aquifer::{Allocator, FollowedGraph, GraphCapture};
+use aquifer::{Allocator, FollowedGraph, GraphCapture, Stream};
 use aquifer_device::{Code, DeviceError, Operation, RawStream};
 use cudarc::driver::sys::{self, CUgraphInstantiate_flags, CUstreamCaptureMode, CUstreamCaptureStatus as Status};
 use cudarc::driver::{CudaContext, CudaGraph, CudaStream, DriverError, result};
@@ -74,12 +76,50 @@ impl<'p> Capture<'p> {
 /// As [`Allocator::followed_graph`]; a stream that is being destroyed.
 pub fn graph_of_capture(memory: &Allocator, theirs: &Arc<CudaStream>) -> Result<Option<Arc<FollowedGraph>>, Error> {
     let ours = stream(theirs)?;
-    // The legacy default stream, which is null, cannot capture. cudarc's question is the cheaper one.
-    let captures = || Ok::<_, DriverError>(theirs.capture_status()? != Status::CU_STREAM_CAPTURE_STATUS_NONE);
-    if theirs.cu_stream().is_null() || (!ours.is_capturing() && !captures()?) {
-        return Ok(None);
+    if may_be_captured(&ours, theirs)? { Ok(memory.followed_graph(&ours)?) } else { Ok(None) }
+}
+
+/// Has the graph keep memory from outside of its capture that is freed while `theirs` is captured:
+/// until it is gone, or for ever if another library captures it and announced that. Returns false
+/// where the memory is to be freed now.
+///
+/// # Errors
+/// As [`graph_of_capture`]; a pointer that is not of this allocator.
+pub fn keep_for_capture(memory: &Allocator, theirs: &Arc<CudaStream>, ptr: DevicePtr) -> Result<bool, Error> {
+    let graph = graph_unless_broken(memory, theirs)?;
+    let ours = stream(theirs)?;
+    let Some(launches) = ours.launches_of_capture() else { return Ok(false) };
+    if memory.is_kept_for(ptr, &launches)? {
+        return Ok(false);
     }
-    Ok(memory.followed_graph(&ours)?)
+    match graph {
+        Some(graph) => graph.free_raw_on(ptr, &ours)?,
+        None if !launches.is_foreign() => {
+            let kept: Arc<dyn Any + Send + Sync> = Arc::new(memory.freed_once_idle(ptr));
+            launches.keep(&kept);
+        }
+        None => {}
+    }
+    Ok(true)
+}
+
+/// As [`graph_of_capture`]; `None`, too, for a broken capture that was not known, of which no graph
+/// comes.
+pub(crate) fn graph_unless_broken(
+    memory: &Allocator,
+    theirs: &Arc<CudaStream>,
+) -> Result<Option<Arc<FollowedGraph>>, Error> {
+    match graph_of_capture(memory, theirs) {
+        Err(Error::Aquifer(error)) if error.device().is_some_and(|of| of.code == Code::CAPTURE_INVALIDATED) => Ok(None),
+        graph => graph,
+    }
+}
+
+/// False if the stream captures nothing, and is not known to.
+pub(crate) fn may_be_captured(ours: &Stream, theirs: &CudaStream) -> Result<bool, DriverError> {
+    // The legacy default stream, which is null, cannot capture.
+    let may_capture = !theirs.cu_stream().is_null();
+    Ok(may_capture && (ours.is_capturing() || theirs.capture_status()? != Status::CU_STREAM_CAPTURE_STATUS_NONE))
 }
 
 /// A driver call of cudarc's that failed.

@@ -68,7 +68,7 @@ use aquifer::{Allocator, Stream};
 use cudarc::driver::{CudaContext, CudaStream};
 
 pub use error::Error;
-pub use graph::{Capture, Graph, graph_of_capture};
+pub use graph::{Capture, Graph, graph_of_capture, keep_for_capture};
 pub use pinned::HostPinned;
 pub use slice::{AllocatorExt, PoolSlice};
 pub use stream::{Bound, Lent, StreamExt};

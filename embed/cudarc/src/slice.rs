@@ -1,6 +1,5 @@
 //! Slices of cudarc's in memory of Aquifer's.
 
-use std::any::Any;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
@@ -12,7 +11,8 @@ use aquifer::{Allocator, Buffer};
 use cudarc::driver::sys::{CUdeviceptr, CUstreamCaptureMode};
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtrMut as _, DeviceRepr, DriverError, ValidAsZeroBits};
 
-use crate::{Capture, Error, graph_of_capture};
+use crate::graph::graph_unless_broken;
+use crate::{Capture, Error, graph_of_capture, keep_for_capture};
 
 /// Allocation on streams of cudarc's.
 pub trait AllocatorExt {
@@ -161,7 +161,7 @@ impl AllocatorExt for Allocator {
         let has_events = stream.context().is_event_tracking();
         // SAFETY: so many bytes are allocated there, which `free_raw` alone frees.
         let slice = unsafe { stream.upgrade_device_ptr(ptr.0, len) };
-        Ok(PoolSlice { slice: ManuallyDrop::new(slice), allocator: self.clone(), has_events, graph })
+        Ok(PoolSlice { slice: ManuallyDrop::new(slice), allocator: self.clone(), has_events })
     }
 
     #[track_caller]
@@ -205,8 +205,6 @@ pub struct PoolSlice<T> {
     allocator: Allocator,
     /// cudarc's event tracking was on when the slice was made.
     has_events: bool,
-    /// The number of the graph in whose capture it was allocated.
-    graph: Option<u64>,
 }
 
 impl<T> PoolSlice<T> {
@@ -240,23 +238,20 @@ impl<T> DerefMut for PoolSlice<T> {
 impl<T> Drop for PoolSlice<T> {
     fn drop(&mut self) {
         let stream = self.slice.stream().clone();
-        if let Err(error) = graph_of_capture(&self.allocator, &stream) {
-            // A graph may use the memory for ever, and waiting for the slice's events would break its capture.
-            let _ = stream.context().record_err(Err::<(), DriverError>(error.into()));
-            return;
+        let record = |error: Error| stream.context().record_err(Err::<(), DriverError>(error.into()));
+        if let Err(error) = graph_unless_broken(&self.allocator, &stream) {
+            // A graph may use the memory for ever, and waiting for the slice's events would break its
+            // capture.
+            return record(error);
         }
-        let launches = crate::stream(&stream).ok().and_then(|stream| stream.launches_of_capture());
         // SAFETY: it is taken here alone, and not used afterwards.
         let ptr = DevicePtr(unsafe { ManuallyDrop::take(&mut self.slice) }.leak());
-        let is_of_capture = launches.as_ref().is_some_and(|launches| self.graph == Some(launches.number()));
-        if let Some(launches) = launches.filter(|_| !is_of_capture) {
-            // The launches of another library's graph are not seen, so it keeps the memory for ever.
-            if !launches.is_foreign() {
-                let kept: Arc<dyn Any + Send + Sync> = Arc::new(self.allocator.freed_once_idle(ptr));
-                launches.keep(&kept);
-            }
-            return;
+        match keep_for_capture(&self.allocator, &stream, ptr) {
+            Ok(false) => {}
+            Ok(true) => return,
+            Err(error) => return record(error),
         }
+        let is_of_capture = crate::stream(&stream).is_ok_and(|stream| stream.is_capturing());
         let is_ordered = is_ordered(&stream) && (self.has_events || !stream.context().is_in_multi_stream_mode());
         if is_ordered || is_of_capture {
             let _ = self.allocator.free_raw(ptr);

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use aquifer::buffer::{Access, WithError, with};
 use cudarc::driver::{CudaSlice, CudaStream, sys::CUdeviceptr};
 
-use crate::{Error, graph_of_capture, stream};
+use crate::graph::may_be_captured;
+use crate::{Error, stream};
 
 /// What Aquifer adds to streams of cudarc's.
 pub trait StreamExt {
@@ -57,9 +58,12 @@ impl StreamExt for Arc<CudaStream> {
         accesses: [Access<'_>; N],
         work: impl FnOnce(&Arc<CudaStream>, [Bound<'_>; N]) -> Result<R, E>,
     ) -> Result<R, Error> {
-        // A capture that the stream joined by an event of cudarc's is known afterwards.
-        graph_of_capture(&crate::allocator(self.context())?, self)?;
-        let done = with(&stream(self)?, accesses, |_, accesses| work(self, accesses.map(Bound::of)));
+        let ours = stream(self)?;
+        if may_be_captured(&ours, self)? {
+            // A capture that the stream joined by an event of cudarc's is known afterwards.
+            crate::allocator(self.context())?.followed_graph(&ours)?;
+        }
+        let done = with(&ours, accesses, |_, accesses| work(self, accesses.map(Bound::of)));
         done.map_err(|error| match error {
             WithError::Order(error) => error.into(),
             WithError::Work(error) => error.into(),

@@ -15,9 +15,8 @@ mod graph;
 use std::sync::Arc;
 
 use aquifer::Allocator;
-use aquifer::device::{DeviceError, DevicePtr, cuda};
-use aquifer_cudarc::{Error, graph_of_capture};
-use aquifer_device::Code;
+use aquifer::device::{DevicePtr, cuda};
+use aquifer_cudarc::{Error, graph_of_capture, keep_for_capture};
 use cudarc::driver::{CudaContext, CudaStream, DeviceAllocator, DriverError, GraphMemory, sys};
 
 /// Takes the memory of a context's slices from the process's allocator of its device, from now on
@@ -52,18 +51,14 @@ impl Hook {
     }
 }
 
-fn is_of_broken_capture(error: &DeviceError) -> bool {
-    error.code == Code::CAPTURE_INVALIDATED
-}
-
 impl DeviceAllocator for Hook {
     fn alloc(&self, num_bytes: usize, stream: &Arc<CudaStream>) -> Result<sys::CUdeviceptr, DriverError> {
         let ours = self.stream(stream)?;
         let ptr = match graph_of_capture(&self.0, stream)? {
-            Some(graph) => graph.alloc_raw(num_bytes as u64, &ours).map_err(Error::from)?,
-            None => self.0.alloc_raw(num_bytes as u64, &ours).map_err(Error::from)?,
+            Some(graph) => graph.pool().alloc_raw(num_bytes as u64, &ours),
+            None => self.0.alloc_raw(num_bytes as u64, &ours),
         };
-        Ok(ptr.0)
+        Ok(ptr.map_err(Error::from)?.0)
     }
 
     fn free(&self, ptr: sys::CUdeviceptr, _: usize, stream: &Arc<CudaStream>) -> Result<bool, DriverError> {
@@ -71,12 +66,8 @@ impl DeviceAllocator for Hook {
         if self.0.size_of_raw(ptr).is_err() {
             return Ok(false);
         }
-        match graph_of_capture(&self.0, stream) {
-            Ok(Some(graph)) => graph.free_raw_on(ptr, &ours).map_err(Error::from)?,
-            Ok(None) => self.0.free_raw_on(ptr, &ours).map_err(Error::from)?,
-            // No graph comes of a broken capture.
-            Err(Error::Aquifer(error)) if error.device().is_some_and(is_of_broken_capture) => self.0.free_raw_on(ptr, &ours).map_err(Error::from)?,
-            Err(error) => return Err(error.into()),
+        if !keep_for_capture(&self.0, stream, ptr)? {
+            self.0.free_raw_on(ptr, &ours).map_err(Error::from)?;
         }
         Ok(true)
     }
