@@ -17,7 +17,7 @@ use crate::clock::{OpClock, StreamKey};
 use crate::machine::Machine;
 use crate::objects::{CaptureState, CapturedGraph, GraphAccesses, GraphNode, Membership};
 use crate::queue::LEGACY;
-use crate::race::Epoch;
+use crate::race::{Epoch, Space};
 use crate::refused::{Answer, Refused};
 use crate::violation::Violation;
 use crate::work::Body;
@@ -106,6 +106,11 @@ impl Machine {
         !self.captures.is_empty()
     }
 
+    /// Tells the checks whether any capture is live. Returns how many blocks began so far.
+    fn note_captures(&self) -> u64 {
+        self.checks().map_or(0, |checks| checks.note_captures(!self.captures.is_empty()))
+    }
+
     pub(crate) fn invalidate(&mut self, capture: u64) {
         if let Some(capture) = self.captures.get_mut(&capture) {
             capture.invalid = true;
@@ -143,6 +148,7 @@ impl Machine {
             self.dissolve(body);
         }
         let capture = self.captures.remove(&number)?;
+        self.note_captures();
         for &member in &capture.members {
             if let Ok(stream) = self.streams.get(member) {
                 stream.capture = None;
@@ -186,6 +192,7 @@ impl Machine {
         self.capture_count += 1;
         let capture = CaptureState { origin: id, members: BTreeSet::from([id]), ..CaptureState::default() };
         self.captures.insert(self.capture_count, capture);
+        self.note_captures();
         let member = Membership { capture: self.capture_count, clock: OpClock::default(), seq: 0 };
         self.streams.get(id)?.capture = Some(member);
         Ok(())
@@ -208,7 +215,9 @@ impl Machine {
                 "the stream captures a body of a conditional node, which is no graph to launch",
             ));
         }
-        Ok(RawGraph(self.close_capture(number, &clock).map(|graph| self.graphs.insert(graph))?))
+        let graph = self.close_capture(number, &clock)?;
+        let blocks = self.note_captures();
+        Ok(RawGraph(self.graphs.insert(CapturedGraph { blocks, ..graph })))
     }
 
     /// Ends a capture whose first stream has this clock, and returns what it recorded.
@@ -307,27 +316,39 @@ impl Machine {
     pub(crate) fn launch_graph(&mut self, graph: RawGraph, stream: RawStream) -> Answer<()> {
         let unknown = || Refused::handle("graph", graph.0);
         let found = self.graphs.get(graph.0).ok_or_else(unknown)?.clone();
-        let (needed, launched) = (found.needed.clone(), found.launched.clone());
         let nodes = found.nodes.iter().filter(|node| self.runs(&node.within));
         let bodies: Vec<Body> = nodes.map(|node| node.body.clone()).collect();
         let id = self.streams.find(stream)?;
         self.forbid_capture(id, || unsupported("launches of graphs cannot be captured"))?;
-        if let Some(misuse) = self.checks().and_then(|checks| checks.check_needed(needed)) {
+        if let Some(misuse) = self.check_graph_blocks(&found, &bodies) {
             let second = self.op_ref(Some(id), Operation::LaunchGraph, None);
             let Misuse { kind, at, block, why } = misuse;
-            let range = at..block.as_ref().map_or(at, |block| at + block.bytes);
+            let range = at..block.as_ref().map_or(at, |block| block.ptr.0 + block.bytes);
             self.detector.report(Violation { kind, first: None, second, range, missing: why, block });
         }
         self.check_graph_memory(&found)?;
         self.check_aliased(graph);
-        match launched {
-            Some((at, clock)) => self.order_after(id, at, &clock)?,
+        match &found.launched {
+            Some((at, clock)) => self.order_after(id, *at, clock)?,
             None => self.streams.arrive(id),
         }
         bodies.into_iter().try_for_each(|body| self.launch_node(id, body))?;
         let launched = Some(self.end_of(id)?);
         self.graphs.get_mut(graph.0).ok_or_else(unknown)?.launched = launched;
         Ok(())
+    }
+
+    /// A block that a graph needs and that is gone, or that began in the graph's memory since its
+    /// capture.
+    fn check_graph_blocks(&self, graph: &CapturedGraph, work: &[Body]) -> Option<Misuse> {
+        let checks = self.checks()?;
+        let touches = work.iter().flat_map(Body::touches).filter(|touch| touch.space == Space::Device);
+        let uses = touches.flat_map(|touch| {
+            let aliases = touch.aliases(&self.physicals, &self.address.mappings);
+            aliases.into_iter().chain([touch.range])
+        });
+        let gone = checks.check_needed(graph.needed.iter().copied());
+        gone.or_else(|| checks.check_given_out(graph.blocks, uses))
     }
 
     /// Reports nodes that race because their addresses have become the same memory since they were

@@ -10,7 +10,8 @@
 //! that work touches must lie in one live block, as it was requested: rounding is not part of it.
 //! Work that was enqueued before a block was dropped may run later. Work in a graph is checked when
 //! it is captured; a launch only needs those blocks that are not the graph's own (`PrivatePool`) to
-//! be live still. Memory that no allocator manages, such as a plain allocation of the driver, is
+//! be live still, and no live block in its memory that began after the capture. Blocks that began
+//! in a later capture are other graphs', which may use the same memory. Memory that no allocator manages, such as a plain allocation of the driver, is
 //! checked by the address space alone, and counts as written.
 //!
 //! Bytes are *unwritten* from when their block was handed out until work writes them. Kernels and
@@ -56,6 +57,8 @@ pub(crate) type Unwritten = Vec<(Range<u64>, Origin)>;
 struct ReportedMemory {
     /// Blocks so far.
     count: u64,
+    /// Whether a stream captures.
+    captures: bool,
     /// Memory that allocators hand out in blocks.
     managed: IntervalMap<()>,
     /// Blocks in managed memory. One that was dropped stays until another takes its place.
@@ -66,10 +69,12 @@ struct ReportedMemory {
     unwritten_host: IntervalMap<Origin>,
 }
 
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 struct Block {
     number: u64,
     is_for_graphs: bool,
+    /// It began while a stream captured.
+    in_capture: bool,
     shown: BlockRef,
 }
 
@@ -122,7 +127,7 @@ impl Witness for Checks {
         // The outermost place counts.
         let at = caller().or(at);
         let shown = BlockRef { ptr, bytes, tag, allocated: at, dropped: None };
-        let block = Block { number: state.count, is_for_graphs, shown };
+        let block = Block { number: state.count, is_for_graphs, in_capture: state.captures, shown };
         state.unwritten.insert(ptr.range(bytes), at);
         state.blocks.insert(ptr.range(bytes), Arc::new(block));
     }
@@ -131,7 +136,7 @@ impl Witness for Checks {
         let mut state = self.state.lock();
         let Some(held) = state.blocks.at(ptr.0, u64::MAX).0.cloned() else { return };
         let (end, shown) = (held.end(), BlockRef { bytes, ..held.shown.clone() });
-        let block = Block { number: held.number, is_for_graphs: held.is_for_graphs, shown };
+        let block = Block { shown, ..Block::clone(&held) };
         if block.end() < end {
             state.end(&held, at);
         } else {
@@ -232,6 +237,25 @@ impl Checks {
         })
     }
 
+    /// Notes whether a stream captures, and returns how many blocks began so far.
+    pub(crate) fn note_captures(&self, captures: bool) -> u64 {
+        let mut state = self.state.lock();
+        state.captures = captures;
+        state.count
+    }
+
+    /// Checks that a graph, captured when this many blocks had begun, uses the memory of no block
+    /// that began later.
+    pub(crate) fn check_given_out(&self, blocks: u64, uses: impl Iterator<Item = Range<u64>>) -> Option<Misuse> {
+        let state = self.state.lock();
+        let is_new = |block: &Block| block.is_live() && !block.in_capture && block.number > blocks;
+        let mut met = uses.flat_map(|range| state.blocks.overlapping(range));
+        let (range, block) = met.find(|(_, block)| is_new(block))?;
+        let why = "the graph uses memory that was given out after the capture".to_owned();
+        let block = Some(block.shown.clone());
+        Some(Misuse { kind: ViolationKind::UseAfterFree, at: range.start, block, why })
+    }
+
     /// Notes how work changes unwritten bytes, and returns those that it reads.
     pub(crate) fn run(&self, body: &Body) -> Reads {
         let mut state = self.state.lock();
@@ -292,7 +316,7 @@ impl ReportedMemory {
         let after = if at.is_none() { last_caller() } else { None };
         let thread = std::thread::current().name().map(Into::into);
         let shown = BlockRef { dropped: Some(DropRef { at, thread, after }), ..held.shown.clone() };
-        let block = Block { shown, number: held.number, is_for_graphs: held.is_for_graphs };
+        let block = Block { shown, ..Block::clone(held) };
         self.blocks.insert(held.shown.ptr.0..held.end(), Arc::new(block));
     }
 

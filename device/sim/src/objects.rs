@@ -110,6 +110,8 @@ pub(crate) struct CapturedGraph {
     pub(crate) nodes: Vec<GraphNode>,
     /// Whether a race among its nodes was reported.
     pub(crate) races: bool,
+    /// Blocks of allocators that had begun when its capture ended.
+    pub(crate) blocks: u64,
     /// Blocks that must be live whenever it is launched.
     pub(crate) needed: BTreeSet<Needed>,
     /// When its latest launch is done, and the clock after it. The next launch waits for it.

@@ -248,6 +248,9 @@ impl Violation {
             UseAfterFree if self.is_asleep() => {
                 "the memory is away while its allocator sleeps: call `Allocator::wake` before the work is enqueued"
             }
+            UseAfterFree if self.second.operation == Some(Operation::LaunchGraph) => {
+                "keep all memory that a graph uses, or the pool that it is from, until its last launch"
+            }
             UseAfterFree => {
                 "drop the memory after the last call that uses it; work enqueued before the drop may still run"
             }
