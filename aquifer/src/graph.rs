@@ -403,11 +403,10 @@ pub struct FollowedGraph {
 impl Allocator {
     /// The memory of the graph that `stream` captures by calls of another library, whoever saw it
     /// begin. `None` if it captures none, or one that was [begun](Allocator::begin_graph) here or
-    /// announced. Asks the driver.
+    /// announced, and if a call broke the capture before this was first asked. Asks the driver.
     ///
     /// # Errors
-    /// When a call broke a capture that was not known; on a driver before CUDA 11.3; errors of the
-    /// driver.
+    /// On a driver before CUDA 11.3, if the stream captures; errors of the driver.
     pub fn followed_graph(&self, stream: &Stream) -> Result<Option<Arc<FollowedGraph>>, Error> {
         let Some(launches) = stream.follow_capture()?.filter(|launches| launches.are_followed()) else {
             return Ok(None);

@@ -445,8 +445,7 @@ impl Stream {
     /// [`crate::Device::settle`] or slow path of an allocator.
     ///
     /// # Errors
-    /// When a call broke a capture that was not known; on a driver before CUDA 11.3; errors of the
-    /// driver.
+    /// On a driver before CUDA 11.3, if the stream captures; errors of the driver.
     #[doc(hidden)]
     pub fn follow_capture(&self) -> Result<Option<Arc<Launches>>> {
         capture::follow(self)

@@ -235,7 +235,7 @@ impl Drop for AnnouncedCapture {
 
 /// Asks the driver whether the stream captures, and makes known what nobody announced: a capture
 /// that another library began, or that the stream joined by its calls. Also learns that a capture is
-/// over which another library ended. Returns the launches of the graph.
+/// over which another library ended. Returns the launches of the graph, if one may come of it.
 pub(crate) fn follow(stream: &Stream) -> Result<Option<Arc<Launches>>> {
     let (timeline, driver) = (stream.timeline(), stream.driver());
     let known = timeline.capture();
@@ -251,7 +251,12 @@ pub(crate) fn follow(stream: &Stream) -> Result<Option<Arc<Launches>>> {
         }
         drop(scope.close_announced());
     }
-    let Some(number) = number? else { return Ok(None) };
+    let number = match number {
+        // No graph comes of a broken capture.
+        Err(error) if error.code == Code::CAPTURE_INVALIDATED => return Ok(None),
+        number => number?,
+    };
+    let Some(number) = number else { return Ok(None) };
     if let Some(scope) = stream.context().capture(number) {
         timeline.note_joined(&scope, stream.keep_alive())?;
         return Ok(Some(scope.launches.clone()));

@@ -86,7 +86,7 @@ pub fn graph_of_capture(memory: &Allocator, theirs: &Arc<CudaStream>) -> Result<
 /// # Errors
 /// As [`graph_of_capture`]; a pointer that is not of this allocator.
 pub fn keep_for_capture(memory: &Allocator, theirs: &Arc<CudaStream>, ptr: DevicePtr) -> Result<bool, Error> {
-    let graph = graph_unless_broken(memory, theirs)?;
+    let graph = graph_of_capture(memory, theirs)?;
     let ours = stream(theirs)?;
     let Some(launches) = ours.launches_of_capture() else { return Ok(false) };
     if memory.is_kept_for(ptr, &launches)? {
@@ -101,18 +101,6 @@ pub fn keep_for_capture(memory: &Allocator, theirs: &Arc<CudaStream>, ptr: Devic
         None => {}
     }
     Ok(true)
-}
-
-/// As [`graph_of_capture`]; `None`, too, for a broken capture that was not known, of which no graph
-/// comes.
-pub(crate) fn graph_unless_broken(
-    memory: &Allocator,
-    theirs: &Arc<CudaStream>,
-) -> Result<Option<Arc<FollowedGraph>>, Error> {
-    match graph_of_capture(memory, theirs) {
-        Err(Error::Aquifer(error)) if error.device().is_some_and(|of| of.code == Code::CAPTURE_INVALIDATED) => Ok(None),
-        graph => graph,
-    }
 }
 
 /// False if the stream captures nothing, and is not known to.

@@ -11,7 +11,6 @@ use aquifer::{Allocator, Buffer};
 use cudarc::driver::sys::{CUdeviceptr, CUstreamCaptureMode};
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtrMut as _, DeviceRepr, DriverError, ValidAsZeroBits};
 
-use crate::graph::graph_unless_broken;
 use crate::{Capture, Error, graph_of_capture, keep_for_capture};
 
 /// Allocation on streams of cudarc's.
@@ -239,7 +238,7 @@ impl<T> Drop for PoolSlice<T> {
     fn drop(&mut self) {
         let stream = self.slice.stream().clone();
         let record = |error: Error| stream.context().record_err(Err::<(), DriverError>(error.into()));
-        if let Err(error) = graph_unless_broken(&self.allocator, &stream) {
+        if let Err(error) = graph_of_capture(&self.allocator, &stream) {
             // A graph may use the memory for ever, and waiting for the slice's events would break its
             // capture.
             return record(error);

@@ -34,13 +34,14 @@ pub(crate) fn end(
     theirs: &Arc<CudaStream>,
     end: &mut dyn FnMut() -> Result<sys::CUgraphExec, DriverError>,
 ) -> Result<Option<Box<dyn GraphMemory>>, DriverError> {
-    let graph = graph_of_capture(memory, theirs)?;
+    let graph = graph_of_capture(memory, theirs);
     let ended = end();
     // It is over, also where it gave no graph.
-    graph_of_capture(memory, theirs)?;
+    let over = graph_of_capture(memory, theirs);
     let (executable, context) = (Executable(ended?), theirs.context().clone());
-    let launches = graph.filter(|_| !executable.0.is_null());
-    Ok(launches.map(|graph| Box::new(Memory { graph, executable, context }) as Box<dyn GraphMemory>))
+    let graph = graph?.filter(|_| !executable.0.is_null());
+    over?;
+    Ok(graph.map(|graph| Box::new(Memory { graph, executable, context }) as Box<dyn GraphMemory>))
 }
 
 struct Executable(sys::CUgraphExec);

@@ -10,6 +10,7 @@ use std::thread;
 use cudarc::driver::{CudaSlice, CudaStream, DriverError, sys};
 use support::{FLAGS, Gpu, RELAXED, Raw, address, begin_raw, fill, filled, value_of};
 
+const N: usize = 1 << 16;
 const MIB: usize = 1 << 20;
 
 /// Both ways to begin a capture whose end is not seen.
@@ -30,7 +31,7 @@ fn capture(begin: fn(&Arc<CudaStream>), stream: &Arc<CudaStream>, input: &CudaSl
 
 /// Slices that get all memory which is free, and whether they still have what was written there.
 fn others(stream: &Arc<CudaStream>) -> Vec<CudaSlice<u8>> {
-    (0..60).map(|_| filled(stream, MIB / 4, 7)).collect()
+    (0..60).map(|_| filled(stream, N, 7)).collect()
 }
 
 fn assert_unharmed(others: &[CudaSlice<u8>]) {
@@ -42,11 +43,11 @@ fn a_graph_whose_capture_the_driver_ended_keeps_its_memory_until_it_is_gone() {
     for begin in WAYS {
         let gpu = Gpu::new();
         let stream = gpu.stream();
-        let input = filled(&stream, MIB / 4, 3);
+        let input = filled(&stream, N, 3);
         let graphs: Vec<_> = (0..3)
             .map(|_| {
                 let captured = capture(begin, &stream, &input);
-                drop(filled(&stream, MIB / 4, 1));
+                drop(filled(&stream, N, 1));
                 captured
             })
             .collect();
@@ -72,8 +73,8 @@ fn a_capture_that_gives_no_graph_leaves_nothing_behind() {
         let stream = gpu.stream();
         for is_broken in [false, true, false] {
             begin(&stream);
-            let slice = filled(&stream, MIB, 1);
-            let lost = filled(&stream, MIB, 1);
+            let slice = filled(&stream, N, 1);
+            let lost = filled(&stream, N, 1);
             drop(slice);
             if is_broken {
                 assert!(stream.synchronize().is_err());
@@ -81,7 +82,7 @@ fn a_capture_that_gives_no_graph_leaves_nothing_behind() {
             // The graph that is not broken is destroyed at once.
             assert_eq!(Raw::end(&stream).err().is_some(), is_broken);
             stream.synchronize().unwrap();
-            assert_eq!(value_of(&filled(&stream, MIB, 2)), 2);
+            assert_eq!(value_of(&filled(&stream, N, 2)), 2);
             drop(lost);
             gpu.assert_all_is_back();
         }
@@ -92,11 +93,10 @@ fn a_capture_that_gives_no_graph_leaves_nothing_behind() {
 fn slices_dropped_in_a_broken_capture_that_was_never_seen_are_served_again() {
     let gpu = Gpu::new();
     let stream = gpu.stream();
-    let slice = filled(&stream, MIB, 1);
+    let slice = filled(&stream, N, 1);
     begin_raw(&stream);
     assert!(stream.synchronize().is_err());
     drop(slice);
-    assert!(stream.alloc_zeros::<u8>(MIB).is_err(), "no graph would have it");
     assert!(Raw::end(&stream).is_err());
     gpu.assert_all_is_back();
 }
@@ -106,7 +106,7 @@ fn a_graph_may_be_replaced_while_the_old_one_lives() {
     for begin in WAYS {
         let gpu = Gpu::new();
         let stream = gpu.stream();
-        let (one, two) = (filled(&stream, MIB, 1), filled(&stream, MIB, 2));
+        let (one, two) = (filled(&stream, N, 1), filled(&stream, N, 2));
         let mut old = capture(begin, &stream, &one);
         for input in [&two, &one, &two] {
             let new = capture(begin, &stream, input);
@@ -129,7 +129,7 @@ fn a_graph_may_be_replaced_while_the_old_one_lives() {
 fn clones_and_executables_keep_the_memory_of_a_graph() {
     let gpu = Gpu::new();
     let stream = gpu.stream();
-    let input = filled(&stream, MIB / 4, 3);
+    let input = filled(&stream, N, 3);
     let (mut graph, output) = capture(WAYS[0], &stream, &input);
     let mut clone = graph.clone();
     clone.instantiate();
@@ -162,14 +162,14 @@ fn clones_and_executables_keep_the_memory_of_a_graph() {
 fn a_destructor_that_runs_late_keeps_the_memory_as_long() {
     let gpu = Gpu::new();
     let stream = gpu.stream();
-    let input = filled(&stream, MIB, 3);
+    let input = filled(&stream, N, 3);
     gpu.standin.hold_destructors();
     let (graph, output) = capture(WAYS[1], &stream, &input);
     drop((graph, output));
     stream.synchronize().unwrap();
     gpu.memory.empty_cache().unwrap();
     let held = |gpu: &Gpu| gpu.memory.reserved_by_private_pools().values().sum::<u64>();
-    assert!(held(&gpu) >= MIB as u64, "the driver has not told that the graph is gone");
+    assert!(held(&gpu) > 0, "the driver has not told that the graph is gone");
     gpu.standin.run_destructors();
     // A request finds it before it is refused, without a call that gives memory back.
     let rest = 256 * MIB - gpu.memory.memory_allocated() as usize - 16 * MIB;
@@ -204,7 +204,7 @@ fn memory_dropped_in_a_capture_that_nobody_announced_is_the_graphs_until_it_is_g
     for is_by_another_thread in [false, true] {
         let gpu = Gpu::new();
         let stream = gpu.stream();
-        let mut input = filled(&stream, MIB / 4, 3);
+        let mut input = filled(&stream, N, 3);
         begin_raw(&stream);
         fill(&stream, &mut input, 5);
         if is_by_another_thread {
@@ -227,7 +227,7 @@ fn memory_dropped_in_a_capture_that_nobody_announced_is_the_graphs_until_it_is_g
 fn memory_of_a_capture_may_be_dropped_at_any_later_time_on_any_thread() {
     let gpu = Gpu::new();
     let stream = gpu.stream();
-    let input = filled(&stream, MIB / 4, 3);
+    let input = filled(&stream, N, 3);
     let (graph, output) = capture(WAYS[1], &stream, &input);
     thread::spawn(|| drop(output)).join().unwrap();
     let others = others(&stream);
@@ -243,14 +243,14 @@ fn streams_that_join_a_capture_get_memory_of_its_graph_and_none_that_another_fre
         let gpu = Gpu::new();
         let (one, two) = (gpu.stream(), gpu.stream());
         begin(&one);
-        let first = filled(&one, MIB / 4, 1);
+        let first = filled(&one, N, 1);
         let freed = address(&first);
         drop(first);
         two.join(&one).unwrap();
-        let mut output = filled(&two, MIB / 4, 3);
+        let mut output = filled(&two, N, 3);
         assert_ne!(address(&output), freed, "nothing tells that the streams are ordered");
         fill(&two, &mut output, 4);
-        let again = filled(&one, MIB / 4, 2);
+        let again = filled(&one, N, 2);
         assert_eq!(address(&again), freed);
         one.join(&two).unwrap();
         drop(again);
@@ -273,7 +273,7 @@ fn a_capture_ended_by_cudarc_may_have_begun_in_any_way() {
     for begin in WAYS {
         let gpu = Gpu::new();
         let stream = gpu.stream();
-        let input = filled(&stream, MIB / 4, 3);
+        let input = filled(&stream, N, 3);
         begin(&stream);
         let mut output = stream.alloc_zeros(input.len()).unwrap();
         stream.memcpy_dtod(&input, &mut output).unwrap();
@@ -293,7 +293,7 @@ fn a_stream_that_captures_already_cannot_begin_once_more_and_goes_on() {
     let stream = gpu.stream();
     begin_raw(&stream);
     assert!(stream.begin_capture(RELAXED).is_err());
-    let output = filled(&stream, MIB, 3);
+    let output = filled(&stream, N, 3);
     let mut graph = Raw::end(&stream).unwrap();
     graph.instantiate();
     graph.launch(&stream);

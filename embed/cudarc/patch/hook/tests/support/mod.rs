@@ -66,7 +66,7 @@ pub fn address(slice: &CudaSlice<u8>) -> sys::CUdeviceptr {
 /// The value that all bytes of a slice have.
 pub fn value_of(slice: &CudaSlice<u8>) -> u8 {
     let bytes = slice.stream().clone_dtoh(slice).unwrap();
-    assert!(bytes.iter().all(|byte| *byte == bytes[0]), "several values in one slice");
+    assert!(bytes == vec![bytes[0]; bytes.len()], "several values in one slice");
     bytes[0]
 }
 
