@@ -61,37 +61,41 @@ pub(crate) fn capture_number(gpu: &Gpu, stream: RawStream) -> Result<Option<u64>
     if stream.is_legacy() { Ok(None) } else { Ok(captured_graph(gpu, stream)?.map(|(number, _)| number)) }
 }
 
-/// What is kept for a graph, as an entry of [`GONE`].
-struct Kept {
+/// What is kept for a graph.
+#[derive(Debug)]
+pub(crate) struct Kept {
     next: *mut Kept,
     what: Arc<dyn Any + Send + Sync>,
+    gone: Arc<Gone>,
 }
 
 /// What was kept for graphs that are gone: a list, the last one first.
-static GONE: AtomicPtr<Kept> = AtomicPtr::new(ptr::null_mut());
+pub(crate) type Gone = AtomicPtr<Kept>;
 
-/// Adds what was kept for a graph to [`GONE`]. The driver calls this on a thread of its own, where
+/// Adds what was kept for a graph to the list. The driver calls this on a thread of its own, where
 /// CUDA may not be called, and at any time: so it takes no lock, allocates nothing and cannot panic.
 unsafe extern "C" fn note_gone(kept: *mut c_void) {
     let kept = kept.cast::<Kept>();
-    let mut head = GONE.load(Ordering::Relaxed);
+    // SAFETY: `keep_for_graph` gave the entry to the driver, which gives it up here, once. It keeps the
+    // list, and no other thread has it before it is in there, which is the last that is done here.
+    let gone = unsafe { &*Arc::as_ptr(&(*kept).gone) };
+    let mut head = gone.load(Ordering::Relaxed);
     loop {
-        // SAFETY: `keep_for_graph` gave the entry to the driver, which gives it up here, once. No other
-        // thread knows it before it is in the list.
+        // SAFETY: as above.
         unsafe { (*kept).next = head };
-        match GONE.compare_exchange_weak(head, kept, Ordering::Release, Ordering::Relaxed) {
+        match gone.compare_exchange_weak(head, kept, Ordering::Release, Ordering::Relaxed) {
             Ok(_) => return,
             Err(now) => head = now,
         }
     }
 }
 
-pub(crate) fn take_kept() -> Vec<Arc<dyn Any + Send + Sync>> {
+pub(crate) fn take_kept(gpu: &Gpu) -> Vec<Arc<dyn Any + Send + Sync>> {
     let mut all = Vec::new();
-    if GONE.load(Ordering::Relaxed).is_null() {
+    if gpu.gone.load(Ordering::Relaxed).is_null() {
         return all;
     }
-    let mut next = GONE.swap(ptr::null_mut(), Ordering::Acquire);
+    let mut next = gpu.gone.swap(ptr::null_mut(), Ordering::Acquire);
     while !next.is_null() {
         // SAFETY: entries of the list are boxes of `keep_for_graph`, and the swap gave all to this
         // thread.
@@ -113,7 +117,8 @@ pub(crate) fn keep_for_graph(gpu: &Gpu, stream: RawStream, what: Arc<dyn Any + S
     let captured = captured_graph(gpu, stream)?;
     let (_, graph) = captured.ok_or_else(|| bad_value(operation, "the stream does not capture"))?;
     let _current = gpu.context.enter_relaxed(operation)?;
-    let (kept, mut object) = (Box::into_raw(Box::new(Kept { next: ptr::null_mut(), what })), ptr::null_mut());
+    let kept = Kept { next: ptr::null_mut(), what, gone: gpu.gone.clone() };
+    let (kept, mut object) = (Box::into_raw(Box::new(kept)), ptr::null_mut());
     // `CU_USER_OBJECT_NO_DESTRUCTOR_SYNC`, the only flag, must be given.
     // SAFETY: the handle outlives the call, and `note_gone` takes the entry (F1).
     let code = unsafe { create(&raw mut object, kept.cast(), note_gone, 1, 1) };

@@ -201,7 +201,7 @@ impl Driver for CudaDriver {
     }
 
     fn take_kept(&self) -> Vec<Arc<dyn Any + Send + Sync>> {
-        captures::take_kept()
+        captures::take_kept(&self.gpu)
     }
 
     fn destroy_event(&self, event: RawEvent) -> Result<()> {

@@ -328,8 +328,8 @@ pub trait Driver: fmt::Debug + Send + Sync {
             .with_detail("this device does not tell when a graph is gone"))
     }
 
-    /// Takes what was kept for graphs that are gone by now, of all devices with such a driver. Makes
-    /// no driver call.
+    /// Takes what was kept for graphs that are gone by now. Makes no driver call. What is kept should
+    /// keep the device, as nothing is taken after its end.
     fn take_kept(&self) -> Vec<KeptAlive> {
         Vec::new()
     }
