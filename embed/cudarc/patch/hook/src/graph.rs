@@ -25,8 +25,11 @@ pub(crate) fn begin(
     });
     begun.map_err(|error| failed.unwrap_or_else(|| Error::from(error).into()))?;
     // From now on, the graph notes which buffers its work uses.
-    memory.followed_graph(stream).map_err(Error::from)?;
-    Ok(())
+    memory.followed_graph(stream).map(drop).map_err(|error| {
+        let driver = stream.driver();
+        let ended = driver.end_capture(stream.raw()).and_then(|graph| driver.destroy_graph(graph));
+        ended.err().map_or_else(|| Error::from(error), Error::from).into()
+    })
 }
 
 pub(crate) fn end(
