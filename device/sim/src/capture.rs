@@ -106,9 +106,9 @@ impl Machine {
         !self.captures.is_empty()
     }
 
-    /// Tells the checks whether any capture is live. Returns how many blocks began so far.
-    fn note_captures(&self) -> u64 {
-        self.checks().map_or(0, |checks| checks.note_captures(!self.captures.is_empty()))
+    /// Tells the checks whether any capture is live.
+    fn note_captures(&self) {
+        self.checks().inspect(|checks| checks.note_captures(!self.captures.is_empty()));
     }
 
     pub(crate) fn invalidate(&mut self, capture: u64) {
@@ -215,9 +215,7 @@ impl Machine {
                 "the stream captures a body of a conditional node, which is no graph to launch",
             ));
         }
-        let graph = self.close_capture(number, &clock)?;
-        let blocks = self.note_captures();
-        Ok(RawGraph(self.graphs.insert(CapturedGraph { blocks, ..graph })))
+        Ok(RawGraph(self.close_capture(number, &clock).map(|graph| self.graphs.insert(graph))?))
     }
 
     /// Ends a capture whose first stream has this clock, and returns what it recorded.
@@ -302,7 +300,8 @@ impl Machine {
         let (epoch, clock, capture) =
             (Epoch { stream: key, seq: member.seq, op }, member.clock.clone(), member.capture);
         let (root, within) = self.graph_of(capture);
-        let node = GraphNode { body, epoch, clock, within };
+        let blocks = self.checks().map_or(0, |checks| checks.count());
+        let node = GraphNode { body, epoch, clock, within, blocks };
         let Some(capture) = self.captures.get_mut(&root) else { return Ok(Some(node.body)) };
         for (space, conflict) in capture.accesses.add(&node, &self.physicals, &self.address.mappings) {
             self.detector.conflict(space, &conflict, op);
@@ -316,11 +315,10 @@ impl Machine {
     pub(crate) fn launch_graph(&mut self, graph: RawGraph, stream: RawStream) -> Answer<()> {
         let unknown = || Refused::handle("graph", graph.0);
         let found = self.graphs.get(graph.0).ok_or_else(unknown)?.clone();
-        let nodes = found.nodes.iter().filter(|node| self.runs(&node.within));
-        let bodies: Vec<Body> = nodes.map(|node| node.body.clone()).collect();
+        let nodes: Vec<&GraphNode> = found.nodes.iter().filter(|node| self.runs(&node.within)).collect();
         let id = self.streams.find(stream)?;
         self.forbid_capture(id, || unsupported("launches of graphs cannot be captured"))?;
-        if let Some(misuse) = self.check_graph_blocks(&found, &bodies) {
+        if let Some(misuse) = self.check_graph_blocks(&found, &nodes) {
             let second = self.op_ref(Some(id), Operation::LaunchGraph, None);
             let Misuse { kind, at, block, why } = misuse;
             let range = at..block.as_ref().map_or(at, |block| block.ptr.0 + block.bytes);
@@ -332,7 +330,7 @@ impl Machine {
             Some((at, clock)) => self.order_after(id, *at, clock)?,
             None => self.streams.arrive(id),
         }
-        bodies.into_iter().try_for_each(|body| self.launch_node(id, body))?;
+        nodes.into_iter().try_for_each(|node| self.launch_node(id, node.body.clone()))?;
         let launched = Some(self.end_of(id)?);
         self.graphs.get_mut(graph.0).ok_or_else(unknown)?.launched = launched;
         Ok(())
@@ -340,15 +338,16 @@ impl Machine {
 
     /// A block that a graph needs and that is gone, or that began in the graph's memory since its
     /// capture.
-    fn check_graph_blocks(&self, graph: &CapturedGraph, work: &[Body]) -> Option<Misuse> {
+    fn check_graph_blocks(&self, graph: &CapturedGraph, nodes: &[&GraphNode]) -> Option<Misuse> {
         let checks = self.checks()?;
-        let touches = work.iter().flat_map(Body::touches).filter(|touch| touch.space == Space::Device);
-        let uses = touches.flat_map(|touch| {
+        let touches = nodes.iter().flat_map(|node| node.body.touches().into_iter().map(|touch| (node.blocks, touch)));
+        let on_device = touches.filter(|(_, touch)| touch.space == Space::Device);
+        let uses = on_device.flat_map(|(blocks, touch)| {
             let aliases = touch.aliases(&self.physicals, &self.address.mappings);
-            aliases.into_iter().chain([touch.range])
+            aliases.into_iter().chain([touch.range]).map(move |range| (blocks, range))
         });
         let gone = checks.check_needed(graph.needed.iter().copied());
-        gone.or_else(|| checks.check_given_out(graph.blocks, uses))
+        gone.or_else(|| checks.check_given_out(uses))
     }
 
     /// Reports nodes that race because their addresses have become the same memory since they were

@@ -237,20 +237,23 @@ impl Checks {
         })
     }
 
-    /// Notes whether a stream captures, and returns how many blocks began so far.
-    pub(crate) fn note_captures(&self, captures: bool) -> u64 {
-        let mut state = self.state.lock();
-        state.captures = captures;
-        state.count
+    /// Notes whether a stream captures.
+    pub(crate) fn note_captures(&self, captures: bool) {
+        self.state.lock().captures = captures;
     }
 
-    /// Checks that a graph, captured when this many blocks had begun, uses the memory of no block
-    /// that began later.
-    pub(crate) fn check_given_out(&self, blocks: u64, uses: impl Iterator<Item = Range<u64>>) -> Option<Misuse> {
+    /// How many blocks began so far.
+    pub(crate) fn count(&self) -> u64 {
+        self.state.lock().count
+    }
+
+    /// Checks that a graph does not use the memory of blocks that began after its capture. `uses`
+    /// are ranges with how many blocks had begun when their work was captured.
+    pub(crate) fn check_given_out(&self, uses: impl Iterator<Item = (u64, Range<u64>)>) -> Option<Misuse> {
         let state = self.state.lock();
-        let is_new = |block: &Block| block.is_live() && !block.in_capture && block.number > blocks;
-        let mut met = uses.flat_map(|range| state.blocks.overlapping(range));
-        let (range, block) = met.find(|(_, block)| is_new(block))?;
+        let is_new = |block: &Block, begun| block.is_live() && !block.in_capture && block.number > begun;
+        let mut met = uses.flat_map(|(begun, range)| state.blocks.overlapping(range).map(move |met| (begun, met)));
+        let (_, (range, block)) = met.find(|(begun, (_, block))| is_new(block, *begun))?;
         let why = "the graph uses memory that was given out after the capture".to_owned();
         let block = Some(block.shown.clone());
         Some(Misuse { kind: ViolationKind::UseAfterFree, at: range.start, block, why })

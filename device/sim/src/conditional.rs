@@ -1,4 +1,5 @@
-//! Conditional nodes: graphs within a graph, their *bodies*, of which a launch runs at most one.
+//! Nodes with graphs within a graph, their *bodies*: conditional nodes, of which a launch runs at most
+//! one body, and child graphs, whose one body is a copy of another graph and always runs.
 //!
 //! The bodies of a node exclude each other. They are captured one after the other, before any work
 //! that comes after the node, and each counts as ordered after those captured before it. So clocks
@@ -8,15 +9,16 @@
 //! Invariants: a graph's work stands in an order that all its edges allow, that of bodies included;
 //! a node lives as long as its capture or a graph that has it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
-use aquifer_device::{Code, Operation, RawStream, Result};
+use aquifer_device::{Code, Operation, RawGraph, RawStream, Result};
 
 use crate::SimDriver;
 use crate::clock::{OpClock, StreamKey};
 use crate::machine::Machine;
-use crate::objects::{CaptureState, CapturedGraph, GraphNode, Membership};
+use crate::objects::{CaptureState, CapturedGraph, GraphAccesses, GraphNode, Membership};
 use crate::queue::StreamState;
+use crate::race::Epoch;
 use crate::refused::{Answer, Refused};
 
 /// What a conditional node does with its bodies.
@@ -39,7 +41,7 @@ pub(crate) struct ConditionalNode {
     kind: Conditional,
     bodies: u32,
     value: u32,
-    /// The capture whose graph has it.
+    /// The capture whose graph has it. None has number 0, which child graphs have.
     capture: u64,
     /// Names the node in clocks, where its bodies and what comes after it hold 1.
     key: StreamKey,
@@ -113,6 +115,21 @@ impl SimDriver {
         self.call(Operation::EndCapture, |machine| machine.end_body(stream))
     }
 
+    /// Makes a graph without nodes.
+    pub fn create_graph(&self) -> RawGraph {
+        RawGraph(self.machine.lock().graphs.insert(CapturedGraph::default()))
+    }
+
+    /// Adds a copy of another graph to a graph, as one node that comes after others of this kind.
+    /// Returns the node.
+    ///
+    /// # Errors
+    /// When a graph is gone, a node is no child graph of this one, or the other graph has
+    /// conditional nodes or allocates.
+    pub fn add_child(&self, graph: RawGraph, child: RawGraph, after: &[u64]) -> Result<u64> {
+        self.call(Operation::BeginCapture, |machine| machine.add_child(graph, child, after))
+    }
+
     /// Sets the value of a condition for launches from now on, as a kernel of the graph does on
     /// GPUs.
     ///
@@ -174,6 +191,66 @@ impl Machine {
             _ => return Err(Refused::value("the node is not of the graph that the stream is captured into")),
         }
         Ok(())
+    }
+
+    fn add_child(&mut self, graph: RawGraph, child: RawGraph, after: &[u64]) -> Answer<u64> {
+        let unknown = |graph: RawGraph| Refused::handle("graph", graph.0);
+        let child = self.graphs.get(child.0).ok_or_else(|| unknown(child))?.clone();
+        let parent = self.graphs.get(graph.0).ok_or_else(|| unknown(graph))?;
+        let mut clock = OpClock::default();
+        for &node in after {
+            let before = self.conditional(node)?;
+            if before.capture > 0 || !parent.conditionals.contains(&(node, true)) {
+                return Err(Refused::value("a child graph comes after child graphs of the same graph"));
+            }
+            clock.join(&before.clock);
+        }
+        let is_conditional = |&(node, _): &(u64, bool)| self.conditional(node).map_or(true, |node| node.capture > 0);
+        if child.conditionals.iter().any(is_conditional) || !child.memory.is_empty() {
+            let detail = "a child graph must neither have conditional nodes nor allocate";
+            return Err(Refused::new(Code::NOT_SUPPORTED, detail));
+        }
+        let key = self.streams.key_of_node();
+        let mut node = ConditionalNode {
+            kind: Conditional::Switch,
+            bodies: 1,
+            value: 0,
+            capture: 0,
+            key,
+            clock: clock.clone(),
+            begun: BTreeSet::from([0]),
+        };
+        node.clock.raise(key, 1);
+        // The same graph may be a child twice, so its streams get other names here.
+        let mut names = BTreeMap::new();
+        let mut name = |stream| *names.entry(stream).or_insert_with(|| self.streams.key_of_node());
+        let mut work = child.nodes;
+        for of_child in &mut work {
+            let mut renamed = clock.clone();
+            of_child.clock.iter().for_each(|(stream, seq)| renamed.raise(name(stream), seq));
+            node.clock.join(&renamed);
+            of_child.clock = renamed;
+            of_child.epoch = Epoch { stream: name(of_child.epoch.stream), ..of_child.epoch };
+        }
+        let handle = self.conditionals.insert(node);
+        work.iter_mut().for_each(|of_child| of_child.within.push(BodyRef { node: handle, body: 0 }));
+        let Machine { graphs, physicals, address, detector, .. } = self;
+        let Some(parent) = graphs.get_mut(graph.0) else { return Err(unknown(graph)) };
+        let mut accesses = GraphAccesses::default();
+        for node in &parent.nodes {
+            accesses.add(node, physicals, &address.mappings);
+        }
+        for node in &work {
+            for (space, conflict) in accesses.add(node, physicals, &address.mappings) {
+                detector.conflict(space, &conflict, node.epoch.op);
+                parent.races = true;
+            }
+        }
+        parent.nodes.extend(work);
+        parent.needed.extend(child.needed);
+        parent.conditionals.extend(child.conditionals.into_iter().map(|(node, _)| (node, false)));
+        parent.conditionals.push((handle, true));
+        Ok(handle)
     }
 
     fn begin_body(&mut self, node: u64, body: u32, stream: RawStream) -> Answer<()> {
@@ -272,6 +349,12 @@ impl Machine {
             Some(&ConditionalNode { value, .. }) => value == body,
             None => false,
         })
+    }
+
+    /// Whether two nodes of graphs are child graphs at the same depth.
+    pub(crate) fn are_children(&self, one: &(u64, bool), other: &(u64, bool)) -> bool {
+        let is_child = |node| self.conditional(node).is_ok_and(|node| node.capture == 0);
+        one.1 == other.1 && is_child(one.0) && is_child(other.0)
     }
 
     /// Forgets the conditional nodes of a graph that is gone, unless a copy of it is left.

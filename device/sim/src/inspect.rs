@@ -7,7 +7,7 @@ use aquifer_device::{DevicePtr, RawEvent, RawGraph, RawStream};
 
 use crate::SimDriver;
 use crate::engine::EngineTimes;
-use crate::objects::CapturedGraph;
+use crate::objects::{CapturedGraph, GraphNode};
 
 /// The capture that a stream is part of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,6 +107,35 @@ impl SimDriver {
         let mut machine = self.machine.lock();
         let copy = CapturedGraph { launched: None, frees_on_launch, ..machine.graphs.get(graph.0)?.clone() };
         Some(RawGraph(machine.graphs.insert(copy)))
+    }
+
+    /// Whether a live graph allocates memory.
+    pub fn graph_allocates(&self, graph: RawGraph) -> Option<bool> {
+        Some(!self.machine.lock().graphs.get(graph.0)?.memory.is_empty())
+    }
+
+    /// Gives later launches of a graph the work of another one. Returns false, and changes nothing,
+    /// unless both have the same kinds of nodes, and neither allocates. `None` if one is gone.
+    pub fn update_graph(&self, graph: RawGraph, from: RawGraph) -> Option<bool> {
+        let mut machine = self.machine.lock();
+        let CapturedGraph { nodes, races, needed, conditionals, memory, .. } = machine.graphs.get(from.0)?.clone();
+        let old = machine.graphs.get(graph.0)?.clone();
+        let kind = |node: &GraphNode| (node.body.operation(), node.within.len());
+        let is_like = nodes.iter().map(kind).eq(old.nodes.iter().map(kind))
+            && conditionals.len() == old.conditionals.len()
+            && conditionals
+                .iter()
+                .zip(&old.conditionals)
+                .all(|(new, old)| new == old || machine.are_children(new, old))
+            && memory.is_empty()
+            && old.memory.is_empty();
+        if is_like {
+            let (launched, frees_on_launch) = (old.launched.clone(), old.frees_on_launch);
+            *machine.graphs.get_mut(graph.0)? =
+                CapturedGraph { nodes, races, needed, conditionals, memory, launched, frees_on_launch };
+            machine.forget_conditionals(&old);
+        }
+        Some(is_like)
     }
 
     /// When the latest launch of a live graph is done, in virtual ns.

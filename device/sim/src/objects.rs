@@ -102,6 +102,8 @@ pub(crate) struct GraphNode {
     pub(crate) clock: OpClock,
     /// The bodies of conditional nodes that it is within: it runs if all of them do.
     pub(crate) within: Vec<BodyRef>,
+    /// How many blocks of allocators had begun when it was captured.
+    pub(crate) blocks: u64,
 }
 
 /// A captured graph.
@@ -110,8 +112,6 @@ pub(crate) struct CapturedGraph {
     pub(crate) nodes: Vec<GraphNode>,
     /// Whether a race among its nodes was reported.
     pub(crate) races: bool,
-    /// Blocks of allocators that had begun when its capture ended.
-    pub(crate) blocks: u64,
     /// Blocks that must be live whenever it is launched.
     pub(crate) needed: BTreeSet<Needed>,
     /// When its latest launch is done, and the clock after it. The next launch waits for it.

@@ -44,6 +44,8 @@ enum Node {
     End(Handle),
     /// A conditional node of the simulated device.
     Conditional(u64),
+    /// A child graph, which is a node of the simulated device.
+    Child(u64),
 }
 
 /// What was made of graphs under construction. Handles are never used again.
@@ -93,6 +95,19 @@ impl Conditionals {
     /// The graph that a capture makes.
     pub(crate) fn graph(&self, capture: u64) -> Handle {
         self.0.lock().graph(capture)
+    }
+
+    /// A handle for a child graph.
+    pub(crate) fn add_child(&self, node: u64) -> Handle {
+        self.0.lock().add(Node::Child(node))
+    }
+
+    /// The child graph of a handle. Other nodes cannot be depended on once their capture is over.
+    pub(crate) fn child(&self, handle: Handle) -> Answer<u64> {
+        match self.0.lock().node(handle)? {
+            Node::Child(node) => Ok(node),
+            _ => Err(Code::NOT_SUPPORTED),
+        }
     }
 
     /// The graph that has a body; any other graph itself.
@@ -183,7 +198,7 @@ impl Life {
             (&[node], SET) => match table.node(node)? {
                 Node::Conditional(node) => self.sim.come_after_conditional(RawStream(stream), node).map_err(code),
                 Node::End(of) if of == stream => Ok(()),
-                Node::End(_) => Err(Code::NOT_SUPPORTED),
+                Node::End(_) | Node::Child(_) => Err(Code::NOT_SUPPORTED),
             },
             (_, SET | 0) => Err(Code::NOT_SUPPORTED),
             _ => Err(Code::INVALID_VALUE),

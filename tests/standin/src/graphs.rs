@@ -1,12 +1,12 @@
-//! Graphs: the result of a capture, and executables made from it. Each of them has a copy of the
-//! captured work.
+//! Graphs: the result of a capture, a copy, or made of other graphs, and executables made from them.
+//! Each of them has a copy of the captured work.
 
 use std::collections::{HashMap, HashSet};
 
 use aquifer_device::{Code, Driver as _, RawGraph, RawStream};
 use parking_lot::Mutex;
 
-use crate::abi::{Answer, Handle, In, Out, abi, code, needed};
+use crate::abi::{Answer, Handle, In, Out, abi, array, check_flags, code, needed};
 use crate::process::Life;
 
 /// First handle of graphs and executables.
@@ -20,8 +20,25 @@ const FREE_ON_LAUNCH: u64 = 1;
 /// An executable that the device launches by itself.
 const DEVICE_LAUNCH: u64 = 4;
 
+/// What became of an update, apart from success, which is 0: it failed as the answer says, the graphs
+/// differ in how many nodes they have, or in their kinds, or have nodes that cannot be updated.
+const UPDATE_ERROR: u32 = 1;
+const TOPOLOGY_CHANGED: u32 = 2;
+const NODE_TYPE_CHANGED: u32 = 3;
+const UPDATE_NOT_SUPPORTED: u32 = 6;
+
+/// An executable cannot take the work of a graph.
+const UPDATE_FAILURE: Code = Code(910);
 /// Two calls use an object that takes one at a time.
 const ILLEGAL_STATE: Code = Code(401);
+
+/// `CUgraphExecUpdateResultInfo`. The nodes, which have no handles here, are null.
+#[repr(C)]
+struct UpdateResult {
+    result: u32,
+    error_node: Handle,
+    error_from_node: Handle,
+}
 
 /// What a handle stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,6 +116,58 @@ impl Life {
         Ok(())
     }
 
+    /// Refuses to copy what allocates memory, as CUDA does.
+    fn check_no_memory(&self, work: RawGraph) -> Answer {
+        if self.sim.graph_allocates(work).ok_or(Code::INVALID_HANDLE)? { Err(Code::NOT_SUPPORTED) } else { Ok(()) }
+    }
+
+    fn clone_graph(&self, out: Out<'_, Handle>, graph: Handle) -> Answer {
+        let out = needed(out)?;
+        let mut table = self.graphs.0.lock();
+        let work = table.get(graph, Kind::Graph)?;
+        self.check_no_memory(work)?;
+        let copy = self.sim.copy_graph(work, false).ok_or(Code::INVALID_HANDLE)?;
+        let handle = table.add(Kind::Graph, copy);
+        self.user_objects.copy(graph, handle);
+        out.write(handle);
+        Ok(())
+    }
+
+    fn add_child(&self, out: Out<'_, Handle>, graph: Handle, dependencies: &[Handle], child: Handle) -> Answer {
+        let out = needed(out)?;
+        if self.conditionals.graph_with(graph) != graph || self.is_being_captured(graph) {
+            // Graphs under construction take what their streams capture alone.
+            return Err(Code::NOT_SUPPORTED);
+        }
+        let table = self.graphs.0.lock();
+        let (work, of_child) = (table.get(graph, Kind::Graph)?, table.get(child, Kind::Graph)?);
+        let after: Vec<u64> = dependencies.iter().map(|&node| self.conditionals.child(node)).collect::<Answer<_>>()?;
+        let node = self.sim.add_child(work, of_child, &after).map_err(code)?;
+        out.write(self.conditionals.add_child(node));
+        self.user_objects.add(child, graph)
+    }
+
+    /// Gives an executable the work of a graph. The result is for `UpdateResult`.
+    fn update(&self, executable: Handle, graph: Handle) -> Result<(), (Code, u32)> {
+        let failed = |code| (code, UPDATE_ERROR);
+        let table = self.graphs.0.lock();
+        let work = table.get(executable, Kind::Executable).map_err(failed)?;
+        let from = table.get(graph, Kind::Graph).map_err(failed)?;
+        if table.launching.contains(&executable) {
+            return Err(failed(ILLEGAL_STATE));
+        }
+        let lengths = [work, from].map(|graph| self.sim.graph_len(graph));
+        match self.sim.update_graph(work, from).ok_or(failed(Code::INVALID_HANDLE))? {
+            true => self.user_objects.copy(graph, executable),
+            false if lengths[0] != lengths[1] => return Err((UPDATE_FAILURE, TOPOLOGY_CHANGED)),
+            false if [work, from].into_iter().any(|graph| self.check_no_memory(graph).is_err()) => {
+                return Err((UPDATE_FAILURE, UPDATE_NOT_SUPPORTED));
+            }
+            false => return Err((UPDATE_FAILURE, NODE_TYPE_CHANGED)),
+        }
+        Ok(())
+    }
+
     /// Destroys a graph or an executable.
     fn destroy(&self, handle: Handle, kind: Kind) -> Answer {
         let mut table = self.graphs.0.lock();
@@ -128,6 +197,42 @@ abi! {
         call, executable: Out<'_, Handle>, graph: Handle, _node: Out<'_, Handle>, _log: Out<'_, u8>, _capacity: usize,
     ) {
         call.life()?.instantiate(executable, graph, 0)
+    }
+
+    /// Makes a graph without nodes.
+    10000 cuGraphCreate(call, graph: Out<'_, Handle>, flags: u32) {
+        let life = call.life()?;
+        check_flags(flags, 0)?;
+        let out = needed(graph)?;
+        out.write(life.graphs.0.lock().add(Kind::Graph, life.sim.create_graph()));
+        Ok(())
+    }
+
+    /// Copies a graph. One that allocates memory is refused.
+    10000 cuGraphClone(call, copy: Out<'_, Handle>, graph: Handle) {
+        call.life()?.clone_graph(copy, graph)
+    }
+
+    /// Adds a copy of a graph to a graph as one node, behind others of this kind. One with
+    /// conditional nodes, or that allocates memory, is refused, and so is a graph that is being
+    /// captured.
+    10000 cuGraphAddChildGraphNode(
+        call, node: Out<'_, Handle>, graph: Handle, dependencies: *const Handle, count: usize, child: Handle,
+    ) {
+        let life = call.life()?;
+        // SAFETY: the caller vouches for the nodes.
+        let dependencies = unsafe { array(dependencies, count) }?;
+        life.add_child(node, graph, dependencies, child)
+    }
+
+    /// Gives later launches of an executable the work of a graph with the same kinds of nodes.
+    12000 cuGraphExecUpdate_v2(call, executable: Handle, graph: Handle, info: Out<'_, UpdateResult>) {
+        let life = call.life()?;
+        let info = needed(info)?;
+        let updated = life.update(executable, graph);
+        let result = updated.map_or_else(|(_, result)| result, |()| 0);
+        info.write(UpdateResult { result, error_node: 0, error_from_node: 0 });
+        updated.map_err(|(code, _)| code)
     }
 
     /// Enqueues the work of an executable.

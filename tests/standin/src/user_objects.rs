@@ -103,6 +103,14 @@ impl UserObjects {
         table.graphs.insert(to, references);
     }
 
+    /// A graph gets copies of another graph's references.
+    pub(crate) fn add(&self, from: Handle, to: Handle) -> Answer {
+        let mut table = self.0.lock();
+        let added = table.graphs.get(&from).cloned().unwrap_or_default();
+        let owner = table.graphs.entry(to).or_default();
+        added.0.iter().try_for_each(|(&handle, (object, count))| owner.add(handle, object, *count))
+    }
+
     /// A graph or an executable is gone.
     pub(crate) fn forget(&self, graph: Handle) {
         self.0.lock().graphs.remove(&graph);

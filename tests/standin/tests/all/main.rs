@@ -12,6 +12,7 @@ mod conditional;
 mod contexts;
 mod copies;
 mod failures;
+mod graphs;
 mod kernels;
 mod memory;
 mod peers;

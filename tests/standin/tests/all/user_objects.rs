@@ -1,12 +1,15 @@
 //! User objects: who holds them, and when their destructors run.
 
 use std::ffi::c_void;
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 use std::sync::Mutex;
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
-use cudarc::driver::sys::{CUgraph, CUgraphExec, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus, CUuserObject};
+use cudarc::driver::sys::{
+    CUgraph, CUgraphExec, CUgraphExecUpdateResultInfo, CUstream, CUstreamCaptureMode, CUstreamCaptureStatus,
+    CUuserObject,
+};
 
 use crate::support::{Card, MIB, call, wild};
 
@@ -125,6 +128,44 @@ fn a_launch_in_flight_holds_what_its_executable_held() {
     card.device.advance(Duration::from_millis(8));
     card.device.run_destructors();
     assert_eq!(probe.runs(), 1);
+}
+
+#[test]
+fn clones_and_parents_hold_what_a_graph_held() {
+    let (card, probe) = (Card::new(), Probe::new());
+    let graph = captured(&card, card.stream(1), probe);
+    let (mut clone, mut parent, mut node) = (null_mut(), null_mut(), null_mut());
+    assert_eq!([call!(cuGraphClone(&mut clone, graph)), call!(cuGraphCreate(&mut parent, 0))], [0, 0]);
+    assert_eq!(call!(cuGraphAddChildGraphNode(&mut node, parent, null(), 0, graph)), 0);
+    for graph in [graph, clone, parent] {
+        card.device.run_destructors();
+        assert_eq!(probe.runs(), 0);
+        assert_eq!(call!(cuGraphDestroy(graph)), 0);
+    }
+    card.device.run_destructors();
+    assert_eq!(probe.runs(), 1);
+}
+
+#[test]
+fn an_updated_executable_holds_what_the_new_graph_holds() {
+    let (card, [old, new]) = (Card::new(), [Probe::new(), Probe::new()]);
+    let stream = card.stream(1);
+    let [first, second] = [old, new].map(|probe| captured(&card, stream, probe));
+    let executable = instantiated(first);
+    card.device.stall(stream as u64, Duration::from_millis(5)).unwrap();
+    assert_eq!(call!(cuGraphLaunch(executable, stream)), 0);
+    // SAFETY: a result and null pointers may all be 0.
+    let mut info: CUgraphExecUpdateResultInfo = unsafe { std::mem::zeroed() };
+    assert_eq!(call!(cuGraphExecUpdate_v2(executable, second, &mut info)), 0);
+    assert_eq!([call!(cuGraphDestroy(first)), call!(cuGraphDestroy(second))], [0, 0]);
+    card.device.run_destructors();
+    assert_eq!([old.runs(), new.runs()], [0, 0], "the launch of the old work goes on");
+    card.device.advance(Duration::from_millis(8));
+    card.device.run_destructors();
+    assert_eq!([old.runs(), new.runs()], [1, 0]);
+    assert_eq!(call!(cuGraphExecDestroy(executable)), 0);
+    card.device.run_destructors();
+    assert_eq!([old.runs(), new.runs()], [1, 1]);
 }
 
 #[test]
