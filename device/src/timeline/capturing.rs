@@ -169,8 +169,10 @@ impl Timeline {
             return Err(capture_error(Operation::BeginCapture, BORROWED));
         }
         begin()?;
-        // Streams that join by calls of another library are recognised by it.
-        scope.set_number(self.context.driver.capture_number(self.raw()).unwrap_or(None));
+        if !self.context.driver.info().is_virtual {
+            // Streams that join by calls of another library are recognised by it.
+            scope.set_number(self.context.driver.capture_number(self.raw()).unwrap_or(None));
+        }
         scope.join(self, handle);
         self.take_part(&mut state, scope);
         Ok(())

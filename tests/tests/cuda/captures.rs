@@ -2,10 +2,10 @@
 //! where it matters.
 
 use aquifer::device::cuda;
-use aquifer_tests::prelude::*;
 use aquifer_device::CaptureStatus;
-use cudarc::driver::{CudaStream, DriverError};
+use aquifer_tests::prelude::*;
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+use cudarc::driver::{CudaStream, DriverError};
 
 use crate::support::{Gpu, MIB, kind, standin};
 
@@ -144,9 +144,14 @@ fn memory_of_a_followed_graph_stays_until_the_driver_tells_that_it_is_gone() {
         let gpu = Gpu::new();
         let (theirs, stream) = adopted(&gpu);
         let allocator = allocator(&gpu);
-        let (before, outside) = (allocator.alloc_raw(MIB, &stream).unwrap(), allocator.alloc_raw(MIB, &stream).unwrap());
+        let (before, outside) =
+            (allocator.alloc_raw(MIB, &stream).unwrap(), allocator.alloc_raw(MIB, &stream).unwrap());
         stream.fill(outside, 9, MIB).unwrap();
-        if is_seen { begin_followed(&theirs, &stream).unwrap() } else { theirs.begin_capture(MODE).unwrap() }
+        if is_seen {
+            begin_followed(&theirs, &stream).unwrap()
+        } else {
+            theirs.begin_capture(MODE).unwrap()
+        }
         let graph = allocator.followed_graph(&stream).unwrap().expect("it captures");
         assert!(stream.is_capturing() && Arc::ptr_eq(&graph, &allocator.followed_graph(&stream).unwrap().unwrap()));
         let inside = graph.pool().alloc_bytes(MIB, &stream).unwrap();

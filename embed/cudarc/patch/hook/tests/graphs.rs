@@ -134,27 +134,25 @@ fn clones_and_executables_keep_the_memory_of_a_graph() {
     let mut clone = graph.clone();
     clone.instantiate();
     graph.destroy_graph();
-    for launched in [&graph, &clone] {
+    let launch_and_check = |launched: &Raw| {
+        gpu.standin.run_destructors();
         let others = others(&stream);
         launched.launch(&stream);
         assert_unharmed(&others);
         assert_eq!(value_of(&output), 3);
-    }
+    };
+    [&graph, &clone].map(launch_and_check);
     drop(graph);
     clone.destroy_graph();
-    gpu.standin.run_destructors();
-    let others = others(&stream);
-    clone.launch(&stream);
-    assert_unharmed(&others);
-    assert_eq!(value_of(&output), 3);
-    // A launch in flight keeps it, too: these come on another stream.
+    launch_and_check(&clone);
+    // A launch in flight keeps it, too: these slices are of another stream.
     let other = gpu.stream();
     clone.launch(&stream);
-    drop((clone, output));
-    let others = self::others(&other);
+    drop(clone);
+    let others = others(&other);
     stream.synchronize().unwrap();
     assert_unharmed(&others);
-    drop((others, input));
+    drop((others, output, input));
     gpu.assert_all_is_back();
 }
 

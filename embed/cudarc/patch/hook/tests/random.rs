@@ -80,7 +80,8 @@ impl Program {
 
     /// True if the stream's work is captured now.
     fn captures(&self, on: usize) -> bool {
-        let is_part = |capturing: &Capturing| capturing.on == on || (capturing.has_fork && (capturing.on + 1) % 3 == on);
+        let is_part =
+            |capturing: &Capturing| capturing.on == on || (capturing.has_fork && (capturing.on + 1) % 3 == on);
         self.capturing.as_ref().is_some_and(is_part)
     }
 
@@ -145,7 +146,9 @@ impl Program {
     /// Captures a write of a slice from before, which the program keeps.
     fn use_outside(&mut self) {
         let value = self.draw(200) as u8 + 1;
-        let Some(on) = self.capturing.as_ref().filter(|capturing| !capturing.is_broken).map(|now| now.on) else { return };
+        let Some(on) = self.capturing.as_ref().filter(|capturing| !capturing.is_broken).map(|now| now.on) else {
+            return;
+        };
         let found = self.slices.iter_mut().find(|slice| slice.on == on && slice.value.is_some());
         let (Some(slice), Some(capturing)) = (found, &mut self.capturing) else { return };
         fill(&self.streams[on], &mut slice.memory, value);
@@ -253,7 +256,7 @@ impl Program {
                 0 => return graph.destroy_graph(),
                 1 if graph.executables() > 1 => return graph.destroy_executable(),
                 2 if graph.has_graph() => return graph.instantiate(),
-                3 if graph.has_graph() && std::env::var("NOCLONE").is_err() => {
+                3 if graph.has_graph() => {
                     let mut clone = graph.clone();
                     clone.instantiate();
                     *graph = clone;
