@@ -286,13 +286,6 @@ pub(crate) fn begin_followed(
     Ok(scope.launches.clone())
 }
 
-/// Drops what was kept for graphs that are gone: this runs code of callers.
-pub(crate) fn settle_graphs(driver: &dyn Driver) {
-    for launches in driver.take_kept().into_iter().filter_map(|kept| kept.downcast::<Launches>().ok()) {
-        drop(launches.note_gone());
-    }
-}
-
 /// A captured graph, which can be launched any number of times. It uses fixed addresses: keep the
 /// memory that it uses until its last launch is done.
 ///

@@ -122,8 +122,9 @@ impl Timeline {
             return Err(capture_error(
                 Operation::Record,
                 "work of a capturing stream orders nothing outside of its graph: a stream takes part in it once it has \
-                 waited for an event of the capturing stream (`Event::record` and `Stream::wait_event`, or cudarc's `join`); \
-                 otherwise use a stream that does not capture, or wait until the capture has ended",
+                 waited for an event of the capturing stream (`Event::record`, `Stream::wait_event`, or a \
+                 library's join of streams); otherwise use a stream that does not capture, or wait until the capture \
+                 has ended",
             ));
         }
         self.refuse_unannounced(state)?;

@@ -72,9 +72,10 @@ fn registered(bench: &Bench) -> Result<()> {
 }
 
 fn kept(bench: &Bench) -> Result<()> {
-    bench.driver.begin_capture(bench.stream())?;
-    assert!(bench.driver.capture_status(bench.stream())? == CaptureStatus::Active);
-    bench.driver.keep_for_graph(bench.stream(), std::sync::Arc::new(()))
+    let stream = bench.stream();
+    bench.driver.begin_capture(stream)?;
+    assert_eq!(bench.driver.capture_status(stream)?, CaptureStatus::Active);
+    bench.driver.keep_for_graph(stream, std::sync::Arc::new(()))
 }
 
 fn much_shared(bench: &Bench) -> Result<()> {
