@@ -11,8 +11,9 @@
 //! Work that was enqueued before a block was dropped may run later. Work in a graph is checked when
 //! it is captured; a launch only needs those blocks that are not the graph's own (`PrivatePool`) to
 //! be live still, and no live block in its memory that began after the capture. Blocks that began
-//! in a later capture are other graphs', which may use the same memory. Memory that no allocator manages, such as a plain allocation of the driver, is
-//! checked by the address space alone, and counts as written.
+//! in a later capture belong to other graphs, which may use the same memory. Memory that no
+//! allocator manages, such as a plain allocation of the driver, is checked by the address space
+//! alone, and counts as written.
 //!
 //! Bytes are *unwritten* from when their block was handed out until work writes them. Kernels and
 //! downloads must not read such bytes; copies within the device carry them along. A kernel with a

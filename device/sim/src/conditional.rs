@@ -1,5 +1,5 @@
-//! Nodes with graphs within a graph, their *bodies*: conditional nodes, of which a launch runs at most
-//! one body, and child graphs, whose one body is a copy of another graph and always runs.
+//! Nodes that hold graphs, their *bodies*. A launch runs at most one body of a conditional node. A
+//! child graph is a node with one body, a copy of another graph, which always runs.
 //!
 //! The bodies of a node exclude each other. They are captured one after the other, before any work
 //! that comes after the node, and each counts as ordered after those captured before it. So clocks

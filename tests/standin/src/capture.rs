@@ -30,7 +30,7 @@ use std::thread::{self, ThreadId};
 use aquifer_device::{CaptureStatus, Code, Driver as _, RawStream};
 use parking_lot::Mutex;
 
-use crate::abi::{Answer, CAPTURE_WRONG_THREAD, Handle, InOut, Out, abi, code, needed, offer};
+use crate::abi::{Answer, CAPTURE_WRONG_THREAD, Handle, InOut, Out, UNKNOWN, abi, code, needed, offer};
 use crate::process::Life;
 use crate::thread as own;
 
@@ -126,14 +126,15 @@ impl Life {
 
     fn begin(&self, stream: Handle, mode: Mode) -> Answer {
         self.sim.begin_capture(RawStream(stream)).map_err(code)?;
-        self.note_capture(stream, mode);
+        self.note_capture(stream, mode, self.graphs.reserve());
         Ok(())
     }
 
-    /// A capture began on a stream.
-    pub(crate) fn note_capture(&self, stream: Handle, mode: Mode) {
-        let Some(capture) = self.sim.capture_of(RawStream(stream)) else { return };
-        let graph = self.conditionals.graph(capture.number);
+    /// A capture of a graph, or of a body, began on a stream.
+    pub(crate) fn note_capture(&self, stream: Handle, mode: Mode, graph: Handle) {
+        if let Some(capture) = self.sim.capture_of(RawStream(stream)) {
+            self.conditionals.begin_capture(capture.number, graph);
+        }
         self.captures.0.lock().push(Ongoing { stream, thread: thread::current().id(), mode, graph });
     }
 
@@ -154,13 +155,18 @@ impl Life {
         out.write(0);
         // The end of a body gives the body itself.
         let ended = self.end_body(stream).unwrap_or_else(|| {
-            let capture = self.sim.capture_of(RawStream(stream)).map_or(0, |capture| capture.number);
-            let graph = self.conditionals.graph(capture);
-            let ended = self.sim.end_capture(RawStream(stream)).map(|work| self.graphs.add(graph, work));
-            if ended.is_err() && self.sim.capture_of(RawStream(stream)).is_none() {
-                self.user_objects.forget(graph);
+            let capture = self.sim.capture_of(RawStream(stream));
+            let ended = self.sim.end_capture(RawStream(stream)).map_err(code);
+            // Some errors leave the capture as it is.
+            let is_over = self.sim.capture_of(RawStream(stream)).is_none();
+            let graph = capture.filter(|_| is_over).and_then(|capture| self.conditionals.end_capture(capture.number));
+            if let Some(graph) = graph {
+                if ended.is_err() {
+                    self.user_objects.forget(graph);
+                }
+                self.graphs.end_capture(graph, ended.as_ref().ok().copied());
             }
-            ended.map(|()| graph).map_err(code)
+            ended.and_then(|_| graph.ok_or(UNKNOWN))
         });
         if self.sim.capture_of(RawStream(stream)).is_none() {
             self.captures.remove(stream);

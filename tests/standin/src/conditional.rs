@@ -14,8 +14,8 @@ use crate::abi::{Answer, Handle, In, InOut, Out, abi, array, code, needed, offer
 use crate::capture::Mode;
 use crate::process::Life;
 
-/// First handles of graphs under construction, of nodes, and of conditions.
-const GRAPHS: Handle = 0x6B_0000_0000_0000;
+/// First handles of bodies, of nodes, and of conditions.
+const BODIES: Handle = 0x6B_0000_0000_0000;
 const NODES: Handle = 0x6C_0000_0000_0000;
 const CONDITIONS: Handle = 0x6D_0000_0000_0000;
 
@@ -48,7 +48,8 @@ enum Node {
     Child(u64),
 }
 
-/// What was made of graphs under construction. Handles are never used again.
+/// What was made of graphs under construction. Handles of nodes, conditions and bodies are never
+/// used again.
 #[derive(Debug, Default)]
 pub(crate) struct Conditionals(Mutex<Table>);
 
@@ -64,7 +65,7 @@ struct Table {
     bodies: HashMap<Handle, (u64, u32, Handle)>,
     /// The handles of a node's bodies, in the memory that callers read them from.
     arrays: Vec<Box<[Handle]>>,
-    /// The body that each capture of one makes.
+    /// The graph or the body that each capture makes.
     captured: HashMap<u64, Handle>,
 }
 
@@ -79,11 +80,6 @@ impl Table {
         self.nodes.get(at).copied().ok_or(Code::INVALID_VALUE)
     }
 
-    /// The graph that a capture makes.
-    fn graph(&self, capture: u64) -> Handle {
-        self.captured.get(&capture).copied().unwrap_or(GRAPHS + capture)
-    }
-
     /// The handle of a stream's end, and where it can be read.
     fn end(&mut self, stream: Handle) -> &[Handle; 1] {
         let node = if self.ends.contains_key(&stream) { 0 } else { self.add(Node::End(stream)) };
@@ -92,9 +88,14 @@ impl Table {
 }
 
 impl Conditionals {
-    /// The graph that a capture makes.
-    pub(crate) fn graph(&self, capture: u64) -> Handle {
-        self.0.lock().graph(capture)
+    /// A capture began, which makes this graph or body.
+    pub(crate) fn begin_capture(&self, capture: u64, graph: Handle) {
+        self.0.lock().captured.insert(capture, graph);
+    }
+
+    /// A capture is over. Returns the graph that it made.
+    pub(crate) fn end_capture(&self, capture: u64) -> Option<Handle> {
+        self.0.lock().captured.remove(&capture)
     }
 
     /// A handle for a child graph.
@@ -137,7 +138,7 @@ impl Life {
     ) {
         let Ok(capture) = self.capturing(stream) else { return };
         let mut table = self.conditionals.0.lock();
-        offer(graph, table.graph(capture));
+        offer(graph, table.captured.get(&capture).copied().unwrap_or(0));
         offer(dependencies, table.end(stream).as_ptr().expose_provenance() as u64);
         offer(count, 1);
     }
@@ -145,8 +146,8 @@ impl Life {
     fn create_condition(&self, out: Out<'_, Handle>, graph: Handle, value: u32, flags: u32) -> Answer {
         let out = needed(out)?;
         let mut table = self.conditionals.0.lock();
-        let made_by = table.captured.iter().find(|(_, body)| **body == graph).map(|(&capture, _)| capture);
-        let capture = made_by.or_else(|| graph.checked_sub(GRAPHS)).ok_or(Code::INVALID_VALUE)?;
+        let made_by = table.captured.iter().find(|(_, made)| **made == graph).map(|(&capture, _)| capture);
+        let capture = made_by.ok_or(Code::INVALID_VALUE)?;
         // A condition without a default keeps its value between launches, which nothing sets here.
         if flags != ASSIGN_DEFAULT {
             return Err(if flags == 0 { Code::NOT_SUPPORTED } else { Code::INVALID_VALUE });
@@ -177,12 +178,12 @@ impl Life {
         let &(capture, value) = table.conditions.get(&params.condition).ok_or(Code::INVALID_VALUE)?;
         let [end] = dependencies else { return Err(Code::NOT_SUPPORTED) };
         let Node::End(stream) = table.node(*end)? else { return Err(Code::NOT_SUPPORTED) };
-        if table.graph(capture) != graph || self.capturing(stream)? != capture {
+        if table.captured.get(&capture) != Some(&graph) || self.capturing(stream)? != capture {
             return Err(Code::INVALID_VALUE);
         }
         let node = self.sim.add_conditional(RawStream(stream), kind, params.size, value).map_err(code)?;
         table.conditions.remove(&params.condition);
-        let first = GRAPHS + (1 << 32) + table.bodies.len() as u64;
+        let first = BODIES + table.bodies.len() as u64;
         let bodies: Box<[Handle]> = (0..params.size).map(|body| first + u64::from(body)).collect();
         let with = table.bodies.get(&graph).map_or(graph, |&(_, _, with)| with);
         table.bodies.extend(bodies.iter().zip(0..).map(|(&body, number)| (body, (node, number, with))));
@@ -206,25 +207,24 @@ impl Life {
     }
 
     fn begin_capture_to(&self, stream: Handle, graph: Handle, dependencies: usize, mode: Mode) -> Answer {
-        let mut table = self.conditionals.0.lock();
+        let table = self.conditionals.0.lock();
         // Other graphs cannot be added to.
         let &(node, body, _) = table.bodies.get(&graph).ok_or(Code::NOT_SUPPORTED)?;
         if dependencies > 0 {
             return Err(Code::NOT_SUPPORTED);
         }
         self.sim.begin_body(node, body, RawStream(stream)).map_err(code)?;
-        if let Some(capture) = self.sim.capture_of(RawStream(stream)) {
-            table.captured.insert(capture.number, graph);
-        }
         drop(table);
-        self.note_capture(stream, mode);
+        self.note_capture(stream, mode, graph);
         Ok(())
     }
 
     /// Ends the capture of a body, if that is what the stream captures. Returns the body.
     pub(crate) fn end_body(&self, stream: Handle) -> Option<Answer<Handle>> {
         let capture = self.sim.capture_of(RawStream(stream))?.number;
-        let body = self.conditionals.0.lock().captured.get(&capture).copied()?;
+        let table = self.conditionals.0.lock();
+        let body = *table.captured.get(&capture).filter(|graph| table.bodies.contains_key(graph))?;
+        drop(table);
         Some(self.sim.end_body(RawStream(stream)).map(|()| body).map_err(code))
     }
 }

@@ -1,5 +1,5 @@
-//! Graphs: the result of a capture, a copy, or made of other graphs, and executables made from them.
-//! Each of them has a copy of the captured work.
+//! Graphs, which captures make, or which are made of other graphs; and executables, which are made
+//! from graphs. Each of them has a copy of the captured work.
 
 use std::collections::{HashMap, HashSet};
 
@@ -20,11 +20,13 @@ const FREE_ON_LAUNCH: u64 = 1;
 /// An executable that the device launches by itself.
 const DEVICE_LAUNCH: u64 = 4;
 
-/// What became of an update, apart from success, which is 0: it failed as the answer says, the graphs
-/// differ in how many nodes they have, or in their kinds, or have nodes that cannot be updated.
+/// The result of an update that failed as the call's code says.
 const UPDATE_ERROR: u32 = 1;
+/// The graphs differ in how many nodes they have.
 const TOPOLOGY_CHANGED: u32 = 2;
+/// They differ in the kinds of their nodes.
 const NODE_TYPE_CHANGED: u32 = 3;
+/// They have nodes that cannot be updated.
 const UPDATE_NOT_SUPPORTED: u32 = 6;
 
 /// An executable cannot take the work of a graph.
@@ -58,12 +60,20 @@ struct Table {
     /// Executables that a call launches just now.
     launching: HashSet<Handle>,
     created: u64,
+    /// Handles of what was destroyed, which are given again: the latest first.
+    free: Vec<Handle>,
 }
 
 impl Table {
+    fn reserve(&mut self) -> Handle {
+        self.free.pop().unwrap_or_else(|| {
+            self.created += 1;
+            FIRST + self.created
+        })
+    }
+
     fn add(&mut self, kind: Kind, work: RawGraph) -> Handle {
-        self.created += 1;
-        let handle = FIRST + self.created;
+        let handle = self.reserve();
         self.live.insert(handle, (kind, work));
         handle
     }
@@ -75,9 +85,18 @@ impl Table {
 }
 
 impl Graphs {
-    /// A new graph of captured work, with the handle that it had during its capture.
-    pub(crate) fn add(&self, handle: Handle, work: RawGraph) {
-        self.0.lock().live.insert(handle, (Kind::Graph, work));
+    /// A handle for a graph that is going to be captured.
+    pub(crate) fn reserve(&self) -> Handle {
+        self.0.lock().reserve()
+    }
+
+    /// The capture of a graph ended; without work, there is no graph.
+    pub(crate) fn end_capture(&self, handle: Handle, work: Option<RawGraph>) {
+        let mut table = self.0.lock();
+        match work {
+            Some(work) => drop(table.live.insert(handle, (Kind::Graph, work))),
+            None => table.free.push(handle),
+        }
     }
 
     /// Whether a handle is a live graph's.
@@ -173,6 +192,7 @@ impl Life {
         let mut table = self.graphs.0.lock();
         self.sim.destroy_graph(table.get(handle, kind)?).map_err(code)?;
         table.live.remove(&handle);
+        table.free.push(handle);
         self.user_objects.forget(handle);
         Ok(())
     }

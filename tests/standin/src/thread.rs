@@ -1,5 +1,5 @@
-//! What belongs to a thread: its stack of contexts, how it takes captures, and whether it may call the
-//! driver.
+//! What belongs to a thread: its stack of contexts, how it takes captures, and whether it may call
+//! the driver.
 //!
 //! Nothing here has a destructor, so driver calls work until a thread's very end, as with the real
 //! driver.

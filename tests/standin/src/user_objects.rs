@@ -185,8 +185,8 @@ impl Life {
         table.graphs.get_mut(&graph).ok_or(Code::INVALID_VALUE)?.remove(object, count)
     }
 
-    /// The graph that owns the references of a graph, which may be under construction: the body of a
-    /// conditional node owns none.
+    /// The graph that owns the references of a graph, which may be under construction. It differs
+    /// for the body of a conditional node.
     fn owner_of(&self, graph: Handle) -> Answer<Handle> {
         let owner = self.conditionals.graph_with(graph);
         let is_live = self.is_being_captured(owner) || self.graphs.is_graph(owner);

@@ -73,6 +73,20 @@ fn a_clone_has_work_of_its_own() {
 }
 
 #[test]
+fn handles_of_graphs_come_back_and_dead_ones_are_refused() {
+    let card = Card::new();
+    let (stream, ptr) = (card.stream(1), card.alloc(MIB));
+    let first = filling(stream, ptr, 5);
+    assert_eq!([call!(cuGraphDestroy(first)), call!(cuGraphDestroy(first))], [0, 400]);
+    let second = filling(stream, ptr, 6);
+    assert_eq!(second, first);
+    let executable = launch(second, stream);
+    assert_eq!(card.read(ptr, 4), [6; 4], "the work is the new one's");
+    assert_eq!(call!(cuGraphExecDestroy(executable)), 0);
+    assert_eq!(launch(second, stream), executable);
+}
+
+#[test]
 fn child_graphs_run_behind_those_that_they_depend_on() {
     let card = Card::new();
     let (stream, ptr, out) = (card.stream(1), card.alloc(MIB), card.alloc(MIB));
