@@ -76,12 +76,14 @@ pub(crate) type Gone = AtomicPtr<Kept>;
 /// CUDA may not be called, and at any time: so it takes no lock, allocates nothing and cannot panic.
 unsafe extern "C" fn note_gone(kept: *mut c_void) {
     let kept = kept.cast::<Kept>();
-    // SAFETY: `keep_for_graph` gave the entry to the driver, which gives it up here, once. It keeps the
-    // list, and no other thread has it before it is in there, which is the last that is done here.
-    let gone = unsafe { &*Arc::as_ptr(&(*kept).gone) };
+    // SAFETY: `keep_for_graph` gave the entry to the driver, which gives it up here, once. No other
+    // thread has it before it is in the list.
+    let gone = unsafe { Arc::as_ptr(&(*kept).gone) };
+    // SAFETY: the entry keeps the list, and is in there only once nothing is done here any more.
+    let gone = unsafe { &*gone };
     let mut head = gone.load(Ordering::Relaxed);
     loop {
-        // SAFETY: as above.
+        // SAFETY: as for the entry above.
         unsafe { (*kept).next = head };
         match gone.compare_exchange_weak(head, kept, Ordering::Release, Ordering::Relaxed) {
             Ok(_) => return,
