@@ -1,11 +1,13 @@
 //! Graphs: work that is captured once and launched many times.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
 use aquifer_allocator::internal::{Busy, Outlived, Pass};
 use aquifer_allocator::{AccessGuard, CaptureRoute, GraphUses, PoolOptions, PrivatePool, Storage};
-use aquifer_device::{AccessKind, Capture, Code, DeviceError, Operation, RawStream, Stream};
+use aquifer_device::fork::Mutex;
+use aquifer_device::{AccessKind, Capture, Code, DeviceError, DevicePtr, Operation, RawStream, Stream};
 use aquifer_transfer::HostUses;
 use bytemuck::Pod;
 
@@ -368,6 +370,110 @@ impl<'p> GraphCapture<'p> {
     }
 }
 
+/// Enqueues a launch, in order with other work on the memory that the graph uses.
+#[track_caller]
+fn launch(
+    memory: &Allocator,
+    uses: &GraphUses,
+    host: Option<&Arc<HostUses>>,
+    stream: &Stream,
+    enqueue: impl FnOnce() -> Result<(), DeviceError>,
+) -> Result<(), Error> {
+    stream.end_abandoned_captures()?;
+    if stream.is_capturing() {
+        return Err(DeviceError::refused(Operation::LaunchGraph, Code::CAPTURE_UNSUPPORTED)
+            .with_detail("the stream captures, and CUDA does not capture launches of graphs")
+            .into());
+    }
+    let _ready = uses.begin_launch(memory, stream)?;
+    let used = uses.memory();
+    let used: Vec<(&Arc<Storage>, AccessKind)> = used.iter().map(|(storage, kind)| (storage, *kind)).collect();
+    let Some(host) = host.filter(|host| !host.is_empty()) else {
+        let _access = AccessGuard::acquire(stream, &used)?;
+        return Ok(enqueue()?);
+    };
+    Ok(memory.transfer()?.launch(stream, &used, host, enqueue)?)
+}
+
+/// The memory of a graph whose driver calls another library makes, some of them unseen: for
+/// adapters. The driver keeps this until the graph is gone, with its clones, its executables and all
+/// their launches.
+///
+/// Nobody sees each launch, so the graph's pool serves no other graph, and lends nothing. What it
+/// gets during the capture is fresh, or known done, or was freed in the capture by the same stream
+/// (edges of other libraries are not seen): so launches need not come after earlier work.
+#[derive(Debug)]
+pub struct FollowedGraph {
+    pool: PrivatePool,
+    uses: Arc<GraphUses>,
+    host: Option<Arc<HostUses>>,
+    memory: Allocator,
+    /// Memory from outside of the capture, to be freed with the graph.
+    dropped: Mutex<Vec<DevicePtr>>,
+}
+
+impl Allocator {
+    /// The memory of the graph that `stream` captures by calls of another library, whoever saw it
+    /// begin. `None` if it captures none, or one that was [begun](Allocator::begin_graph) here or
+    /// announced, and if a call broke the capture before this was first asked. Asks the driver.
+    ///
+    /// # Errors
+    /// On a driver before CUDA 11.3, if the stream captures; errors of the driver.
+    pub fn followed_graph(&self, stream: &Stream) -> Result<Option<Arc<FollowedGraph>>, Error> {
+        let Some(launches) = stream.follow_capture()?.filter(|launches| launches.are_followed()) else {
+            return Ok(None);
+        };
+        if let Some(known) = launches.kept() {
+            return Ok(Some(known));
+        }
+        self.device().settle_graphs();
+        let pool = self.create_pool(PoolOptions::default())?;
+        let (uses, host) = (GraphUses::collect(&pool, stream)?, HostUses::collect(stream));
+        let graph = Arc::new(FollowedGraph { pool, uses, host, memory: self.clone(), dropped: Mutex::default() });
+        let kept: Arc<dyn Any + Send + Sync> = graph.clone();
+        launches.keep(&kept);
+        Ok(Some(graph))
+    }
+}
+
+impl FollowedGraph {
+    /// The pool that serves the capture.
+    pub fn pool(&self) -> &PrivatePool {
+        &self.pool
+    }
+
+    /// Frees memory from outside of the capture once the graph is gone, whose work may use it, and
+    /// in the order of `stream`, as [`Allocator::free_raw_on`] does.
+    ///
+    /// # Errors
+    /// As [`Allocator::free_raw_on`].
+    pub fn free_raw_on(&self, ptr: DevicePtr, stream: &Stream) -> Result<(), Error> {
+        self.memory.record_stream_raw(ptr, stream)?;
+        self.dropped.lock().push(ptr);
+        Ok(())
+    }
+
+    /// Enqueues a launch that the adapter sees: `enqueue` makes the driver call. It comes after
+    /// earlier work on the buffers that the graph uses, and later work after it.
+    ///
+    /// # Errors
+    /// As [`Graph::launch`].
+    #[track_caller]
+    pub fn launch(&self, stream: &Stream, enqueue: impl FnOnce() -> Result<(), DeviceError>) -> Result<(), Error> {
+        launch(&self.memory, &self.uses, self.host.as_ref(), stream, enqueue)
+    }
+}
+
+impl Drop for FollowedGraph {
+    fn drop(&mut self) {
+        for ptr in std::mem::take(self.dropped.get_mut()) {
+            if let Err(error) = self.memory.free_raw(ptr) {
+                tracing::warn!(%error, "memory that a graph kept could not be freed");
+            }
+        }
+    }
+}
+
 /// What graphs will need, as [`Allocator::plan_graph`] found out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -405,20 +511,7 @@ impl<R> Graph<R> {
     /// [`Error::is_out_of_memory`]: nothing is launched, and this can be tried again.
     #[track_caller]
     pub fn launch(&self, stream: &Stream) -> Result<(), Error> {
-        stream.end_abandoned_captures()?;
-        if stream.is_capturing() {
-            return Err(DeviceError::refused(Operation::LaunchGraph, Code::CAPTURE_UNSUPPORTED)
-                .with_detail("the stream captures, and CUDA does not capture launches of graphs")
-                .into());
-        }
-        let _ready = self.uses.begin_launch(&self.memory, stream)?;
-        let memory = self.uses.memory();
-        let memory: Vec<(&Arc<Storage>, AccessKind)> = memory.iter().map(|(storage, kind)| (storage, *kind)).collect();
-        let Some(host) = self.host.as_ref().filter(|host| !host.is_empty()) else {
-            let _access = AccessGuard::acquire(stream, &memory)?;
-            return Ok(self.graph.launch(stream)?);
-        };
-        Ok(self.memory.transfer()?.launch(stream, &memory, host, || self.graph.launch(stream))?)
+        launch(&self.memory, &self.uses, self.host.as_ref(), stream, || self.graph.launch(stream))
     }
 
     /// Uploads new values into a buffer that the graph's work uses, for launches on `stream` from

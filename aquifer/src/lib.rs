@@ -197,7 +197,7 @@ pub use allocator::Allocator;
 pub use aquifer_device::{Device, Stream};
 pub use buffer::{Buffer, View, ViewMut};
 pub use error::Error;
-pub use graph::{Graph, GraphCapture, GraphPlan};
+pub use graph::{FollowedGraph, Graph, GraphCapture, GraphPlan};
 pub use open::{open, open_best};
 pub use tensor::Tensor;
 pub use transfer::{Pending, PinnedBuffer};

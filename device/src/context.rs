@@ -18,6 +18,7 @@ use std::sync::{Arc, Weak};
 use crate::fork::Mutex as Leaf;
 use crossbeam_queue::SegQueue;
 
+use crate::capture::Scope;
 use crate::capturing_streams::{CapturingStreams, HeldOff};
 use crate::counted::Counted;
 use crate::driver::{DevicePtr, Driver, RawEvent, RawStream};
@@ -67,6 +68,9 @@ pub(crate) trait Waited: fmt::Debug + Send + Sync {
 
     /// Asks the driver whether all work enqueued so far is done.
     fn is_idle(&self) -> Result<bool>;
+
+    /// The capture that the stream is known to be part of.
+    fn known_capture(&self) -> Option<Arc<Scope>>;
 }
 
 /// Timelines, and some that are gone.
@@ -257,6 +261,12 @@ impl Context {
     /// The timelines of its streams that something refers to.
     fn timelines(&self) -> Vec<Arc<dyn Waited>> {
         self.timelines.lock().known.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// The capture with this number of the driver's, if a stream is known to be part of it.
+    pub(crate) fn capture(&self, number: u64) -> Option<Arc<Scope>> {
+        let captures = self.timelines().into_iter().filter_map(|timeline| timeline.known_capture());
+        captures.into_iter().find(|scope| scope.number() == Some(number))
     }
 
     /// Registers a stream's timeline, so that it is updated when the host has waited for the

@@ -161,7 +161,7 @@ impl Driver for Counted {
         create_stream destroy_stream synchronize_stream query_stream stream_id
         create_event destroy_event record wait query_event synchronize_event elapsed_ms synchronize
         copy_to_device copy_to_host copy_on_device copy_2d copy_batch memset load_module unload_module launch
-        begin_capture capture_status end_capture launch_graph destroy_graph
+        begin_capture capture_status capture_number keep_for_graph take_kept end_capture launch_graph destroy_graph
         pool_usage trim_pool trim_graph_memory can_access_peer
     }
 

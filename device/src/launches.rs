@@ -41,11 +41,21 @@ use crate::timeline::{Tick, Timeline};
 #[derive(Debug)]
 pub struct Launches {
     number: u64,
-    /// True if they are made by [`crate::Graph::launch`].
-    ours: bool,
+    of: GraphOf,
     /// True if the graph itself was dropped, or was never made.
     gone: AtomicBool,
     made: Mutex<LaunchRecord>,
+}
+
+/// What is known of a graph and its launches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum GraphOf {
+    /// [`crate::Graph::launch`] makes the launches, and [`crate::Graph`] ends the graph.
+    Ours,
+    /// Another library launches it. The driver tells when the graph is gone, with all launches.
+    Driver,
+    /// Another library launches it, and nothing tells how long.
+    Others,
 }
 
 #[derive(Debug, Default)]
@@ -86,10 +96,13 @@ impl Default for LaunchOrder {
 }
 
 impl Launches {
-    /// The launches of a graph that is captured here (`ours`), or of one that another library
-    /// captures and will launch.
-    pub(crate) fn new(ours: bool) -> Arc<Launches> {
-        Arc::new(Launches { number: next_number(), ours, gone: AtomicBool::new(false), made: Mutex::default() })
+    pub(crate) fn new(of: GraphOf) -> Arc<Launches> {
+        Arc::new(Launches { number: next_number(), of, gone: AtomicBool::new(false), made: Mutex::default() })
+    }
+
+    /// True if the driver tells when the graph is gone: [`crate::Stream::follow_capture`].
+    pub fn are_followed(&self) -> bool {
+        self.of == GraphOf::Driver
     }
 
     /// A number that no other graph's launches have; later captures have larger ones.
@@ -203,23 +216,23 @@ impl Launches {
     }
 
     /// True if launches are not seen here, because another library captured the graph
-    /// ([`crate::Stream::announce_capture`]).
+    /// ([`crate::Stream::announce_capture`]), and nothing tells when it is gone.
     pub fn is_foreign(&self) -> bool {
-        !self.ours
+        self.of == GraphOf::Others
     }
 
-    /// True if there will be no launches any more, as far as this library sees: the graph was
-    /// dropped. Graphs that another library captured count as over.
+    /// True if there will be no launches any more, as far as this library sees: the graph is gone.
+    /// Graphs that another library captured, and announced, count as over.
     pub fn is_over(&self) -> bool {
-        !self.ours || self.gone.load(Ordering::Acquire)
+        self.is_foreign() || self.gone.load(Ordering::Acquire)
     }
 
     /// What must be done before memory of the graph may go, besides launches to come: the last
     /// launch on each stream, and, as there may be none, the ticks that launches come after. Those
     /// known to be done are left out. No driver call. `None` if launches of this graph are not seen
-    /// here.
+    /// here, and nothing tells when they are done.
     pub fn pending(&self) -> Option<Vec<Tick>> {
-        self.ours.then(|| self.pending_here())
+        (!self.is_foreign()).then(|| self.pending_here())
     }
 
     /// As [`Launches::pending`], but ignores launches that are not seen here.

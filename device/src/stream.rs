@@ -4,7 +4,7 @@ use std::panic::Location;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
-use crate::capture::{AnnouncedCapture, Capture, StreamHandle};
+use crate::capture::{self, AnnouncedCapture, Capture, StreamHandle};
 use crate::context::{Context, Waited};
 use crate::copies::{Copy2d, CopyPart};
 use crate::driver::{DevicePtr, Driver, HostPtr, RawStream};
@@ -436,6 +436,26 @@ impl Stream {
     /// When the stream does not capture, or its capture is known already; errors of the driver.
     pub fn announce_capture(&self) -> Result<AnnouncedCapture> {
         AnnouncedCapture::announce(self)
+    }
+
+    /// Asks the driver whether the stream captures, for an adapter to a library whose captures
+    /// nobody announces, or whose ends nobody does. Such a capture is made known; one that is over
+    /// ends here. Returns the launches of the graph. The driver tells when that is gone, with its
+    /// clones, its executables and all their launches: what the launches keep is dropped at the next
+    /// [`crate::Device::settle`] or slow path of an allocator.
+    ///
+    /// # Errors
+    /// On a driver before CUDA 11.3, if the stream captures; errors of the driver.
+    #[doc(hidden)]
+    pub fn follow_capture(&self) -> Result<Option<Arc<Launches>>> {
+        capture::follow(self)
+    }
+
+    /// As [`Stream::follow_capture`], for a capture that `begin` begins now.
+    #[doc(hidden)]
+    pub fn begin_followed_capture(&self, begin: impl FnOnce() -> Result<()>) -> Result<()> {
+        capture::follow(self)?;
+        capture::begin_followed(self, false, begin).map(drop)
     }
 
     /// Makes known that `body` captures a body of a conditional node, IF or SWITCH, which was just

@@ -7,6 +7,7 @@
 use std::any::Any;
 use std::panic::Location;
 
+use aquifer_device::internal::Launches;
 use aquifer_device::{DevicePtr, ErrorKind, Operation, Stream, fork};
 
 use crate::alloc::{grant_cached, grant_uncached};
@@ -123,6 +124,20 @@ impl Allocator {
             return Ok(());
         }
         self.state().look_at_raw(ptr, |block| note_use(self, block, stream))
+    }
+
+    /// True if the memory is of a pool that keeps it for the graph with these launches.
+    ///
+    /// # Errors
+    /// [`AllocError::InvalidPointer`] for a pointer that is not live here.
+    #[doc(hidden)]
+    pub fn is_kept_for(&self, ptr: DevicePtr, launches: &Launches) -> Result<bool, AllocError> {
+        let state = self.state();
+        state.look_at_raw(ptr, |block| {
+            let core = state.shared();
+            let owner = core.pools.owner_of(core.heap().block(block).pool);
+            owner.is_some_and(|private| private.graphs.has(launches))
+        })
     }
 
     /// The size in bytes of a live raw allocation's block, rounding included.

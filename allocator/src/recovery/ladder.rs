@@ -59,6 +59,7 @@ type Rung = Result<Option<Granted>, AllocError>;
 #[inline(never)]
 pub(crate) fn climb(allocator: &Allocator, request: &Request) -> Result<Granted, AllocError> {
     refuse_unannounced_capture(allocator, request.stream)?;
+    allocator.device().settle_graphs();
     poll_launches(allocator)?;
     let mut tried = Tried::default();
     match climb_rungs(allocator, request, &mut tried)? {

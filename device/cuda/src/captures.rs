@@ -6,8 +6,11 @@
 //! one. The calls made here are relaxed anyway. A thread's default stream cannot be named on other
 //! threads, so its capture can only be ended on its own thread.
 
-use std::ffi::c_uint;
+use std::any::Any;
+use std::ffi::{c_uint, c_void};
 use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicPtr, Ordering};
 
 use aquifer_device::fork::Mutex;
 use aquifer_device::{CaptureStatus, Code, DeviceError, ErrorKind, Operation, RawGraph, RawStream, Result};
@@ -37,6 +40,103 @@ pub(crate) fn status(gpu: &Gpu, operation: Operation, stream: CUstream) -> Resul
 pub(crate) fn capture_status(gpu: &Gpu, stream: RawStream) -> Result<CaptureStatus> {
     let stream = streams::live(gpu, Operation::CaptureStatus, stream)?;
     status(gpu, Operation::CaptureStatus, stream.raw)
+}
+
+/// The number and the graph of the stream's capture; `None` if it captures nothing.
+fn captured_graph(gpu: &Gpu, stream: RawStream) -> Result<Option<(u64, CUgraph)>> {
+    let operation = Operation::CaptureStatus;
+    let live = streams::live(gpu, operation, stream)?;
+    // SAFETY: the stream lives (L1).
+    let info = unsafe { crate::objects::capture_info(&gpu.context, operation, live.raw) }?;
+    match info.status {
+        CaptureStatus::None => Ok(None),
+        CaptureStatus::Active => gpu.optional(operation, info.graph).map(Some),
+        CaptureStatus::Invalidated => Err(DeviceError::refused(operation, Code::CAPTURE_INVALIDATED)
+            .with_detail("an earlier call broke the stream's capture, which must be ended first")),
+    }
+}
+
+pub(crate) fn capture_number(gpu: &Gpu, stream: RawStream) -> Result<Option<u64>> {
+    // The legacy default stream cannot capture, nor be asked while a blocking stream does.
+    if stream.is_legacy() { Ok(None) } else { Ok(captured_graph(gpu, stream)?.map(|(number, _)| number)) }
+}
+
+/// What is kept for a graph.
+#[derive(Debug)]
+pub(crate) struct Kept {
+    next: *mut Kept,
+    what: Arc<dyn Any + Send + Sync>,
+    gone: Arc<Gone>,
+}
+
+/// What was kept for graphs that are gone: a list, the last one first.
+pub(crate) type Gone = AtomicPtr<Kept>;
+
+/// Adds what was kept for a graph to the list. The driver calls this on a thread of its own, where
+/// CUDA may not be called, and at any time: so it takes no lock, allocates nothing and cannot panic.
+unsafe extern "C" fn note_gone(kept: *mut c_void) {
+    let kept = kept.cast::<Kept>();
+    // SAFETY: `keep_for_graph` gave the entry to the driver, which gives it up here, once. No other
+    // thread has it before it is in the list.
+    let gone = unsafe { Arc::as_ptr(&(*kept).gone) };
+    // SAFETY: the entry keeps the list, and is in there only once nothing is done here any more.
+    let gone = unsafe { &*gone };
+    let mut head = gone.load(Ordering::Relaxed);
+    loop {
+        // SAFETY: as for the entry above.
+        unsafe { (*kept).next = head };
+        match gone.compare_exchange_weak(head, kept, Ordering::Release, Ordering::Relaxed) {
+            Ok(_) => return,
+            Err(now) => head = now,
+        }
+    }
+}
+
+pub(crate) fn take_kept(gpu: &Gpu) -> Vec<Arc<dyn Any + Send + Sync>> {
+    let mut all = Vec::new();
+    if gpu.gone.load(Ordering::Relaxed).is_null() {
+        return all;
+    }
+    let mut next = gpu.gone.swap(ptr::null_mut(), Ordering::Acquire);
+    while !next.is_null() {
+        // SAFETY: entries of the list are boxes of `keep_for_graph`, and the swap gave all to this
+        // thread.
+        let kept = unsafe { Box::from_raw(next) };
+        next = kept.next;
+        all.push(kept.what);
+    }
+    all
+}
+
+/// Ties `what` to the graph by a *user object* (CUDA programming guide, “CUDA User Objects”), of
+/// which clones and executables of the graph, and launches under way, have references, too. This
+/// library must not be unloaded while such graphs live.
+pub(crate) fn keep_for_graph(gpu: &Gpu, stream: RawStream, what: Arc<dyn Any + Send + Sync>) -> Result<()> {
+    let (operation, functions) = (Operation::CaptureStatus, gpu.context.functions());
+    let create = gpu.optional(operation, functions.cuUserObjectCreate)?;
+    let release = gpu.optional(operation, functions.cuUserObjectRelease)?;
+    let retain = gpu.optional(operation, functions.cuGraphRetainUserObject)?;
+    let captured = captured_graph(gpu, stream)?;
+    let (_, graph) = captured.ok_or_else(|| bad_value(operation, "the stream does not capture"))?;
+    let _current = gpu.context.enter_relaxed(operation)?;
+    let kept = Kept { next: ptr::null_mut(), what, gone: gpu.gone.clone() };
+    let (kept, mut object) = (Box::into_raw(Box::new(kept)), ptr::null_mut());
+    // `CU_USER_OBJECT_NO_DESTRUCTOR_SYNC`, the only flag, must be given.
+    // SAFETY: the handle outlives the call, and `note_gone` takes the entry (F1).
+    let code = unsafe { create(&raw mut object, kept.cast(), note_gone, 1, 1) };
+    if let Err(error) = check_function(operation, "cuUserObjectCreate", code) {
+        // SAFETY: there is no object that would give it up.
+        drop(unsafe { Box::from_raw(kept) });
+        return Err(error);
+    }
+    // The graph gets the object's one reference: `CU_GRAPH_USER_OBJECT_MOVE`.
+    // SAFETY: the object was just created, and the graph lives while it is captured, which the caller's
+    // stream does (F1).
+    let code = unsafe { retain(graph, object, 1, 1) };
+    check_function(operation, "cuGraphRetainUserObject", code).inspect_err(|_| {
+        // SAFETY: nothing else has the reference (F1).
+        unsafe { release(object, 1) };
+    })
 }
 
 /// Refuses a call that would break the stream's capture, or not keep its contract, because of

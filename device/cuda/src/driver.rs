@@ -200,6 +200,10 @@ impl Driver for CudaDriver {
         streams::release(&self.gpu, stream);
     }
 
+    fn take_kept(&self) -> Vec<Arc<dyn Any + Send + Sync>> {
+        captures::take_kept(&self.gpu)
+    }
+
     fn destroy_event(&self, event: RawEvent) -> Result<()> {
         self.gpu.events.destroy(event.0)
     }
@@ -257,6 +261,8 @@ impl Driver for CudaDriver {
         load_module(ptx: &str) -> RawModule = modules::load_module;
         begin_capture(stream: RawStream) -> () = captures::begin_capture;
         capture_status(stream: RawStream) -> CaptureStatus = captures::capture_status;
+        capture_number(stream: RawStream) -> Option<u64> = captures::capture_number;
+        keep_for_graph(stream: RawStream, what: Arc<dyn Any + Send + Sync>) -> () = captures::keep_for_graph;
         stream_id(stream: RawStream) -> Option<u64> = streams::stream_id;
         pool_usage() -> PoolUsage = memory::pool_usage;
         trim_pool(keep: u64) -> () = memory::trim_pool;

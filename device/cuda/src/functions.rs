@@ -16,7 +16,7 @@ use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 
 use cudarc::driver::sys::{
     CUDA_MEMCPY2D, CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUgraphNode,
-    CUmemGenericAllocationHandle, CUmemoryPool, CUmodule, CUstream,
+    CUmemGenericAllocationHandle, CUmemoryPool, CUmodule, CUstream, CUuserObject,
 };
 use libloading::Library;
 
@@ -172,6 +172,9 @@ functions! {
         cuGraphLaunch(CUgraphExec, CUstream);
         cuGraphExecDestroy(CUgraphExec);
         cuGraphDestroy(CUgraph);
+        cuUserObjectCreate(*mut CUuserObject, *mut c_void, unsafe extern "C" fn(*mut c_void), c_uint, c_uint);
+        cuUserObjectRelease(CUuserObject, c_uint);
+        cuGraphRetainUserObject(CUgraph, CUuserObject, c_uint, c_uint);
     }
 }
 

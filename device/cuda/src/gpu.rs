@@ -7,6 +7,7 @@ use aquifer_device::fork::Mutex;
 use aquifer_device::{Code, DeviceError, DeviceInfo, Operation, Result};
 use cudarc::driver::sys::CUdevice_attribute as Attr;
 
+use crate::captures::Gone;
 use crate::context::GpuContext;
 use crate::handles::{Handles, OwnedObject};
 use crate::objects::{Events, Graphs, Locked, Modules, Physicals, Source, StreamEntry};
@@ -33,6 +34,7 @@ pub(crate) struct Gpu {
     pub(crate) reserved: Ranges<()>,
     /// Mappings, all in reserved addresses.
     pub(crate) mapped: Ranges<()>,
+    pub(crate) gone: Arc<Gone>,
     /// Held while mappings change.
     pub(crate) rules: Mutex<()>,
     /// Contexts whose memory this one asked to reach directly, with or without success.
@@ -76,6 +78,7 @@ impl Gpu {
             host: Ranges::default(),
             reserved: Ranges::default(),
             mapped: Ranges::default(),
+            gone: Arc::default(),
             rules: Mutex::default(),
             peers: Mutex::default(),
         })

@@ -136,30 +136,50 @@ pub(crate) unsafe fn destroy_captured(context: &GpuContext, raw: u64) -> Result<
     }
 }
 
+/// What the driver says of a stream's capture.
+#[derive(Debug)]
+pub(crate) struct CaptureInfo {
+    pub(crate) status: CaptureStatus,
+    /// The number and the graph, where the capture is active and the driver is of CUDA 11.3 or newer.
+    pub(crate) graph: Option<(u64, CUgraph)>,
+}
+
 /// Whether work of the stream is captured.
 ///
 /// # Safety
 /// The stream must live.
 pub(crate) unsafe fn status(context: &GpuContext, operation: Operation, stream: CUstream) -> Result<CaptureStatus> {
+    // SAFETY: passed on to the caller.
+    unsafe { capture_info(context, operation, stream) }.map(|info| info.status)
+}
+
+/// As [`status`], with what else is known of the capture.
+///
+/// # Safety
+/// As for [`status`].
+pub(crate) unsafe fn capture_info(context: &GpuContext, operation: Operation, stream: CUstream) -> Result<CaptureInfo> {
     let functions = context.functions();
     let _current = context.enter(operation)?;
-    let mut status: c_uint = 0;
+    let (mut status, mut number, mut graph) = (0, 0, ptr::null_mut());
     let code = match functions.cuStreamGetCaptureInfo_v2 {
         Some(ask) => {
-            let (id, graph, dependencies, count) = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
-            // SAFETY: the number outlives the call, the caller vouches for the stream (F1), and
+            let (dependencies, count) = (ptr::null_mut(), ptr::null_mut());
+            // SAFETY: what is written outlives the call, the caller vouches for the stream (F1), and
             // null pointers ask for nothing.
-            unsafe { ask(stream, &raw mut status, id, graph, dependencies, count) }
+            unsafe { ask(stream, &raw mut status, &raw mut number, &raw mut graph, dependencies, count) }
         }
         // SAFETY: the number outlives the call, and the caller vouches for the stream (F1).
         None => unsafe { (functions.cuStreamIsCapturing)(stream, &raw mut status) },
     };
     check(Operation::CaptureStatus, code)?;
-    Ok(match status {
+    let status = match status {
         status if status == Status::CU_STREAM_CAPTURE_STATUS_NONE as c_uint => CaptureStatus::None,
         status if status == Status::CU_STREAM_CAPTURE_STATUS_ACTIVE as c_uint => CaptureStatus::Active,
         _ => CaptureStatus::Invalidated,
-    })
+    };
+    // Otherwise the driver writes nothing.
+    let is_known = status == CaptureStatus::Active && functions.cuStreamGetCaptureInfo_v2.is_some();
+    Ok(CaptureInfo { status, graph: is_known.then_some((number, graph)) })
 }
 
 /// Ends the capture of a stream that is about to be destroyed, and destroys the captured graph. The

@@ -14,7 +14,7 @@ use crate::driver::{CaptureStatus, Driver, RawGraph, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::fork;
 use crate::label::DeviceMismatch;
-use crate::launches::Launches;
+use crate::launches::{GraphOf, KeptAlive, Launches};
 use crate::release::Object;
 use crate::stream::Stream;
 use crate::unfinished;
@@ -71,8 +71,8 @@ impl Capture {
 
     pub(crate) fn begin_with(stream: Stream, begin: impl FnOnce() -> Result<()>) -> Result<Capture> {
         stream.usable(Operation::BeginCapture)?;
-        let (timeline, scope) = (stream.timeline(), Scope::new(stream.timeline(), true));
-        timeline.begin_capture(&scope, stream.keep_alive(), begin)?;
+        let (timeline, scope) = (stream.timeline(), Scope::new(stream.timeline(), GraphOf::Ours));
+        timeline.begin_capture(&scope, stream.keep_alive(), false, begin)?;
         Ok(Capture { stream, scope })
     }
 
@@ -184,7 +184,7 @@ const NOT_ANNOUNCED: &str = "the capture was not announced";
 
 impl AnnouncedCapture {
     pub(crate) fn announce(stream: &Stream) -> Result<AnnouncedCapture> {
-        AnnouncedCapture::begin(stream, Scope::new(stream.timeline(), false))
+        AnnouncedCapture::begin(stream, Scope::new(stream.timeline(), GraphOf::Others))
     }
 
     pub(crate) fn announce_body(with_node: &Stream, stream: &Stream) -> Result<AnnouncedCapture> {
@@ -208,7 +208,7 @@ impl AnnouncedCapture {
         let operation = Operation::CaptureStatus;
         let announced = AnnouncedCapture { scope };
         let raw = stream.usable(operation)?;
-        stream.timeline().begin_capture(&announced.scope, stream.keep_alive(), || {
+        stream.timeline().begin_capture(&announced.scope, stream.keep_alive(), true, || {
             match stream.driver().capture_status(raw)? {
                 CaptureStatus::Active => Ok(()),
                 CaptureStatus::Invalidated => Err(DeviceError::refused(operation, Code::CAPTURE_INVALIDATED)
@@ -231,6 +231,59 @@ impl Drop for AnnouncedCapture {
         }
         drop(self.scope.close_announced());
     }
+}
+
+/// Asks the driver whether the stream captures, and makes known what nobody announced: a capture
+/// that another library began, or that the stream joined by its calls. Also learns that a capture is
+/// over which another library ended. Returns the launches of the graph, if one may come of it.
+pub(crate) fn follow(stream: &Stream) -> Result<Option<Arc<Launches>>> {
+    let (timeline, driver) = (stream.timeline(), stream.driver());
+    let known = timeline.capture();
+    if driver.info().is_virtual || timeline.raw().is_legacy() {
+        return Ok(known.map(|scope| scope.launches.clone()));
+    }
+    let number = driver.capture_number(timeline.usable(Operation::CaptureStatus)?);
+    if let Some(scope) = known {
+        // The known capture goes on where the driver does not tell, as when the capture is broken.
+        let goes_on = number.as_ref().map_or(true, |number| number.is_some() && *number == scope.number());
+        if goes_on || !scope.announced {
+            return Ok(Some(scope.launches.clone()));
+        }
+        drop(scope.close_announced());
+    }
+    let number = match number {
+        // No graph comes of a broken capture.
+        Err(error) if error.code == Code::CAPTURE_INVALIDATED => return Ok(None),
+        number => number?,
+    };
+    let Some(number) = number else { return Ok(None) };
+    if let Some(scope) = stream.context().capture(number) {
+        timeline.note_joined(&scope, stream.keep_alive())?;
+        return Ok(Some(scope.launches.clone()));
+    }
+    begin_followed(stream, true, || Ok(())).map(Some)
+}
+
+/// Makes a capture known whose graph, and whose end, is another library's: `begin` begins it, unless
+/// it `is_begun`.
+pub(crate) fn begin_followed(
+    stream: &Stream,
+    is_begun: bool,
+    begin: impl FnOnce() -> Result<()>,
+) -> Result<Arc<Launches>> {
+    let (scope, driver) = (Scope::new(stream.timeline(), GraphOf::Driver), stream.driver());
+    let raw = stream.usable(Operation::BeginCapture)?;
+    stream.timeline().begin_capture(&scope, stream.keep_alive(), is_begun, || {
+        begin()?;
+        let launches: KeptAlive = scope.launches.clone();
+        driver.keep_for_graph(raw, launches).inspect_err(|_| {
+            if !is_begun && let Err(error) = driver.end_capture(raw).and_then(|graph| driver.destroy_graph(graph)) {
+                tracing::warn!(%error, "a capture could not be ended that nothing would keep memory for");
+            }
+        })
+    })?;
+    unfinished::keep(Arc::new(Announced(scope.clone())));
+    Ok(scope.launches.clone())
 }
 
 /// A captured graph, which can be launched any number of times. It uses fixed addresses: keep the

@@ -14,7 +14,7 @@ use crate::capturing_streams::CapturingStreams;
 use crate::driver::{CaptureStatus, Driver, RawGraph, RawStream};
 use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
 use crate::fork::{self, Mutex as Leaf};
-use crate::launches::Launches;
+use crate::launches::{GraphOf, Launches};
 use crate::release::Object;
 use crate::stream::Stream;
 use crate::sync::Mutex;
@@ -55,16 +55,17 @@ struct Members {
     bodies: usize,
     /// True if the capture goes on although it was dropped.
     abandoned: bool,
+    /// The driver's number of the capture, once it has begun, and if it has one.
+    number: Option<u64>,
     /// Its streams: the one that it began on, and those that joined by waiting for one of its
     /// events.
     streams: Vec<(Arc<Timeline>, StreamHandle)>,
 }
 
 impl Scope {
-    /// The scope of a capture that this library begins (`ours`), or that another library began, on
-    /// a stream that the calling thread can use.
-    pub(super) fn new(timeline: &Timeline, ours: bool) -> Arc<Scope> {
-        Scope::with(timeline, Launches::new(ours), !ours, None)
+    /// The scope of a capture on a stream that the calling thread can use.
+    pub(super) fn new(timeline: &Timeline, graph: GraphOf) -> Arc<Scope> {
+        Scope::with(timeline, Launches::new(graph), graph != GraphOf::Ours, None)
     }
 
     /// The scope of a capture that another library began, of a body of a conditional node. `None`
@@ -122,6 +123,14 @@ impl Scope {
     /// True if the capture began on this stream.
     pub(crate) fn began_on(&self, timeline: &Timeline) -> bool {
         self.members.lock().streams.first().is_some_and(|(first, _)| ptr::eq(&raw const **first, timeline))
+    }
+
+    pub(crate) fn number(&self) -> Option<u64> {
+        self.members.lock().number
+    }
+
+    pub(crate) fn set_number(&self, number: Option<u64>) {
+        self.members.lock().number = number;
     }
 
     /// Notes that the capture goes on although it was dropped.
@@ -238,9 +247,13 @@ impl Scope {
         }
         let origin = self.members.lock().streams.first().map(|(first, _)| first.clone());
         let Some(timeline) = origin else { return };
-        let operation = Operation::CaptureStatus;
-        let status = timeline.usable(operation).and_then(|raw| timeline.context().driver.capture_status(raw));
-        if matches!(status, Ok(CaptureStatus::None)) {
+        let (operation, driver) = (Operation::CaptureStatus, &timeline.context().driver);
+        let is_over = timeline.usable(operation).and_then(|raw| match self.number() {
+            // Another capture may have begun since.
+            Some(_) => Ok(driver.capture_number(raw)? != self.number()),
+            None => Ok(driver.capture_status(raw)? == CaptureStatus::None),
+        });
+        if matches!(is_over, Ok(true)) {
             drop(self.close_announced());
         }
     }
@@ -272,7 +285,8 @@ impl Scope {
         if self.is_over() {
             return;
         }
-        let kept = self.launches.note_gone();
+        // An announced capture may have given a graph all the same.
+        let kept = if self.announced { Vec::new() } else { self.launches.note_gone() };
         let streams = self.close();
         drop(alone);
         // Dropping these runs code of callers.

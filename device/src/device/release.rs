@@ -4,8 +4,9 @@ use std::any::Any;
 use std::sync::Arc;
 
 use super::Device;
-use crate::driver::{DevicePtr, HostPtr, RawModule, RawPhysical};
+use crate::driver::{DevicePtr, Driver, HostPtr, RawModule, RawPhysical};
 use crate::fork;
+use crate::launches::Launches;
 use crate::release::{Effort, HostMemory, Object, Reservation, Uses};
 use crate::timeline::Tick;
 use crate::unfinished;
@@ -137,7 +138,17 @@ impl Device {
         unfinished::drop_left_of(self.id());
         unfinished::end_captures(&self.0.context.capturing);
         unfinished::finish_all();
+        self.settle_graphs();
         self.0.context.settle(Effort::Waiting);
+    }
+
+    /// Drops what was kept for graphs of other libraries that are gone by now
+    /// ([`crate::Stream::follow_capture`]). Waits for nothing.
+    #[doc(hidden)]
+    pub fn settle_graphs(&self) {
+        let gone = if fork::is_child() { Vec::new() } else { self.0.context.driver.take_kept() };
+        // This runs code of callers.
+        gone.into_iter().filter_map(|kept| kept.downcast::<Launches>().ok()).for_each(|gone| drop(gone.note_gone()));
     }
 
     /// As [`Device::settle`], but only for things that are known not to be in use any more. Waits

@@ -99,6 +99,13 @@ macro_rules! forward_calls {
     (@capture_status) => {
         $crate::forward_calls! { #CaptureStatus capture_status(stream: RawStream) -> CaptureStatus }
     };
+    (@capture_number) => {
+        $crate::forward_calls! { #CaptureStatus capture_number(stream: RawStream) -> Option<u64> }
+    };
+    (@keep_for_graph) => {
+        $crate::forward_calls! { #CaptureStatus keep_for_graph(stream: RawStream, what: Arc<dyn Any + Send + Sync>) -> () }
+    };
+    (@take_kept) => { fn take_kept(&self) -> Vec<Arc<dyn Any + Send + Sync>> { self.below().take_kept() } };
     (@end_capture) => { $crate::forward_calls! { #EndCapture end_capture(stream: RawStream) -> RawGraph } };
     (@launch_graph) => {
         $crate::forward_calls! { #LaunchGraph launch_graph(graph: RawGraph, stream: RawStream) -> () }

@@ -28,8 +28,9 @@ pub use handles::{DevicePtr, HostPtr, RawEvent, RawGraph, RawModule, RawPhysical
 
 use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
-use crate::error::Result;
+use crate::error::{Code, DeviceError, Operation, Result};
 use crate::launch::{AccessKind, Launch};
+use crate::launches::KeptAlive;
 use crate::physical::PhysicalOptions;
 use crate::witness::Witness;
 
@@ -311,6 +312,27 @@ pub trait Driver: fmt::Debug + Send + Sync {
 
     /// Whether work of the stream is captured now. Legal at any time; breaks no capture.
     fn capture_status(&self, stream: RawStream) -> Result<CaptureStatus>;
+
+    /// The driver's number of the capture that the stream is part of, which no other capture of the
+    /// process has; `None` if it captures nothing. Fails if an earlier call broke the capture. Legal
+    /// at any time; breaks no capture.
+    fn capture_number(&self, _stream: RawStream) -> Result<Option<u64>> {
+        Ok(None)
+    }
+
+    /// Keeps `what` until the graph that the stream captures is gone, and with it its clones, the
+    /// executables made of them, and all their launches, whoever makes those. Fails if the stream
+    /// does not capture.
+    fn keep_for_graph(&self, _stream: RawStream, _what: KeptAlive) -> Result<()> {
+        Err(DeviceError::refused(Operation::CaptureStatus, Code::NOT_SUPPORTED)
+            .with_detail("this device does not tell when a graph is gone"))
+    }
+
+    /// Takes what was kept for graphs that are gone by now. Makes no driver call. What is kept should
+    /// keep the device, as nothing is taken after its end.
+    fn take_kept(&self) -> Vec<KeptAlive> {
+        Vec::new()
+    }
 
     /// A number by which the driver identifies the stream, never used again, unlike the handle;
     /// `None` where the driver has none. On CUDA refused while the stream captures.

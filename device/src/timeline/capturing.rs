@@ -132,16 +132,17 @@ impl Timeline {
     /// Calls `begin` to begin a capture, once no call is under way that would break it. This
     /// happens under the timeline's lock, so that no event is recorded into the capture by mistake.
     ///
-    /// If another library has begun the capture (it is announced), `begin` only looks for it, and
-    /// this does not wait for calls under way.
+    /// If another library has begun the capture (it `is_begun`), `begin` only looks for it, and this
+    /// does not wait for calls under way.
     pub(crate) fn begin_capture(
         self: &Arc<Self>,
         scope: &Arc<Scope>,
         handle: StreamHandle,
+        is_begun: bool,
         begin: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let (blocking, capturing) = (self.kind == StreamKind::Blocking, &self.context.capturing);
-        if scope.announced {
+        if is_begun {
             capturing.enter_begun(blocking)
         } else {
             capturing.enter(blocking)
@@ -168,9 +169,24 @@ impl Timeline {
             return Err(capture_error(Operation::BeginCapture, BORROWED));
         }
         begin()?;
+        if !self.context.driver.info().is_virtual {
+            // Streams that join by calls of another library are recognised by it.
+            scope.set_number(self.context.driver.capture_number(self.raw()).unwrap_or(None));
+        }
         scope.join(self, handle);
         self.take_part(&mut state, scope);
         Ok(())
+    }
+
+    /// Notes that another library made the stream a part of the capture.
+    pub(crate) fn note_joined(self: &Arc<Self>, scope: &Arc<Scope>, handle: StreamHandle) -> Result<()> {
+        let blocking = self.kind == StreamKind::Blocking;
+        self.context.capturing.enter_begun(blocking);
+        let joined = self.join_capture_now(scope, handle, || Ok(()));
+        if !matches!(joined, Ok(true)) {
+            self.context.capturing.leave(blocking);
+        }
+        joined.map(drop)
     }
 
     /// Calls `wait` to make the stream wait for an event recorded in a capture, by which the stream

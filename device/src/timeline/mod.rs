@@ -447,6 +447,10 @@ impl Waited for Timeline {
         self.cover(now)?;
         self.is_done(now)
     }
+
+    fn known_capture(&self) -> Option<Arc<Scope>> {
+        self.capture()
+    }
 }
 
 /// The reason why nothing can be enqueued on a stream any more.

@@ -121,8 +121,10 @@ impl Timeline {
         if state.capture.is_some() {
             return Err(capture_error(
                 Operation::Record,
-                "work of a capturing stream orders nothing outside of its graph: \
-                 use a stream that does not capture, or wait until the capture has ended",
+                "work of a capturing stream orders nothing outside of its graph: a stream takes part in it once it has \
+                 waited for an event of the capturing stream (`Event::record`, `Stream::wait_event`, or a \
+                 library's join of streams); otherwise use a stream that does not capture, or wait until the capture \
+                 has ended",
             ));
         }
         self.refuse_unannounced(state)?;

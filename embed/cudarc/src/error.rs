@@ -4,6 +4,7 @@ use std::fmt;
 
 use aquifer::device::{DeviceError, RequestError};
 use aquifer::memory::AllocError;
+use aquifer_device::Code;
 use cudarc::driver::{DriverError, sys};
 
 /// Why a call failed that involves Aquifer and cudarc.
@@ -36,13 +37,6 @@ pub enum Error {
          a Buffer's address with StreamExt::with"
     )]
     TrackedCapture,
-    /// The stream captures, and cudarc's own method began that: nothing would keep the memory for
-    /// the graph. Begin with [`AllocatorExt::begin_capture`](crate::AllocatorExt::begin_capture).
-    #[error(
-        "the stream captures, and nothing would keep the memory for the graph: begin the capture with AllocatorExt::begin_capture in place \
-         of CudaStream::begin_capture"
-    )]
-    UnannouncedCapture,
     /// The caller asked for bytes as another type, of which they are no whole number of aligned
     /// values.
     #[error("{bytes} bytes at {ptr:#x} are not a whole number of aligned {to} values")]
@@ -93,14 +87,18 @@ macro_rules! from_parts {
 from_parts!(DeviceError, RequestError, AllocError);
 
 /// For functions that return cudarc's error. It has room for a code alone: out of memory stays
-/// that, a failed driver call keeps `CUDA_ERROR_UNKNOWN`, and what the caller did wrong becomes
-/// `CUDA_ERROR_INVALID_VALUE`. Log the error before, if its text matters.
+/// that, and so does what the driver does not support; another failed driver call keeps
+/// `CUDA_ERROR_UNKNOWN`, and what the caller did wrong becomes `CUDA_ERROR_INVALID_VALUE`. Log the
+/// error before, if its text matters.
 impl From<Error> for DriverError {
     fn from(error: Error) -> DriverError {
         let is_out_of_memory = error.is_out_of_memory();
         DriverError(match error {
             Error::Driver(error) => return error,
             _ if is_out_of_memory => sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+            Error::Aquifer(error) if error.device().is_some_and(|of| of.code == Code::NOT_SUPPORTED) => {
+                sys::CUresult::CUDA_ERROR_NOT_SUPPORTED
+            }
             Error::Aquifer(error) if error.device().is_some() => sys::CUresult::CUDA_ERROR_UNKNOWN,
             _ => sys::CUresult::CUDA_ERROR_INVALID_VALUE,
         })

@@ -1,12 +1,14 @@
 //! Graphs that cudarc captures, with memory of Aquifer's.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use aquifer::device::DevicePtr;
 use aquifer::memory::PrivatePool;
-use aquifer::{Allocator, GraphCapture};
+use aquifer::{Allocator, FollowedGraph, GraphCapture, Stream};
 use aquifer_device::{Code, DeviceError, Operation, RawStream};
-use cudarc::driver::sys::{self, CUgraphInstantiate_flags, CUstreamCaptureMode};
+use cudarc::driver::sys::{self, CUgraphInstantiate_flags, CUstreamCaptureMode, CUstreamCaptureStatus as Status};
 use cudarc::driver::{CudaContext, CudaGraph, CudaStream, DriverError, result};
 
 use crate::{Error, stream};
@@ -63,6 +65,49 @@ impl<'p> Capture<'p> {
         let theirs = ended.ok_or_else(|| DeviceError::new(Operation::EndCapture, Code::CAPTURE_INVALIDATED))?;
         Ok(Graph { graph, theirs, stream })
     }
+}
+
+/// The memory of the graph that a stream is captured into, by cudarc or by the driver's functions;
+/// `None` if it captures nothing, or if [`AllocatorExt::begin_capture`](crate::AllocatorExt::begin_capture)
+/// began that, whose thread's requests are the graph's. A stream that joined a capture by an event
+/// of cudarc's is a part of it afterwards.
+///
+/// # Errors
+/// As [`Allocator::followed_graph`]; a stream that is being destroyed.
+pub fn graph_of_capture(memory: &Allocator, theirs: &Arc<CudaStream>) -> Result<Option<Arc<FollowedGraph>>, Error> {
+    let ours = stream(theirs)?;
+    if may_be_captured(&ours, theirs)? { Ok(memory.followed_graph(&ours)?) } else { Ok(None) }
+}
+
+/// Has the graph keep memory from outside of its capture that is freed while `theirs` is captured:
+/// until it is gone, or for ever if another library captures it and announced that. Returns false
+/// where the memory is to be freed now.
+///
+/// # Errors
+/// As [`graph_of_capture`]; a pointer that is not of this allocator.
+pub fn keep_for_capture(memory: &Allocator, theirs: &Arc<CudaStream>, ptr: DevicePtr) -> Result<bool, Error> {
+    let graph = graph_of_capture(memory, theirs)?;
+    let ours = stream(theirs)?;
+    let Some(launches) = ours.launches_of_capture() else { return Ok(false) };
+    if memory.is_kept_for(ptr, &launches)? {
+        return Ok(false);
+    }
+    match graph {
+        Some(graph) => graph.free_raw_on(ptr, &ours)?,
+        None if !launches.is_foreign() => {
+            let kept: Arc<dyn Any + Send + Sync> = Arc::new(memory.freed_once_idle(ptr));
+            launches.keep(&kept);
+        }
+        None => {}
+    }
+    Ok(true)
+}
+
+/// False if the stream captures nothing, and is not known to.
+pub(crate) fn may_be_captured(ours: &Stream, theirs: &CudaStream) -> Result<bool, DriverError> {
+    // The legacy default stream, which is null, cannot capture.
+    let may_capture = !theirs.cu_stream().is_null();
+    Ok(may_capture && (ours.is_capturing() || theirs.capture_status()? != Status::CU_STREAM_CAPTURE_STATUS_NONE))
 }
 
 /// A driver call of cudarc's that failed.

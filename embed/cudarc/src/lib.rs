@@ -37,7 +37,8 @@
 //! # Graphs
 //!
 //! [`AllocatorExt::begin_capture`] takes the place of `CudaStream::begin_capture`, and
-//! [`Capture::end`] that of `CudaStream::end_capture`.
+//! [`Capture::end`] that of `CudaStream::end_capture`. Captures that cudarc's methods begin, or the
+//! driver's functions, get memory of their own, too, but nothing orders their launches.
 //!
 //! # Errors
 //!
@@ -67,7 +68,7 @@ use aquifer::{Allocator, Stream};
 use cudarc::driver::{CudaContext, CudaStream};
 
 pub use error::Error;
-pub use graph::{Capture, Graph};
+pub use graph::{Capture, Graph, graph_of_capture, keep_for_capture};
 pub use pinned::HostPinned;
 pub use slice::{AllocatorExt, PoolSlice};
 pub use stream::{Bound, Lent, StreamExt};

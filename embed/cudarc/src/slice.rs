@@ -1,6 +1,5 @@
 //! Slices of cudarc's in memory of Aquifer's.
 
-use std::any::Any;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
@@ -8,11 +7,11 @@ use std::sync::Arc;
 
 use aquifer::device::{DevicePtr, RequestError};
 use aquifer::memory::PrivatePool;
-use aquifer::{Allocator, Buffer, Stream};
-use cudarc::driver::sys::{CUdeviceptr, CUstreamCaptureMode, CUstreamCaptureStatus};
-use cudarc::driver::{CudaSlice, CudaStream, DevicePtrMut as _, DeviceRepr, ValidAsZeroBits};
+use aquifer::{Allocator, Buffer};
+use cudarc::driver::sys::{CUdeviceptr, CUstreamCaptureMode};
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtrMut as _, DeviceRepr, DriverError, ValidAsZeroBits};
 
-use crate::{Capture, Error};
+use crate::{Capture, Error, graph_of_capture, keep_for_capture};
 
 /// Allocation on streams of cudarc's.
 pub trait AllocatorExt {
@@ -71,7 +70,7 @@ pub trait AllocatorExt {
     /// Allocates a buffer of `len` elements, which hold anything.
     ///
     /// # Errors
-    /// As [`Allocator::alloc`]; a stream of another context; [`Error::UnannouncedCapture`].
+    /// As [`Allocator::alloc`]; a stream of another context; as [`graph_of_capture`].
     fn alloc_on<T: Copy>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<Buffer<T>, Error>;
 
     /// Allocates a buffer of `len` zeros.
@@ -87,7 +86,7 @@ pub trait AllocatorExt {
     ///
     /// # Errors
     /// As `Allocator::alloc_raw`; a stream of another context; [`Error::Untracked`]; in a capture
-    /// [`Error::TrackedCapture`] or [`Error::UnannouncedCapture`].
+    /// [`Error::TrackedCapture`]; as [`graph_of_capture`].
     unsafe fn alloc_slice<T: DeviceRepr>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<PoolSlice<T>, Error>;
 
     /// Allocates a slice of `len` zeros for code that takes cudarc's own.
@@ -131,17 +130,22 @@ impl AllocatorExt for Allocator {
 
     #[track_caller]
     fn alloc_on<T: Copy>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<Buffer<T>, Error> {
-        Ok(self.alloc(len, &requesting(stream)?)?)
+        let (home, graph) = (crate::stream(stream)?, graph_of_capture(self, stream)?);
+        let _route = graph.as_ref().map(|graph| graph.pool().route_thread());
+        Ok(self.alloc(len, &home)?)
     }
 
     #[track_caller]
     fn alloc_zeros_on<T: Copy>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<Buffer<T>, Error> {
-        Ok(self.alloc_zeros(len, &requesting(stream)?)?)
+        let (home, graph) = (crate::stream(stream)?, graph_of_capture(self, stream)?);
+        let _route = graph.as_ref().map(|graph| graph.pool().route_thread());
+        Ok(self.alloc_zeros(len, &home)?)
     }
 
     #[track_caller]
     unsafe fn alloc_slice<T: DeviceRepr>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<PoolSlice<T>, Error> {
-        let home = requesting(stream)?;
+        let (home, followed) = (crate::stream(stream)?, graph_of_capture(self, stream)?);
+        let _route = followed.as_ref().map(|graph| graph.pool().route_thread());
         let graph = home.launches_of_capture().map(|launches| launches.number());
         if graph.is_some() && stream.context().is_managing_stream_synchronization() {
             return Err(Error::TrackedCapture);
@@ -156,7 +160,7 @@ impl AllocatorExt for Allocator {
         let has_events = stream.context().is_event_tracking();
         // SAFETY: so many bytes are allocated there, which `free_raw` alone frees.
         let slice = unsafe { stream.upgrade_device_ptr(ptr.0, len) };
-        Ok(PoolSlice { slice: ManuallyDrop::new(slice), allocator: self.clone(), has_events, graph })
+        Ok(PoolSlice { slice: ManuallyDrop::new(slice), allocator: self.clone(), has_events })
     }
 
     #[track_caller]
@@ -170,23 +174,6 @@ impl AllocatorExt for Allocator {
         stream.memset_zeros(&mut *slice)?;
         Ok(slice)
     }
-}
-
-/// Aquifer's stream of a request, unless that is captured and nothing would keep the memory for the
-/// graph.
-fn requesting(theirs: &Arc<CudaStream>) -> Result<Stream, Error> {
-    let stream = crate::stream(theirs)?;
-    if !stream.is_capturing() && is_captured(theirs)? {
-        return Err(Error::UnannouncedCapture);
-    }
-    Ok(stream)
-}
-
-/// Asks the driver.
-fn is_captured(theirs: &CudaStream) -> Result<bool, Error> {
-    // The legacy default stream, which is null, cannot capture.
-    let may_capture = !theirs.cu_stream().is_null();
-    Ok(may_capture && theirs.capture_status()? != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
 /// True if cudarc orders what streams do with a slice, or there is but one stream.
@@ -203,8 +190,8 @@ fn is_ordered(stream: &CudaStream) -> bool {
 /// captures, a later call of the device does.
 ///
 /// Dropped while its stream captures, it goes back to the graph's pool if it was allocated in the
-/// capture. Otherwise the graph keeps it: for ever, if another library captured the graph or the
-/// capture was not announced.
+/// capture. Otherwise the graph keeps it: for ever, if another library captured the graph and
+/// announced that.
 ///
 /// As for slices of its own, cudarc knows only the last stream that read. Where two streams read a
 /// slice, order one after the other, or the slice's own stream after both, before it is written or
@@ -217,8 +204,6 @@ pub struct PoolSlice<T> {
     allocator: Allocator,
     /// cudarc's event tracking was on when the slice was made.
     has_events: bool,
-    /// The number of the graph in whose capture it was allocated.
-    graph: Option<u64>,
 }
 
 impl<T> PoolSlice<T> {
@@ -252,23 +237,20 @@ impl<T> DerefMut for PoolSlice<T> {
 impl<T> Drop for PoolSlice<T> {
     fn drop(&mut self) {
         let stream = self.slice.stream().clone();
-        let launches = crate::stream(&stream).ok().and_then(|stream| stream.launches_of_capture());
-        if launches.is_none() && is_captured(&stream).unwrap_or(true) {
-            // Nobody announced the capture. Its graph may use the memory for ever, and waiting for the
-            // slice's events would break it.
-            return;
+        let record = |error: Error| stream.context().record_err(Err::<(), DriverError>(error.into()));
+        if let Err(error) = graph_of_capture(&self.allocator, &stream) {
+            // A graph may use the memory for ever, and waiting for the slice's events would break its
+            // capture.
+            return record(error);
         }
         // SAFETY: it is taken here alone, and not used afterwards.
         let ptr = DevicePtr(unsafe { ManuallyDrop::take(&mut self.slice) }.leak());
-        let is_of_capture = launches.as_ref().is_some_and(|launches| self.graph == Some(launches.number()));
-        if let Some(launches) = launches.filter(|_| !is_of_capture) {
-            // The launches of another library's graph are not seen, so it keeps the memory for ever.
-            if !launches.is_foreign() {
-                let kept: Arc<dyn Any + Send + Sync> = Arc::new(self.allocator.freed_once_idle(ptr));
-                launches.keep(&kept);
-            }
-            return;
+        match keep_for_capture(&self.allocator, &stream, ptr) {
+            Ok(false) => {}
+            Ok(true) => return,
+            Err(error) => return record(error),
         }
+        let is_of_capture = crate::stream(&stream).is_ok_and(|stream| stream.is_capturing());
         let is_ordered = is_ordered(&stream) && (self.has_events || !stream.context().is_in_multi_stream_mode());
         if is_ordered || is_of_capture {
             let _ = self.allocator.free_raw(ptr);

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use aquifer::buffer::{Access, WithError, with};
 use cudarc::driver::{CudaSlice, CudaStream, sys::CUdeviceptr};
 
+use crate::graph::may_be_captured;
 use crate::{Error, stream};
 
 /// What Aquifer adds to streams of cudarc's.
@@ -57,7 +58,12 @@ impl StreamExt for Arc<CudaStream> {
         accesses: [Access<'_>; N],
         work: impl FnOnce(&Arc<CudaStream>, [Bound<'_>; N]) -> Result<R, E>,
     ) -> Result<R, Error> {
-        let done = with(&stream(self)?, accesses, |_, accesses| work(self, accesses.map(Bound::of)));
+        let ours = stream(self)?;
+        if may_be_captured(&ours, self)? {
+            // A capture that the stream joined by an event of cudarc's is known afterwards.
+            crate::allocator(self.context())?.followed_graph(&ours)?;
+        }
+        let done = with(&ours, accesses, |_, accesses| work(self, accesses.map(Bound::of)));
         done.map_err(|error| match error {
             WithError::Order(error) => error.into(),
             WithError::Work(error) => error.into(),

@@ -1,6 +1,7 @@
 //! Captures: a call that breaks one is refused before it reaches the driver, and the calls around
 //! it leave it alone.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_cuda::CudaDriver;
@@ -360,6 +361,39 @@ fn asking_for_the_identity_of_an_adopted_stream_breaks_no_capture() {
     owner.destroy_graph(graph).unwrap();
     owner.destroy_stream(theirs).unwrap();
     bench.assert_no_violation();
+}
+
+#[test]
+fn what_is_kept_for_a_graph_comes_back_once_that_is_gone() {
+    let bench = Bench::new();
+    let (driver, stream) = (&*bench.driver, bench.stream());
+    let numbers = || driver.capture_number(stream);
+    assert_eq!(numbers().unwrap(), None);
+    assert_eq!(code(driver.keep_for_graph(stream, Arc::new("nothing"))), Code::INVALID_VALUE);
+    driver.begin_capture(stream).unwrap();
+    let first = numbers().unwrap();
+    for what in ["one", "two"] {
+        driver.keep_for_graph(stream, Arc::new(what)).unwrap();
+    }
+    let graph = driver.end_capture(stream).unwrap();
+    driver.launch_graph(graph, stream).unwrap();
+    bench.device.run_destructors();
+    assert!(driver.take_kept().is_empty());
+    driver.destroy_graph(graph).unwrap();
+    driver.synchronize().unwrap();
+    bench.device.run_destructors();
+    let mut kept: Vec<_> = driver.take_kept().into_iter().map(|what| *what.downcast::<&str>().unwrap()).collect();
+    kept.sort_unstable();
+    assert_eq!(kept, ["one", "two"]);
+    // Of a capture that breaks comes no graph.
+    driver.begin_capture(stream).unwrap();
+    assert!(numbers().unwrap() > first);
+    driver.keep_for_graph(stream, Arc::new("three")).unwrap();
+    assert!(CudaContext::new(bench.device.ordinal() as usize).unwrap().synchronize().is_err());
+    assert_eq!(code(numbers()), Code::CAPTURE_INVALIDATED);
+    assert!(driver.end_capture(stream).is_err());
+    bench.device.run_destructors();
+    assert_eq!(driver.take_kept().len(), 1);
 }
 
 /// The driver takes one call on a graph at a time (CUDA driver API, "Graph object thread safety").

@@ -71,6 +71,13 @@ fn registered(bench: &Bench) -> Result<()> {
     unsafe { bench.driver.host_register(memory.as_mut_ptr(), 4096) }.map(drop)
 }
 
+fn kept(bench: &Bench) -> Result<()> {
+    let stream = bench.stream();
+    bench.driver.begin_capture(stream)?;
+    assert_eq!(bench.driver.capture_status(stream)?, CaptureStatus::Active);
+    bench.driver.keep_for_graph(stream, std::sync::Arc::new(()))
+}
+
 fn much_shared(bench: &Bench) -> Result<()> {
     let (memory, module) = (bench.driver.alloc(4096)?, bench.driver.load_module(PTX)?);
     let launch = aquifer_device::Launch { shared_bytes: 64 << 10, ..fill(Some(module), memory, 4096, 0) };
@@ -108,6 +115,10 @@ fn without_an_optional_function_its_capability_is_off() {
         ("cuGraphLaunch", captured),
         ("cuGraphExecDestroy", captured),
         ("cuGraphDestroy", captured),
+        ("cuUserObjectCreate", kept),
+        ("cuUserObjectRelease", kept),
+        ("cuGraphRetainUserObject", kept),
+        ("cuStreamGetCaptureInfo_v2", kept),
         ("cuFuncSetAttribute", much_shared),
     ];
     for (symbol, attempt) in off {

@@ -256,20 +256,56 @@ fn slices_that_cudarc_tracks_are_refused_in_a_capture() {
 }
 
 #[test]
-fn a_capture_that_cudarc_began_by_itself_gets_no_memory() {
+fn a_capture_that_cudarc_began_by_itself_gets_memory_of_its_graphs_own() {
     let gpu = Gpu::new().without_tracking();
     let [one] = gpu.streams();
-    drop((zeros(&gpu, &one), zeros(&gpu, &one))); // which would be given out again
+    let mut x = zeros(&gpu, &one);
+    fill(&mut x, 3.0, &one);
+    drop((zeros(&gpu, &one), zeros(&gpu, &one))); // which must not be given out again
     one.begin_capture(MODE).unwrap();
-    for refused in [
-        gpu.memory.alloc_on::<f32>(N, &one).map(drop),
-        gpu.memory.alloc_zeros_on::<f32>(N, &one).map(drop),
-        gpu.memory.alloc_slice_zeros::<f32>(N, &one).map(drop),
-    ] {
-        assert!(matches!(refused, Err(Error::UnannouncedCapture)), "{refused:?}");
+    let mut temporary = zeros(&gpu, &one);
+    add(&gpu, &one, &mut temporary, &x);
+    let mut slice = gpu.memory.alloc_slice_zeros::<f32>(N, &one).unwrap();
+    let sum = gpu.memory.alloc_slice_zeros::<f32>(N, &one).unwrap();
+    gpu.launch_slices(&one, &mut slice, &sum);
+    let mut output = zeros(&gpu, &one);
+    add(&gpu, &one, &mut output, &temporary);
+    // The graph keeps buffers, its own memory, and memory from before.
+    drop((x, temporary, slice, sum));
+    let graph = one.end_capture(FLAGS).unwrap().unwrap();
+    for _ in 0..3 {
+        let mut others: Vec<_> = (0..20).map(|_| zeros(&gpu, &one)).collect();
+        others.iter_mut().for_each(|other| fill(other, 7.0, &one));
+        graph.launch().unwrap();
+        assert!(others.iter().all(|other| first(other, &one) == 7.0));
+        assert_eq!(first(&output, &one), 3.0);
     }
-    assert!(one.end_capture(FLAGS).is_ok(), "nothing broke it");
-    drop(zeros(&gpu, &one));
+    drop((graph, output));
+    gpu.assert_all_is_back();
+}
+
+#[test]
+fn a_capture_forks_by_joins_of_cudarcs() {
+    let gpu = Gpu::new().without_tracking();
+    let [one, two] = gpu.streams();
+    let mut x = zeros(&gpu, &one);
+    fill(&mut x, 3.0, &one);
+    let capture = begin(&gpu, &one);
+    let mut on_one = zeros(&gpu, &one);
+    add(&gpu, &one, &mut on_one, &x);
+    let mut output = zeros(&gpu, &one);
+    let refused = two.with([read(&on_one), write(&mut output)], |_, _| Ok::<_, Error>(())).unwrap_err();
+    assert!(refused.to_string().contains("join"), "{refused}");
+    two.join(&one).unwrap();
+    add(&gpu, &two, &mut output, &on_one);
+    one.join(&two).unwrap();
+    add(&gpu, &one, &mut output, &x);
+    drop((on_one, x));
+    let graph = capture.end(FLAGS, output).unwrap();
+    for on in [&one, &two, &one] {
+        graph.launch_on(on).unwrap();
+        assert_eq!(first(graph.graph().output(), on), 6.0);
+    }
     gpu.assert_no_violation();
 }
 
@@ -331,7 +367,6 @@ fn a_graph_is_launched_by_any_thread_and_looked_at_as_cudarc_has_it() {
     gpu.assert_no_violation();
 }
 
-/// Nobody knows how long the graph lives, so the memory serves no other request.
 #[test]
 fn slices_dropped_in_a_capture_that_nobody_announced_stay_the_graphs() {
     for has_several_streams in [false, true] {
@@ -352,6 +387,8 @@ fn slices_dropped_in_a_capture_that_nobody_announced_stay_the_graphs() {
         if has_several_streams {
             // Untracked slices are refused.
             graph.launch().unwrap();
+            drop(graph);
+            gpu.assert_all_is_back();
             continue;
         }
         let mut others: Vec<_> = (0..4).map(|_| gpu.memory.alloc_slice_zeros::<f32>(N, &stream).unwrap()).collect();
@@ -360,5 +397,7 @@ fn slices_dropped_in_a_capture_that_nobody_announced_stay_the_graphs() {
         for other in &others {
             assert!(stream.clone_dtoh(&**other).unwrap().iter().all(|value| *value == 7.0));
         }
+        drop((graph, others));
+        gpu.assert_all_is_back();
     }
 }

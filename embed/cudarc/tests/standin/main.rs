@@ -65,6 +65,16 @@ impl Gpu {
         unsafe { launch.launch(LaunchConfig::for_num_elems(N as u32)) }.unwrap();
     }
 
+    /// Everything went back, now that nothing is used any more.
+    fn assert_all_is_back(&self) {
+        self.context.synchronize().unwrap();
+        self.standin.run_destructors();
+        self.memory.empty_cache().unwrap();
+        let held = (self.memory.memory_allocated(), self.memory.memory_reserved());
+        assert_eq!(held, (0, 0), "{}", self.memory.summary());
+        self.assert_no_violation();
+    }
+
     fn assert_no_violation(&self) {
         assert_eq!(self.standin.violations(), Vec::<String>::new());
     }

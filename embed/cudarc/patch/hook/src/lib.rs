@@ -16,18 +16,18 @@ use std::sync::Arc;
 
 use aquifer::Allocator;
 use aquifer::device::{DevicePtr, cuda};
-use aquifer::memory::AllocError;
-use aquifer_cudarc::Error;
+use aquifer_cudarc::{Error, graph_of_capture, keep_for_capture};
 use cudarc::driver::{CudaContext, CudaStream, DeviceAllocator, DriverError, GraphMemory, sys};
 
 /// Takes the memory of a context's slices from the process's allocator of its device, from now on
 /// and for as long as the context lives, which is until the process ends. Installing it again
 /// changes nothing. cudarc frees what it allocated before.
 ///
-/// A graph that cudarc captures has memory of its own. While the `CudaGraph` lives, no other request
-/// gets what the capturing thread allocates in the capture. What was allocated before, and is dropped
-/// in the capture, is kept as long. Launches of several graphs come in the order of their streams.
-/// While a stream is captured by other means, requests are refused and drops keep the memory.
+/// A graph has memory of its own, whether cudarc's functions capture and launch it or the driver's:
+/// no other request gets what was allocated for the capture's streams, until the graph is gone, with
+/// its clones, its executables and their launches. What was allocated before, and is dropped in the
+/// capture, is kept as long. Several graphs share no memory. Drivers before CUDA 11.3 do not tell
+/// when a graph is gone: there, requests in captures are refused.
 ///
 /// cudarc's error for memory that ran out has room for a code alone; the allocator's observers
 /// (`Allocator::observe_oom`) get the report.
@@ -51,36 +51,25 @@ impl Hook {
     }
 }
 
-/// Asks the driver for a capture that was not begun with cudarc's function, nor announced.
-fn is_captured_unannounced(ours: &aquifer::Stream, theirs: &CudaStream) -> Result<bool, DriverError> {
-    // The legacy default stream, which is null, cannot capture.
-    let may_be = !ours.is_capturing() && !theirs.cu_stream().is_null();
-    Ok(may_be && theirs.capture_status()? != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
-}
-
 impl DeviceAllocator for Hook {
     fn alloc(&self, num_bytes: usize, stream: &Arc<CudaStream>) -> Result<sys::CUdeviceptr, DriverError> {
         let ours = self.stream(stream)?;
-        if is_captured_unannounced(&ours, stream)? {
-            return Err(Error::UnannouncedCapture.into());
-        }
-        let ptr = self.0.alloc_raw(num_bytes as u64, &ours).map_err(Error::from)?;
-        graph::note(&ours, ptr);
-        Ok(ptr.0)
+        let ptr = match graph_of_capture(&self.0, stream)? {
+            Some(graph) => graph.pool().alloc_raw(num_bytes as u64, &ours),
+            None => self.0.alloc_raw(num_bytes as u64, &ours),
+        };
+        Ok(ptr.map_err(Error::from)?.0)
     }
 
     fn free(&self, ptr: sys::CUdeviceptr, _: usize, stream: &Arc<CudaStream>) -> Result<bool, DriverError> {
         let (ours, ptr) = (self.stream(stream)?, DevicePtr(ptr));
-        // A graph whose capture nobody announced may use the memory for ever.
-        let is_kept = || is_captured_unannounced(&ours, stream).unwrap_or(true) || graph::keep(&self.0, &ours, ptr);
-        if self.0.size_of_raw(ptr).is_ok() && is_kept() {
-            return Ok(true);
+        if self.0.size_of_raw(ptr).is_err() {
+            return Ok(false);
         }
-        match self.0.free_raw_on(ptr, &ours) {
-            Ok(()) => Ok(true),
-            Err(AllocError::InvalidPointer { .. }) => Ok(false),
-            Err(error) => Err(Error::from(error).into()),
+        if !keep_for_capture(&self.0, stream, ptr)? {
+            self.0.free_raw_on(ptr, &ours).map_err(Error::from)?;
         }
+        Ok(true)
     }
 
     fn begin_capture(
@@ -96,6 +85,6 @@ impl DeviceAllocator for Hook {
         stream: &Arc<CudaStream>,
         end: &mut dyn FnMut() -> Result<sys::CUgraphExec, DriverError>,
     ) -> Result<Option<Box<dyn GraphMemory>>, DriverError> {
-        graph::end(stream.context(), &self.stream(stream)?, end)
+        graph::end(&self.0, stream, end)
     }
 }

@@ -2,7 +2,7 @@
 //! detector.
 #![cfg(target_os = "linux")]
 
-use cudarc::driver::{CudaContext, DriverError, result, sys};
+use cudarc::driver::{CudaContext, DriverError, sys};
 
 #[test]
 fn slices_come_from_aquifer_and_go_back_in_order() {
@@ -76,6 +76,7 @@ fn graphs_of_cudarc_have_memory_of_their_own() {
     let broken = stream.end_capture(FLAGS).err().unwrap();
     assert_eq!(broken, DriverError(sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED));
     drop(lost);
+    standin.run_destructors();
     memory.empty_cache().unwrap();
     assert_eq!(memory.memory_reserved(), held);
     begin();
@@ -83,29 +84,8 @@ fn graphs_of_cudarc_have_memory_of_their_own() {
 
     drop((graph, output));
     context.synchronize().unwrap();
+    standin.run_destructors();
     memory.empty_cache().unwrap();
     assert_eq!((memory.memory_allocated(), memory.memory_reserved()), (0, 0), "{}", memory.summary());
-    assert_eq!(standin.violations(), Vec::<String>::new());
-}
-
-/// Nobody knows how long such a graph lives.
-#[test]
-fn memory_dropped_in_a_capture_that_nobody_announced_serves_no_other_request() {
-    let standin = aquifer_standin::load().unwrap().add_device("256MiB,seed=3").unwrap();
-    let context = CudaContext::new(standin.ordinal() as usize).unwrap();
-    let memory = aquifer_cudarc_hook::install(&context).unwrap();
-    let stream = context.new_stream().unwrap();
-    // SAFETY: one stream uses what is allocated here.
-    unsafe { context.disable_event_tracking() };
-    let mut slice = stream.alloc_zeros::<u8>(1 << 20).unwrap();
-    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-    // SAFETY: the stream lives.
-    unsafe { result::stream::begin_capture(stream.cu_stream(), mode) }.unwrap();
-    stream.memset_zeros(&mut slice).unwrap();
-    assert!(stream.alloc_zeros::<u8>(1 << 20).is_err(), "it would be given to others, too");
-    drop(slice);
-    // SAFETY: as above; the graph is not used.
-    unsafe { result::stream::end_capture(stream.cu_stream()) }.unwrap();
-    assert_eq!(memory.memory_allocated(), 1 << 20);
     assert_eq!(standin.violations(), Vec::<String>::new());
 }
