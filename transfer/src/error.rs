@@ -60,6 +60,31 @@ pub enum TransferError {
         /// The error of the driver.
         cause: DeviceError,
     },
+    /// The caller launched a graph while the host reads pinned memory that the graph writes, or
+    /// writes memory that it uses. Drop what [`crate::PinnedBlock::read`] or
+    /// [`crate::PinnedBlock::write`] returned, and launch again: nothing was launched.
+    #[error(
+        "the graph uses {bytes} bytes of pinned memory at {address:#x} that the host borrows: drop what `{by}` returned \
+         before the launch, which was not made"
+    )]
+    BorrowedByHost {
+        /// The start of the memory.
+        address: u64,
+        /// Its length.
+        bytes: u64,
+        /// The call that borrowed it.
+        by: &'static str,
+    },
+    /// The caller asked for registered memory back while a graph uses it. Drop the graph first.
+    #[error(
+        "a graph uses these {bytes} bytes of pinned memory at {address:#x}, which each launch may access: drop the graph first"
+    )]
+    UsedByGraph {
+        /// The start of the memory.
+        address: u64,
+        /// Its length.
+        bytes: u64,
+    },
     /// The caller passed two ends of different lengths.
     #[error("a copy from {from} elements to {to}: both ends must have the same length")]
     LengthMismatch {

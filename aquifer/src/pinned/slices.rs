@@ -7,7 +7,7 @@ use std::panic::UnwindSafe;
 
 use aquifer_device::{HostPtr, RequestError};
 use aquifer_transfer::internal::zeroed;
-use aquifer_transfer::{PinnedPart, PinnedPartMut};
+use aquifer_transfer::{PinnedPart, PinnedPartMut, PinnedRead, PinnedWrite};
 use bytemuck::Pod;
 
 use crate::error::Error;
@@ -127,13 +127,18 @@ impl<'a, T: Pod> PinnedSlice<'a, T> {
         Ok(PinnedSlice::new(self.part, len_as::<U>(self.part.ptr(), self.part.bytes())?))
     }
 
-    /// The values, after waiting on the host for copies into the buffer.
+    /// The values, after waiting on the host for copies into the buffer. Launches of graphs that
+    /// write it are refused until the result is dropped.
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn read(self) -> Result<&'a [T], Error> {
+    pub fn read(self) -> Result<PinnedRead<'a, T>, Error> {
         let bytes = self.part.read()?;
-        Ok(if size_of::<T>() == 0 { zeroed(self.len)?.leak() } else { bytemuck::cast_slice(bytes) })
+        if size_of::<T>() > 0 {
+            return Ok(bytes.map(bytemuck::cast_slice));
+        }
+        let values: &[T] = zeroed(self.len)?.leak();
+        Ok(bytes.map(|_| values))
     }
 
     /// The bytes that a copy reads.
@@ -195,10 +200,11 @@ impl<'a, T: Pod> PinnedSliceMut<'a, T> {
     }
 
     /// The values, to be changed, after waiting on the host for all copies that use the buffer.
+    /// Launches of graphs that use it are refused until the result is dropped.
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn write(&mut self) -> Result<&mut [T], Error> {
+    pub fn write(&mut self) -> Result<PinnedWrite<'_, T>, Error> {
         self.reborrow().into_write()
     }
 
@@ -206,9 +212,13 @@ impl<'a, T: Pod> PinnedSliceMut<'a, T> {
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn into_write(self) -> Result<&'a mut [T], Error> {
+    pub fn into_write(self) -> Result<PinnedWrite<'a, T>, Error> {
         let bytes = self.part.into_write()?;
-        Ok(if size_of::<T>() == 0 { zeroed(self.len)?.leak() } else { bytemuck::cast_slice_mut(bytes) })
+        if size_of::<T>() > 0 {
+            return Ok(bytes.map(bytemuck::cast_slice_mut));
+        }
+        let values: &mut [T] = zeroed(self.len)?.leak();
+        Ok(bytes.map(|_| values))
     }
 
     /// The bytes that a copy writes.

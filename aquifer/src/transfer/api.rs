@@ -451,7 +451,7 @@ impl Transfer {
     ) -> Result<Pending<()>, Error> {
         let (to, (from, region)) = (to.into(), from.on_host()?);
         let elements = elements::<T>(from.len(), to.len(), region);
-        self.copies.copy_on_host(bytes_of(from), to.part(), &elements)?;
+        self.copies.copy_on_host(bytes_of(&from), to.part(), &elements)?;
         Ok(Pending::ready(()))
     }
 

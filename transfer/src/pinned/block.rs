@@ -7,6 +7,7 @@ use std::sync::Arc;
 use aquifer_device::{AccessKind, HostPtr, Stream, Tick};
 use bytemuck::Pod;
 
+use super::borrow::{PinnedRead, PinnedWrite};
 use super::memory::PinnedMemory;
 use super::part::{PinnedPart, PinnedPartMut};
 use crate::error::TransferError;
@@ -50,19 +51,27 @@ impl PinnedBlock {
         self.0.uses.are_over()
     }
 
-    /// The bytes, after waiting on the host for copies into the block.
+    /// Whether a graph has captured copies of the memory, each launch of which may access it.
+    pub fn is_used_by_graph(&self) -> bool {
+        // Threads of the runtime share pageable memory alone, which no graph uses.
+        self.is_pinned() && Arc::strong_count(&self.0) > 1
+    }
+
+    /// The bytes, after waiting on the host for copies into the block. Launches of graphs that
+    /// write it are refused until the result is dropped.
     ///
     /// # Errors
     /// Errors of the driver, such as the loss of a device that was to write the block.
-    pub fn read(&self) -> Result<&[u8], TransferError> {
+    pub fn read(&self) -> Result<PinnedRead<'_>, TransferError> {
         self.all().read()
     }
 
     /// The bytes, to be changed, after waiting on the host for all copies that use the block.
+    /// Launches of graphs that use it are refused until the result is dropped.
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn write(&mut self) -> Result<&mut [u8], TransferError> {
+    pub fn write(&mut self) -> Result<PinnedWrite<'_>, TransferError> {
         self.all_mut().into_write()
     }
 
@@ -121,8 +130,9 @@ impl PinnedBlock {
     /// copied from.
     ///
     /// # Errors
-    /// A block of fewer bytes, errors of the driver, and [`TransferError::OutOfHostMemory`] where a
-    /// copy is made; they return the block. A lost device never says that it is done with the
+    /// A block of fewer bytes, registered memory that a graph uses
+    /// ([`TransferError::UsedByGraph`]), errors of the driver, and
+    /// [`TransferError::OutOfHostMemory`] where a copy is made; they return the block. A lost device never says that it is done with the
     /// memory, so it cannot come back.
     pub fn into_vec<T: Pod + Send>(mut self, len: usize) -> Result<Vec<T>, (PinnedBlock, TransferError)> {
         match self.take_values(len) {
@@ -135,14 +145,20 @@ impl PinnedBlock {
     fn take_values<T: Pod + Send>(&mut self, len: usize) -> Result<Vec<T>, TransferError> {
         let wanted = host_memory::bytes_of(len, size_of::<T>() as u64)?;
         self.part(0..wanted)?;
-        // Waits for all copies.
-        self.write()?;
-        // SAFETY: the block is borrowed exclusively and becomes a vector, so there are no views;
-        // all copies were waited for.
-        match unsafe { self.0.unregister()? } {
-            Some(values) => Ok(values),
-            None => host_memory::copied(self.read()?, len),
+        // Before the wait, so that no launch comes after it.
+        if self.0.is_registered() && self.is_used_by_graph() {
+            return Err(TransferError::UsedByGraph { address: self.0.ptr().0 as u64, bytes: self.bytes() as u64 });
         }
+        // Waits for all copies.
+        drop(self.write()?);
+        // SAFETY: the block is borrowed exclusively and becomes a vector, so there are no views;
+        // all copies were waited for, and no graph has the memory.
+        if let Some(memory) = Arc::get_mut(&mut self.0)
+            && let Some(values) = unsafe { memory.unregister()? }
+        {
+            return Ok(values);
+        }
+        host_memory::copied(&self.read()?, len)
     }
 }
 

@@ -8,9 +8,14 @@
 //!   ends, whether or not the driver accepted the copy: a call may fail after the driver took the
 //!   copy;
 //! * while memory is reserved, no other use that conflicts begins;
+//! * a borrow by the host is counted before it waits for the copies that conflict, and a launch of
+//!   a graph looks at the counts while it holds its access guards. So one of the two sees the
+//!   other;
 //! * memory is lent to a stream while its buffer is borrowed, and a use that conflicts needs a
 //!   borrow that conflicts. So all work of the loan is enqueued before such a use, and the stream's
 //!   tick at that moment covers it.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use aquifer_allocator::internal::AccessRecord;
 use aquifer_device::{AccessKind, DeviceError, Stream, Tick};
@@ -24,6 +29,8 @@ pub(super) struct Uses {
     noted: Mutex<Noted>,
     /// Notified when a reservation ends.
     released: Condvar,
+    /// Borrows by the host that read, and that write.
+    borrows: [AtomicUsize; 2],
 }
 
 #[derive(Debug, Default)]
@@ -103,6 +110,25 @@ impl Uses {
     pub(super) fn release(&self, kind: AccessKind) {
         self.noted.lock().record.end_reservation(kind);
         self.released.notify_all();
+    }
+
+    /// Counts a borrow by the host, which then waits for [`Uses::before`]. The lock that this takes
+    /// makes the count known to launches that come after.
+    pub(super) fn begin_borrow(&self, kind: AccessKind) {
+        self.borrows[kind as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Ends a borrow by the host, whose accesses come before later launches.
+    pub(super) fn end_borrow(&self, kind: AccessKind) {
+        self.borrows[kind as usize].fetch_sub(1, Ordering::Release);
+    }
+
+    /// The kind of a borrow by the host that conflicts with such a use.
+    pub(super) fn borrowed_against(&self, kind: AccessKind) -> Option<AccessKind> {
+        let is_held = |borrow: AccessKind| self.borrows[borrow as usize].load(Ordering::Acquire) > 0;
+        [AccessKind::Write, AccessKind::Read]
+            .into_iter()
+            .find(|&borrow| borrow.max(kind) == AccessKind::Write && is_held(borrow))
     }
 
     fn lock_unreserved(&self, kind: AccessKind) -> MutexGuard<'_, Noted> {
