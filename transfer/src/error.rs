@@ -75,9 +75,10 @@ pub enum TransferError {
         /// The call that borrowed it.
         by: &'static str,
     },
-    /// The caller asked for registered memory back while a graph uses it. Drop the graph first.
+    /// The caller takes registered memory back, or gives memory to another library, while a graph
+    /// uses it. Drop the graph first.
     #[error(
-        "a graph uses these {bytes} bytes of pinned memory at {address:#x}, which each launch may access: drop the graph first"
+        "a graph uses {bytes} bytes of pinned memory at {address:#x}, and each launch may access them: drop the graph first"
     )]
     UsedByGraph {
         /// The start of the memory.

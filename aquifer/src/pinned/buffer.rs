@@ -93,9 +93,13 @@ impl<T: Pod> PinnedBuffer<T> {
         Ok(self.block.is_idle()?)
     }
 
-    /// Whether a graph has captured copies of the buffer, each launch of which may access it.
-    pub fn is_used_by_graph(&self) -> bool {
-        self.block.is_used_by_graph()
+    /// Refuses a buffer of which a graph has captured copies: each launch may access it. For
+    /// adapters that give the memory to another library.
+    ///
+    /// # Errors
+    /// [`UsedByGraph`](aquifer_transfer::TransferError::UsedByGraph).
+    pub fn refuse_graphs(&self) -> Result<(), Error> {
+        Ok(self.block.refuse_graphs()?)
     }
 
     /// The values, after waiting on the host for copies into the buffer. Launches of graphs that

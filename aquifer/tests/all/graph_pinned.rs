@@ -29,11 +29,11 @@ fn registered_memory_is_not_taken_back_while_a_graph_uses_it() {
     writes.launch(stream).unwrap();
     drop(writes);
     let refused = refused.memory.into_vec().unwrap_err();
-    assert!(is_used(&refused.error) && refused.memory.is_used_by_graph(), "the other graph reads it");
+    assert!(is_used(&refused.error) && refused.memory.refuse_graphs().is_err(), "the other graph reads it");
     bench.stall(stream);
     reads.launch(stream).unwrap();
     drop(reads);
-    assert!(!refused.memory.is_used_by_graph());
+    assert!(refused.memory.refuse_graphs().is_ok());
     assert_eq!(refused.memory.into_vec().unwrap(), [1.0; 1000], "waits for the launch");
     assert_eq!(y.to_vec(stream).unwrap(), [1.0; 1000]);
 }

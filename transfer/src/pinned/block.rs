@@ -51,10 +51,16 @@ impl PinnedBlock {
         self.0.uses.are_over()
     }
 
-    /// Whether a graph has captured copies of the memory, each launch of which may access it.
-    pub fn is_used_by_graph(&self) -> bool {
+    /// Refuses memory of which a graph has captured copies: each launch may access it.
+    ///
+    /// # Errors
+    /// [`TransferError::UsedByGraph`].
+    pub fn refuse_graphs(&self) -> Result<(), TransferError> {
         // Threads of the runtime share pageable memory alone, which no graph uses.
-        self.is_pinned() && Arc::strong_count(&self.0) > 1
+        if self.is_pinned() && Arc::strong_count(&self.0) > 1 {
+            return Err(TransferError::UsedByGraph { address: self.0.ptr().0 as u64, bytes: self.bytes() as u64 });
+        }
+        Ok(())
     }
 
     /// The bytes, after waiting on the host for copies into the block. Launches of graphs that
@@ -146,8 +152,8 @@ impl PinnedBlock {
         let wanted = host_memory::bytes_of(len, size_of::<T>() as u64)?;
         self.part(0..wanted)?;
         // Before the wait, so that no launch comes after it.
-        if self.0.is_registered() && self.is_used_by_graph() {
-            return Err(TransferError::UsedByGraph { address: self.0.ptr().0 as u64, bytes: self.bytes() as u64 });
+        if self.0.is_registered() {
+            self.refuse_graphs()?;
         }
         // Waits for all copies.
         drop(self.write()?);
