@@ -60,31 +60,18 @@ pub enum TransferError {
         /// The error of the driver.
         cause: DeviceError,
     },
-    /// The caller launched a graph while the host reads pinned memory that the graph writes, or
-    /// writes memory that it uses. Drop what [`crate::PinnedBlock::read`] or
-    /// [`crate::PinnedBlock::write`] returned, and launch again: nothing was launched.
-    #[error(
-        "the graph uses {bytes} bytes of pinned memory at {address:#x} that the host borrows: drop what `{by}` returned \
-         before the launch, which was not made"
-    )]
-    BorrowedByHost {
-        /// The start of the memory.
-        address: u64,
-        /// Its length.
-        bytes: u64,
-        /// The call that borrowed it.
-        by: &'static str,
-    },
-    /// The caller takes registered memory back, or gives memory to another library, while a graph
-    /// uses it. Drop the graph first.
-    #[error(
-        "a graph uses {bytes} bytes of pinned memory at {address:#x}, and each launch may access them: drop the graph first"
-    )]
+    /// The caller uses pinned memory in conflict with a graph that uses it: launches the graph while
+    /// the host reads memory that the graph writes, or writes memory that it uses
+    /// ([`crate::PinnedRead`], [`crate::PinnedWrite`]); takes registered memory back; or gives the
+    /// memory to another library.
+    #[error("a graph uses these {bytes} bytes of pinned memory at {address:#x}: {advice}")]
     UsedByGraph {
         /// The start of the memory.
         address: u64,
         /// Its length.
         bytes: u64,
+        /// What to do.
+        advice: &'static str,
     },
     /// The caller passed two ends of different lengths.
     #[error("a copy from {from} elements to {to}: both ends must have the same length")]

@@ -372,7 +372,7 @@ impl Transfer {
     /// host. Later uses of the memory come after the launch.
     ///
     /// # Errors
-    /// A stream that captures, [`TransferError::BorrowedByHost`], and errors of the launch.
+    /// A stream that captures, [`TransferError::UsedByGraph`], and errors of the launch.
     pub fn launch(
         &self,
         stream: &Stream,

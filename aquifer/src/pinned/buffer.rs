@@ -28,7 +28,7 @@ use crate::error::Error;
 ///
 /// While what they returned is alive, the borrow checker refuses copies that would conflict: a
 /// download needs `&mut` of the buffer, and so does `write`. Launches of a [`Graph`](crate::Graph)
-/// borrow nothing, so they are refused ([`BorrowedByHost`](aquifer_transfer::TransferError::BorrowedByHost))
+/// borrow nothing, so they are refused ([`UsedByGraph`](aquifer_transfer::TransferError::UsedByGraph))
 /// while the host reads memory that the graph writes, or writes memory that it uses. Between two
 /// launches, read the buffer within one statement, or drop what `read` returned.
 ///

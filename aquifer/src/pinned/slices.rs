@@ -133,12 +133,8 @@ impl<'a, T: Pod> PinnedSlice<'a, T> {
     /// # Errors
     /// Errors of the driver.
     pub fn read(self) -> Result<PinnedRead<'a, T>, Error> {
-        let bytes = self.part.read()?;
-        if size_of::<T>() > 0 {
-            return Ok(bytes.map(bytemuck::cast_slice));
-        }
-        let values: &[T] = zeroed(self.len)?.leak();
-        Ok(bytes.map(|_| values))
+        let empty: &[T] = if size_of::<T>() == 0 { zeroed(self.len)?.leak() } else { &[] };
+        Ok(self.part.read()?.map(|bytes| if size_of::<T>() == 0 { empty } else { bytemuck::cast_slice(bytes) }))
     }
 
     /// The bytes that a copy reads.
@@ -213,12 +209,9 @@ impl<'a, T: Pod> PinnedSliceMut<'a, T> {
     /// # Errors
     /// Errors of the driver.
     pub fn into_write(self) -> Result<PinnedWrite<'a, T>, Error> {
-        let bytes = self.part.into_write()?;
-        if size_of::<T>() > 0 {
-            return Ok(bytes.map(bytemuck::cast_slice_mut));
-        }
-        let values: &mut [T] = zeroed(self.len)?.leak();
-        Ok(bytes.map(|_| values))
+        let empty = if size_of::<T>() == 0 { zeroed(self.len)?.leak() } else { &mut [] };
+        let values = self.part.into_write()?;
+        Ok(values.map(|bytes| if size_of::<T>() == 0 { empty } else { bytemuck::cast_slice_mut(bytes) }))
     }
 
     /// The bytes that a copy writes.

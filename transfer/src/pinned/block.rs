@@ -8,7 +8,7 @@ use aquifer_device::{AccessKind, HostPtr, Stream, Tick};
 use bytemuck::Pod;
 
 use super::borrow::{PinnedRead, PinnedWrite};
-use super::memory::PinnedMemory;
+use super::memory::{Origin, PinnedMemory};
 use super::part::{PinnedPart, PinnedPartMut};
 use crate::error::TransferError;
 use crate::host_memory;
@@ -58,7 +58,7 @@ impl PinnedBlock {
     pub fn refuse_graphs(&self) -> Result<(), TransferError> {
         // Threads of the runtime share pageable memory alone, which no graph uses.
         if self.is_pinned() && Arc::strong_count(&self.0) > 1 {
-            return Err(TransferError::UsedByGraph { address: self.0.ptr().0 as u64, bytes: self.bytes() as u64 });
+            return Err(self.0.used_by_graph("drop the graph first"));
         }
         Ok(())
     }
@@ -152,7 +152,7 @@ impl PinnedBlock {
         let wanted = host_memory::bytes_of(len, size_of::<T>() as u64)?;
         self.part(0..wanted)?;
         // Before the wait, so that no launch comes after it.
-        if self.0.is_registered() {
+        if matches!(self.0.origin, Origin::Registered(_)) {
             self.refuse_graphs()?;
         }
         // Waits for all copies.

@@ -2,124 +2,102 @@
 //!
 //! The borrow checker keeps copies away from memory that the host reads or writes, because copies
 //! borrow the memory, too. Launches of a graph do not: the graph has kept the memory since its
-//! capture. So a borrow by the host is counted with the memory, and a launch looks at the counts.
+//! capture. So a borrow by the host is counted with the memory ([`super::uses`]), and a launch
+//! looks at the counts.
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::slice;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use aquifer_device::{AccessKind, HostPtr};
-
-use super::uses::Uses;
+use aquifer_device::HostPtr;
 
 /// Values in host memory, for the host to read. Until it is dropped, launches of graphs that write
-/// the memory are refused ([`crate::TransferError::BorrowedByHost`]); if it is forgotten, for ever.
-///
-/// It keeps an address, not a reference: a reference would have to be valid until the call returns
-/// that drops this, and the memory may be written before.
+/// the memory are refused ([`crate::TransferError::UsedByGraph`]); if it is forgotten, for ever.
 #[must_use = "the borrow ends when it is dropped"]
 pub struct PinnedRead<'a, T = u8> {
-    /// `len` values start here, which are valid for 'a, and which nothing writes meanwhile.
+    /// `len` values start here, which are valid for 'a, and which nothing writes while this is
+    /// alive. An address, because a reference in an argument must stay valid until the call
+    /// returns, also if that drops this.
     start: HostPtr,
     len: usize,
     /// `None` if no graph can use the memory.
-    _borrow: Option<HostBorrow<'a>>,
+    borrow: Option<HostBorrow<'a>>,
     values: PhantomData<&'a [T]>,
 }
 
-/// Values in host memory, for the host to change. Until it is dropped, launches of graphs that use
-/// the memory are refused ([`crate::TransferError::BorrowedByHost`]); if it is forgotten, for ever.
+/// Values in host memory, for the host to change: no other code uses them meanwhile. Until it is
+/// dropped, launches of graphs that use the memory are refused
+/// ([`crate::TransferError::UsedByGraph`]); if it is forgotten, for ever.
+#[derive(Debug)]
 #[must_use = "the borrow ends when it is dropped"]
-pub struct PinnedWrite<'a, T = u8> {
-    /// No other code uses these values for 'a.
-    values: PinnedRead<'a, T>,
-    exclusive: PhantomData<&'a mut [T]>,
-}
+pub struct PinnedWrite<'a, T = u8>(PinnedRead<'a, T>, PhantomData<&'a mut [T]>);
 
 /// A borrow by the host, counted until it is dropped.
 #[derive(Debug)]
-pub(super) struct HostBorrow<'a> {
-    uses: &'a Uses,
-    kind: AccessKind,
-}
-
-impl<'a> HostBorrow<'a> {
-    pub(super) fn new(uses: &'a Uses, kind: AccessKind) -> HostBorrow<'a> {
-        uses.begin_borrow(kind);
-        HostBorrow { uses, kind }
-    }
-}
+pub(super) struct HostBorrow<'a>(pub(super) &'a AtomicUsize);
 
 impl Drop for HostBorrow<'_> {
     fn drop(&mut self) {
-        self.uses.end_borrow(self.kind);
-    }
-}
-
-impl<'a> PinnedRead<'a> {
-    /// The bytes must be initialised, valid for 'a, and not written while the borrow lasts.
-    pub(super) fn new(start: HostPtr, len: usize, borrow: HostBorrow<'a>) -> Self {
-        PinnedRead { start, len, _borrow: Some(borrow), values: PhantomData }
+        // What the host did comes before a launch that sees this.
+        self.0.fetch_sub(1, Ordering::Release);
     }
 }
 
 impl<'a, T> PinnedRead<'a, T> {
+    /// `len` values must start there, which are valid for 'a, and not written while the borrow
+    /// lasts.
+    pub(super) fn new(start: *const T, len: usize, borrow: Option<HostBorrow<'a>>) -> Self {
+        PinnedRead { start: HostPtr(start.expose_provenance()), len, borrow, values: PhantomData }
+    }
+
     /// The values as others in the same memory, for as long.
     pub fn map<U>(self, map: impl FnOnce(&[T]) -> &[U]) -> PinnedRead<'a, U> {
         let values = map(&self);
-        let (start, len) = (HostPtr(values.as_ptr().expose_provenance()), values.len());
-        PinnedRead { start, len, _borrow: self._borrow, values: PhantomData }
+        PinnedRead::new(values.as_ptr(), values.len(), self.borrow)
     }
 
     /// The values for as long as the memory is borrowed. This forgets the borrow: launches of
     /// graphs that write the memory are refused for ever.
+    #[allow(unsafe_code, reason = "the borrow never ends")]
     pub fn leak(self) -> &'a [T] {
-        let values = std::mem::ManuallyDrop::new(self);
-        #[allow(unsafe_code, reason = "the borrow is never given back")]
+        let values: *const [T] = &**ManuallyDrop::new(self);
         // SAFETY: as in `deref`; the borrow lasts for ever.
-        unsafe {
-            slice::from_raw_parts(values.start.as_ptr().cast(), values.len)
-        }
-    }
-}
-
-impl<'a> PinnedWrite<'a> {
-    /// As [`PinnedRead::new`]; and no other code uses the bytes for 'a.
-    pub(super) fn new(start: HostPtr, len: usize, borrow: HostBorrow<'a>) -> Self {
-        PinnedWrite { values: PinnedRead::new(start, len, borrow), exclusive: PhantomData }
+        unsafe { &*values }
     }
 }
 
 impl<'a, T> PinnedWrite<'a, T> {
+    /// As [`PinnedRead::new`]; and no other code uses the values for 'a.
+    pub(super) fn new(start: *mut T, len: usize, borrow: Option<HostBorrow<'a>>) -> Self {
+        PinnedWrite(PinnedRead::new(start, len, borrow), PhantomData)
+    }
+
     /// The values as others in the same memory, for as long.
     pub fn map<U>(mut self, map: impl FnOnce(&mut [T]) -> &mut [U]) -> PinnedWrite<'a, U> {
         let values = map(&mut self);
-        let (start, len) = (HostPtr(values.as_mut_ptr().expose_provenance()), values.len());
-        let values = PinnedRead { start, len, _borrow: self.values._borrow, values: PhantomData };
-        PinnedWrite { values, exclusive: PhantomData }
+        PinnedWrite::new(values.as_mut_ptr(), values.len(), self.0.borrow)
     }
 }
 
 /// Ordinary memory, which no graph uses.
 impl<'a, T> From<&'a [T]> for PinnedRead<'a, T> {
     fn from(values: &'a [T]) -> Self {
-        let start = HostPtr(values.as_ptr().expose_provenance());
-        PinnedRead { start, len: values.len(), _borrow: None, values: PhantomData }
+        PinnedRead::new(values.as_ptr(), values.len(), None)
     }
 }
 
 impl<T> Deref for PinnedRead<'_, T> {
     type Target = [T];
 
+    #[allow(unsafe_code, reason = "values by their address: see the field")]
     fn deref(&self) -> &[T] {
-        #[allow(unsafe_code, reason = "values by their address: see the type")]
-        // SAFETY: the address came from valid values, or from initialised bytes that are kept for
-        // 'a. While the borrow lasts, nothing writes them: copies that do were waited for, new
-        // ones need a mutable borrow of the block, and launches are refused.
-        unsafe {
-            slice::from_raw_parts(self.start.as_ptr().cast(), self.len)
-        }
+        // SAFETY: the values are valid for 'a. While the borrow lasts, nothing writes them: copies
+        // into them were waited for, new ones need a mutable borrow of the block, and launches are
+        // refused.
+        unsafe { slice::from_raw_parts(self.start.as_ptr().cast(), self.len) }
     }
 }
 
@@ -127,39 +105,30 @@ impl<T> Deref for PinnedWrite<'_, T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        &self.values
+        &self.0
     }
 }
 
 impl<T> DerefMut for PinnedWrite<'_, T> {
+    #[allow(unsafe_code, reason = "values by their address: see the field")]
     fn deref_mut(&mut self) -> &mut [T] {
-        let PinnedRead { start, len, .. } = self.values;
-        #[allow(unsafe_code, reason = "values by their address: see the type")]
-        // SAFETY: as for reading; and all copies were waited for, while no other part names these
-        // bytes, and launches that use them are refused.
-        unsafe {
-            slice::from_raw_parts_mut(start.as_ptr().cast(), len)
-        }
+        // SAFETY: as for reading; and all copies were waited for, no other part names the values,
+        // and launches that use them are refused.
+        unsafe { slice::from_raw_parts_mut(self.0.start.as_ptr().cast(), self.0.len) }
     }
 }
 
-macro_rules! as_slices {
-    ($($borrow:ident)*) => { $(
-        impl<T, U: ?Sized> PartialEq<U> for $borrow<'_, T>
-        where
-            [T]: PartialEq<U>,
-        {
-            fn eq(&self, other: &U) -> bool {
-                **self == *other
-            }
-        }
-
-        impl<T: fmt::Debug> fmt::Debug for $borrow<'_, T> {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                (**self).fmt(f)
-            }
-        }
-    )* };
+impl<T, U: ?Sized> PartialEq<U> for PinnedRead<'_, T>
+where
+    [T]: PartialEq<U>,
+{
+    fn eq(&self, other: &U) -> bool {
+        **self == *other
+    }
 }
 
-as_slices! { PinnedRead PinnedWrite }
+impl<T: fmt::Debug> fmt::Debug for PinnedRead<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        (**self).fmt(f)
+    }
+}

@@ -33,7 +33,7 @@ pub(crate) struct PinnedMemory {
     pool: Arc<SharedPool>,
     ptr: HostPtr,
     bytes: usize,
-    origin: Origin,
+    pub(super) origin: Origin,
     pub(super) uses: Uses,
 }
 
@@ -103,23 +103,6 @@ impl PinnedMemory {
         !matches!(self.origin, Origin::Pageable { .. })
     }
 
-    /// Waits until the host may access all of the memory, and reports the part that it is about
-    /// to touch to the driver.
-    ///
-    /// No lock is held meanwhile, so copies that do not conflict can be enqueued. Until the result
-    /// is dropped, launches of graphs that conflict are refused.
-    pub(super) fn touch(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<HostBorrow<'_>, TransferError> {
-        aquifer_device::fork::check(aquifer_device::Operation::SynchronizeEvent)?;
-        let borrow = HostBorrow::new(&self.uses, kind);
-        for tick in &self.uses.before(kind) {
-            self.pool.wait_for(tick)?;
-        }
-        if bytes > 0 && self.is_pinned() {
-            self.pool.device.driver().host_access(ptr, bytes, kind)?;
-        }
-        Ok(borrow)
-    }
-
     /// An access guard: orders the work that `stream` gets from now on after the copies that must
     /// come before one that does `kind` with the memory (it reads in an upload, and writes in a
     /// download). While it is held no other thread gets one. Waits for reservations that conflict.
@@ -164,18 +147,19 @@ impl PinnedMemory {
     /// it while the launch has access to the memory.
     pub(crate) fn refuse_borrowed(&self, kind: AccessKind) -> Result<(), TransferError> {
         let Some(borrow) = self.uses.borrowed_against(kind) else { return Ok(()) };
-        let by = if borrow == AccessKind::Write { "write" } else { "read" };
-        Err(TransferError::BorrowedByHost { address: self.ptr.0 as u64, bytes: self.bytes as u64, by })
+        Err(self.used_by_graph(match borrow {
+            AccessKind::Read => "nothing was launched: the host reads them; drop what `read` returned first",
+            AccessKind::Write => "nothing was launched: the host may write them; drop what `write` returned first",
+        }))
+    }
+
+    pub(super) fn used_by_graph(&self, advice: &'static str) -> TransferError {
+        TransferError::UsedByGraph { address: self.ptr.0 as u64, bytes: self.bytes as u64, advice }
     }
 
     /// Waits until no reservation conflicts with such a use. Another one may follow at once.
     pub(crate) fn wait_unreserved(&self, kind: AccessKind) {
         self.uses.wait_unreserved(kind);
-    }
-
-    /// Whether it is the caller's memory, pinned.
-    pub(super) fn is_registered(&self) -> bool {
-        matches!(self.origin, Origin::Registered(_))
     }
 
     /// The caller's own vector, no longer pinned; `None` if the memory is not a registered
@@ -197,7 +181,25 @@ impl PinnedMemory {
     }
 }
 
-impl HostPart<'_> {
+impl<'a> HostPart<'a> {
+    /// Waits until the host may access all of the memory, and reports the part that it is about
+    /// to touch to the driver.
+    ///
+    /// No lock is held meanwhile, so copies that do not conflict can be enqueued. Until the result
+    /// is dropped, launches of graphs that conflict are refused.
+    pub(super) fn touch(self, kind: AccessKind) -> Result<HostBorrow<'a>, TransferError> {
+        let HostPart { memory, ptr, bytes } = self;
+        aquifer_device::fork::check(aquifer_device::Operation::SynchronizeEvent)?;
+        let borrow = memory.uses.borrow(kind);
+        for tick in &memory.uses.before(kind) {
+            memory.pool.wait_for(tick)?;
+        }
+        if bytes > 0 && memory.is_pinned() {
+            memory.pool.device.driver().host_access(ptr, bytes, kind)?;
+        }
+        Ok(borrow)
+    }
+
     /// Reserves the part for threads of the runtime. A part to write must be borrowed mutably.
     /// Waits for reservations that conflict, and for copies that do: a part that is not pinned
     /// has no others.
@@ -205,7 +207,7 @@ impl HostPart<'_> {
     /// # Errors
     /// Errors of the driver.
     pub(crate) fn reserve(self, kind: AccessKind) -> Result<Reserved, TransferError> {
-        drop(self.memory.touch(self.ptr, self.bytes, kind)?);
+        drop(self.touch(kind)?);
         self.memory.uses.reserve(kind);
         let range = HostRange::new(self.ptr.as_ptr(), self.bytes);
         Ok(Reserved { memory: self.memory.clone(), kind, range })

@@ -57,8 +57,7 @@ impl<'a> PinnedPart<'a> {
     /// # Errors
     /// Errors of the driver.
     pub fn read(self) -> Result<PinnedRead<'a>, TransferError> {
-        let HostPart { memory, ptr, bytes } = self.0;
-        Ok(PinnedRead::new(ptr, bytes, memory.touch(ptr, bytes, AccessKind::Read)?))
+        Ok(PinnedRead::new(self.0.ptr.as_ptr(), self.0.bytes, Some(self.0.touch(AccessKind::Read)?)))
     }
 
     pub(crate) fn host(&self) -> HostPart<'a> {
@@ -104,8 +103,7 @@ impl<'a> PinnedPartMut<'a> {
     /// # Errors
     /// Errors of the driver.
     pub fn into_write(self) -> Result<PinnedWrite<'a>, TransferError> {
-        let HostPart { memory, ptr, bytes } = self.0;
-        Ok(PinnedWrite::new(ptr, bytes, memory.touch(ptr, bytes, AccessKind::Write)?))
+        Ok(PinnedWrite::new(self.0.ptr.as_ptr(), self.0.bytes, Some(self.0.touch(AccessKind::Write)?)))
     }
 
     pub(crate) fn host(&self) -> HostPart<'a> {

@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use aquifer_allocator::internal::AccessRecord;
 use aquifer_device::{AccessKind, DeviceError, Stream, Tick};
 
+use super::borrow::HostBorrow;
 use crate::error::TransferError;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
@@ -114,21 +115,17 @@ impl Uses {
 
     /// Counts a borrow by the host, which then waits for [`Uses::before`]. The lock that this takes
     /// makes the count known to launches that come after.
-    pub(super) fn begin_borrow(&self, kind: AccessKind) {
-        self.borrows[kind as usize].fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// Ends a borrow by the host, whose accesses come before later launches.
-    pub(super) fn end_borrow(&self, kind: AccessKind) {
-        self.borrows[kind as usize].fetch_sub(1, Ordering::Release);
+    pub(super) fn borrow(&self, kind: AccessKind) -> HostBorrow<'_> {
+        let count = &self.borrows[kind as usize];
+        count.fetch_add(1, Ordering::Relaxed);
+        HostBorrow(count)
     }
 
     /// The kind of a borrow by the host that conflicts with such a use.
     pub(super) fn borrowed_against(&self, kind: AccessKind) -> Option<AccessKind> {
         let is_held = |borrow: AccessKind| self.borrows[borrow as usize].load(Ordering::Acquire) > 0;
-        [AccessKind::Write, AccessKind::Read]
-            .into_iter()
-            .find(|&borrow| borrow.max(kind) == AccessKind::Write && is_held(borrow))
+        let mut conflicts = [AccessKind::Write, AccessKind::Read].into_iter();
+        conflicts.find(|&borrow| borrow.max(kind) == AccessKind::Write && is_held(borrow))
     }
 
     fn lock_unreserved(&self, kind: AccessKind) -> MutexGuard<'_, Noted> {
