@@ -26,11 +26,11 @@ use crate::error::Error;
 /// [`PinnedBuffer::is_idle`] first. The alternative, a borrow that lasts as long as the copy, would
 /// rely on the destructor of a guard, which does not run if the guard is leaked.
 ///
-/// While what they returned is alive, the borrow checker refuses copies that would conflict: a
+/// They return guards. While one is alive, the borrow checker refuses copies that would conflict: a
 /// download needs `&mut` of the buffer, and so does `write`. Launches of a [`Graph`](crate::Graph)
-/// borrow nothing, so they are refused ([`UsedByGraph`](aquifer_transfer::TransferError::UsedByGraph))
-/// while the host reads memory that the graph writes, or writes memory that it uses. Between two
-/// launches, read the buffer within one statement, or drop what `read` returned.
+/// borrow nothing, so they are refused while the host reads memory that the graph writes, or writes
+/// memory that it uses ([`UsedByGraph`](aquifer_transfer::TransferError::UsedByGraph)). Between two
+/// launches, read the buffer within one statement, or drop the guard.
 ///
 /// Dropping the buffer waits for nothing: the memory goes back to its pool together with the ticks
 /// of its copies, and is not handed out again before they are done. A graph that uses it keeps it.
@@ -38,8 +38,8 @@ use crate::error::Error;
 ///
 /// # Several devices
 /// The memory belongs to the device of its pool. Copies to and from another device are refused
-/// ([`RequestError::WrongDevice`](aquifer_device::RequestError::WrongDevice)): take a buffer of that
-/// device's pool, and copy with [`Transfer::copy_on_host`](crate::transfer::Transfer::copy_on_host).
+/// ([`WrongDevice`](aquifer_device::RequestError::WrongDevice)): take a buffer of that device's pool,
+/// and copy with [`Transfer::copy_on_host`](crate::transfer::Transfer::copy_on_host).
 ///
 /// ```
 /// use aquifer::prelude::*;
@@ -125,8 +125,8 @@ impl<T: Pod> PinnedBuffer<T> {
     /// [`PinnedBuffer::write`], come after the work enqueued on `stream` before them, and so does
     /// reuse after the buffer is dropped. Nothing waits for the device.
     ///
-    /// Keep the buffer borrowed until the copies are enqueued. The host must not read or write
-    /// through the address.
+    /// Keep the buffer borrowed until the copies are enqueued, and launch no graph that uses it
+    /// before. The host must not read or write through the address.
     ///
     /// # Errors
     /// When the stream is another device's, or captures; errors of the driver.

@@ -1,7 +1,5 @@
 //! Pinned memory that graphs use: it stays theirs, and launches respect the borrows of the host.
 
-#![expect(clippy::unwrap_used, reason = "a test fails where it is wrong")]
-
 use aquifer::Error;
 use aquifer::prelude::*;
 use aquifer::transfer::{Transfer, TransferError};

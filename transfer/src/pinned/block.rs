@@ -110,8 +110,8 @@ impl PinnedBlock {
     /// the work enqueued on `stream` before them, and so does reuse after the block is dropped.
     /// Nothing waits for the device.
     ///
-    /// Keep the block borrowed until the copies are enqueued. The host must not read or write
-    /// through the address.
+    /// Keep the block borrowed until the copies are enqueued, and launch no graph that uses it
+    /// before. The host must not read or write through the address.
     ///
     /// # Errors
     /// When the stream is another device's, or captures; errors of the driver.
@@ -138,8 +138,8 @@ impl PinnedBlock {
     /// # Errors
     /// A block of fewer bytes, registered memory that a graph uses
     /// ([`TransferError::UsedByGraph`]), errors of the driver, and
-    /// [`TransferError::OutOfHostMemory`] where a copy is made; they return the block. A lost device never says that it is done with the
-    /// memory, so it cannot come back.
+    /// [`TransferError::OutOfHostMemory`] where a copy is made; they return the block. A lost
+    /// device never says that it is done with the memory, so it cannot come back.
     pub fn into_vec<T: Pod + Send>(mut self, len: usize) -> Result<Vec<T>, (PinnedBlock, TransferError)> {
         match self.take_values(len) {
             Ok(values) => Ok(values),
@@ -157,9 +157,9 @@ impl PinnedBlock {
         }
         // Waits for all copies.
         drop(self.write()?);
-        // SAFETY: the block is borrowed exclusively and becomes a vector, so there are no views;
-        // all copies were waited for, and no graph has the memory.
         if let Some(memory) = Arc::get_mut(&mut self.0)
+            // SAFETY: the block is borrowed exclusively and becomes a vector, so there are no
+            // views; all copies were waited for, and no graph has the memory.
             && let Some(values) = unsafe { memory.unregister()? }
         {
             return Ok(values);

@@ -4,8 +4,8 @@
 //! * **N1** its bytes are initialised, and stay where they are until the last `Arc` is gone and no
 //!   copy uses them;
 //! * **N2** the host touches the bytes only after it waited for the copies that conflict. Meanwhile
-//!   borrows keep new copies away ([`super::PinnedBlock`]), and launches of graphs that conflict are
-//!   refused ([`super::PinnedRead`]);
+//!   borrows keep new copies away ([`super::PinnedBlock`]), and launches of graphs that conflict
+//!   are refused ([`super::PinnedRead`]);
 //! * memory of a pool goes back to it with the ticks of its copies; registered memory goes to the
 //!   device, which drops it once it is not registered any more.
 //!
@@ -143,13 +143,13 @@ impl PinnedMemory {
         Ok(self.uses.try_access(stream, kind)?)
     }
 
-    /// Refuses the launch of a graph that uses the memory while a borrow by the host conflicts. Call
-    /// it while the launch has access to the memory.
+    /// Refuses the launch of a graph that uses the memory while a borrow by the host conflicts.
+    /// Call it while the launch has access to the memory.
     pub(crate) fn refuse_borrowed(&self, kind: AccessKind) -> Result<(), TransferError> {
         let Some(borrow) = self.uses.borrowed_against(kind) else { return Ok(()) };
         Err(self.used_by_graph(match borrow {
-            AccessKind::Read => "nothing was launched: the host reads them; drop what `read` returned first",
-            AccessKind::Write => "nothing was launched: the host may write them; drop what `write` returned first",
+            AccessKind::Read => "the host reads them, so nothing was launched; drop what `read` returned first",
+            AccessKind::Write => "the host may write them, so nothing was launched; drop what `write` returned first",
         }))
     }
 
