@@ -22,7 +22,7 @@ use crate::error::Error;
 /// # let pool = PinnedPool::new(&device, PinnedConfig::default())?;
 /// let buffer = pool.alloc_from(&[1_u16, 2, 3, 4])?;
 /// let tail: PinnedSlice<'_, u16> = buffer.slice(2..);
-/// assert_eq!((tail.len(), tail.read()?), (2, &[3, 4][..]));
+/// assert_eq!((tail.len(), &*tail.read()?), (2, &[3, 4][..]));
 /// assert_eq!(PinnedSlice::from(&buffer).cast::<u32>()?.len(), 2);
 /// # Ok::<(), aquifer::Error>(())
 /// ```
