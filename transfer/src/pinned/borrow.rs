@@ -10,9 +10,11 @@ use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::slice;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
 use aquifer_device::HostPtr;
+
+use crate::sync::AtomicUsize;
 
 /// Values in host memory, for the host to read. Until it is dropped, launches of graphs that write
 /// the memory are refused ([`crate::TransferError::UsedByGraph`]); if it is forgotten, for ever.

@@ -15,14 +15,14 @@
 //!   borrow that conflicts. So all work of the loan is enqueued before such a use, and the stream's
 //!   tick at that moment covers it.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
 use aquifer_allocator::internal::AccessRecord;
 use aquifer_device::{AccessKind, DeviceError, Stream, Tick};
 
 use super::borrow::HostBorrow;
 use crate::error::TransferError;
-use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::sync::{AtomicUsize, Condvar, Mutex, MutexGuard};
 
 /// The copies that use some memory.
 #[derive(Debug, Default)]
