@@ -56,7 +56,7 @@ impl Interpreter {
         let Some(index) = pick(&self.pinned, index) else { return };
         let (buffer, content) = &self.pinned[index];
         if let (Some(bytes), Some(content)) = (self.done(buffer.read()), content) {
-            assert!(bytes == content, "pinned memory {index} differs");
+            assert!(bytes == *content, "pinned memory {index} differs");
         }
     }
 
