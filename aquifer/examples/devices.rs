@@ -29,5 +29,10 @@ fn main() -> Result<(), aquifer::Error> {
     if let Err(error) = parts[1].to_vec(&streams[0]) {
         println!("a buffer on a stream of the other device is refused: {error}");
     }
+    // So is pinned memory: each allocator has its own.
+    let pinned = memory[0].pinned_from_slice(&halves[0])?;
+    if let Err(error) = parts[1].upload(&pinned, &streams[1]) {
+        println!("pinned memory of the other device is refused: {error}");
+    }
     Ok(())
 }

@@ -506,8 +506,10 @@ impl<R> Graph<R> {
     /// # Errors
     /// A stream of another device, or one that captures: CUDA does not capture launches of graphs.
     /// When this thread is within [`with`](crate::buffer::with) with one of the graph's buffers;
-    /// when the allocator sleeps ([`Error::is_asleep`]); errors of the driver. When memory of the
-    /// graph was lent ([`PoolOptions::lends_when_idle`]) and as much is not free now,
+    /// when the allocator sleeps ([`Error::is_asleep`]); while the host reads pinned memory that
+    /// the graph writes, or writes pinned memory that it uses
+    /// ([`UsedByGraph`](aquifer_transfer::TransferError::UsedByGraph)); errors of the driver. When
+    /// memory of the graph was lent ([`PoolOptions::lends_when_idle`]) and as much is not free now,
     /// [`Error::is_out_of_memory`]: nothing is launched, and this can be tried again.
     #[track_caller]
     pub fn launch(&self, stream: &Stream) -> Result<(), Error> {

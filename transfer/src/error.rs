@@ -60,6 +60,19 @@ pub enum TransferError {
         /// The error of the driver.
         cause: DeviceError,
     },
+    /// The caller uses pinned memory in conflict with a graph that uses it: launches the graph while
+    /// the host reads memory that the graph writes, or writes memory that it uses
+    /// ([`crate::PinnedRead`], [`crate::PinnedWrite`]); takes registered memory back; or gives the
+    /// memory to another library.
+    #[error("a graph uses these {bytes} bytes of pinned memory at {address:#x}: {advice}")]
+    UsedByGraph {
+        /// The start of the memory.
+        address: u64,
+        /// Its length.
+        bytes: u64,
+        /// What to do.
+        advice: &'static str,
+    },
     /// The caller passed two ends of different lengths.
     #[error("a copy from {from} elements to {to}: both ends must have the same length")]
     LengthMismatch {

@@ -56,7 +56,10 @@ pub use completion::Completion;
 pub use copy::{Arrival, Batch, BatchResults, DevicePart, Elements, InRegion, Owned, Region, Route};
 pub use counters::{Counters, Direction, Traffic};
 pub use error::TransferError;
-pub use pinned::{HostMemoryStats, PinnedBlock, PinnedConfig, PinnedPart, PinnedPartMut, PinnedPool, TimeStat};
+pub use pinned::{
+    HostMemoryStats, PinnedBlock, PinnedConfig, PinnedPart, PinnedPartMut, PinnedPool, PinnedRead, PinnedWrite,
+    TimeStat,
+};
 pub use runtime::{Runtime, Transfer, TransferConfig};
 pub use staging::{DirectIo, FileReport, HostSource, StagingConfig, StagingStats};
 pub use timer::{Timer, Timing};

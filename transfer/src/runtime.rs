@@ -372,7 +372,7 @@ impl Transfer {
     /// host. Later uses of the memory come after the launch.
     ///
     /// # Errors
-    /// A stream that captures, and errors of the launch.
+    /// A stream that captures, [`TransferError::UsedByGraph`], and errors of the launch.
     pub fn launch(
         &self,
         stream: &Stream,
@@ -382,22 +382,25 @@ impl Transfer {
     ) -> Result<(), TransferError> {
         let host = host.all();
         let parts: Vec<_> = host.iter().map(|(memory, kind)| (HostPart::all(memory), *kind)).collect();
-        self.enqueue_uncovered(stream, device, &parts, launch)
+        self.enqueue_uncovered(stream, device, &parts, || {
+            host.iter().try_for_each(|(memory, kind)| memory.refuse_borrowed(*kind))?;
+            Ok::<_, TransferError>(launch()?)
+        })
     }
 
     /// As [`Transfer::enqueue`], for work that the host does not wait for: records no event after
     /// it. While a graph is captured that keeps what its copies use, the work becomes a part of it.
-    pub(crate) fn enqueue_uncovered(
+    pub(crate) fn enqueue_uncovered<E: Into<TransferError>>(
         &self,
         stream: &Stream,
         device: &[(&Arc<Storage>, AccessKind)],
         host: &[(HostPart<'_>, AccessKind)],
-        work: impl FnOnce() -> Result<(), DeviceError>,
+        work: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), TransferError> {
         if let Some(uses) = HostUses::of(stream) {
             let _noted = AccessGuard::acquire(stream, device)?;
             uses.note(host);
-            return Ok(work()?);
+            return work().map_err(Into::into);
         }
         self.refuse_capture(stream)?;
         let (access, on_host) = loop {
@@ -413,7 +416,7 @@ impl Transfer {
         let worked = work();
         drop(on_host);
         drop(access);
-        Ok(worked?)
+        worked.map_err(Into::into)
     }
 }
 

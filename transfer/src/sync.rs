@@ -1,19 +1,22 @@
-//! The locks whose interleavings matter: those of parking_lot, or with `--cfg aquifer_shuttle`,
-//! which is for the crate's own tests alone, counterparts that pass every interleaving to a
-//! scheduler (`ci/schedules`).
+//! The locks and counts whose interleavings matter: those of parking_lot and the standard library,
+//! or with `--cfg aquifer_shuttle`, which is for the crate's own tests alone, counterparts that
+//! pass every interleaving to a scheduler (`ci/schedules`).
 //!
 //! Leaf locks need no counterpart and are parking_lot's.
+
+#[cfg(not(aquifer_shuttle))]
+pub(crate) use std::sync::atomic::AtomicUsize;
 
 #[cfg(not(aquifer_shuttle))]
 pub(crate) use aquifer_device::fork::{Condvar, Mutex, parking_lot::MutexGuard};
 
 #[cfg(aquifer_shuttle)]
-pub(crate) use modelled::{Condvar, Mutex, MutexGuard};
+pub(crate) use modelled::{AtomicUsize, Condvar, Mutex, MutexGuard};
 
 #[cfg(aquifer_shuttle)]
 mod modelled {
-    pub(crate) use shuttle::sync::MutexGuard;
     use shuttle::sync::PoisonError;
+    pub(crate) use shuttle::sync::{MutexGuard, atomic::AtomicUsize};
 
     /// A scheduled mutex with the interface of parking_lot's.
     #[derive(Debug, Default)]

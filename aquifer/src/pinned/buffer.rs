@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use std::ops::RangeBounds;
 
 use aquifer_device::Stream;
-use aquifer_transfer::PinnedBlock;
+use aquifer_transfer::{PinnedBlock, PinnedRead, PinnedWrite};
 use bytemuck::Pod;
 
 use super::slices::{PinnedSlice, PinnedSliceMut};
@@ -26,12 +26,20 @@ use crate::error::Error;
 /// [`PinnedBuffer::is_idle`] first. The alternative, a borrow that lasts as long as the copy, would
 /// rely on the destructor of a guard, which does not run if the guard is leaked.
 ///
-/// While the `&[T]` or `&mut [T]` is alive, the borrow checker refuses copies that would conflict:
-/// a download needs `&mut` of the buffer, and so does `write`.
+/// They return guards. While one is alive, the borrow checker refuses copies that would conflict: a
+/// download needs `&mut` of the buffer, and so does `write`. Launches of a [`Graph`](crate::Graph)
+/// borrow nothing, so they are refused while the host reads memory that the graph writes, or writes
+/// memory that it uses ([`UsedByGraph`](aquifer_transfer::TransferError::UsedByGraph)). Between two
+/// launches, read the buffer within one statement, or drop the guard.
 ///
 /// Dropping the buffer waits for nothing: the memory goes back to its pool together with the ticks
-/// of its copies, and is not handed out again before they are done. Forgetting it leaks memory and
-/// does no other harm.
+/// of its copies, and is not handed out again before they are done. A graph that uses it keeps it.
+/// Forgetting it leaks memory and does no other harm.
+///
+/// # Several devices
+/// The memory belongs to the device of its pool. Copies to and from another device are refused
+/// ([`WrongDevice`](aquifer_device::RequestError::WrongDevice)): take a buffer of that device's pool,
+/// and copy with [`Transfer::copy_on_host`](crate::transfer::Transfer::copy_on_host).
 ///
 /// ```
 /// use aquifer::prelude::*;
@@ -85,19 +93,30 @@ impl<T: Pod> PinnedBuffer<T> {
         Ok(self.block.is_idle()?)
     }
 
-    /// The values, after waiting on the host for copies into the buffer.
+    /// Refuses a buffer of which a graph has captured copies: each launch may access it. For
+    /// adapters that give the memory to another library.
+    ///
+    /// # Errors
+    /// [`UsedByGraph`](aquifer_transfer::TransferError::UsedByGraph).
+    pub fn refuse_graphs(&self) -> Result<(), Error> {
+        Ok(self.block.refuse_graphs()?)
+    }
+
+    /// The values, after waiting on the host for copies into the buffer. Launches of graphs that
+    /// write it are refused until the result is dropped.
     ///
     /// # Errors
     /// Errors of the driver, such as the loss of a device that was to write the buffer.
-    pub fn read(&self) -> Result<&[T], Error> {
+    pub fn read(&self) -> Result<PinnedRead<'_, T>, Error> {
         self.as_slice().read()
     }
 
     /// The values, to be changed, after waiting on the host for all copies that use the buffer.
+    /// Launches of graphs that use it are refused until the result is dropped.
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn write(&mut self) -> Result<&mut [T], Error> {
+    pub fn write(&mut self) -> Result<PinnedWrite<'_, T>, Error> {
         self.as_slice_mut().into_write()
     }
 
@@ -106,8 +125,8 @@ impl<T: Pod> PinnedBuffer<T> {
     /// [`PinnedBuffer::write`], come after the work enqueued on `stream` before them, and so does
     /// reuse after the buffer is dropped. Nothing waits for the device.
     ///
-    /// Keep the buffer borrowed until the copies are enqueued. The host must not read or write
-    /// through the address.
+    /// Keep the buffer borrowed until the copies are enqueued, and launch no graph that uses it
+    /// before. The host must not read or write through the address.
     ///
     /// # Errors
     /// When the stream is another device's, or captures; errors of the driver.
@@ -190,7 +209,8 @@ impl<T: Pod + Send> PinnedBuffer<T> {
     /// device; other buffers are copied from.
     ///
     /// # Errors
-    /// Errors of the driver, and
+    /// Registered memory that a graph uses
+    /// ([`UsedByGraph`](aquifer_transfer::TransferError::UsedByGraph)), errors of the driver, and
     /// [`OutOfHostMemory`](aquifer_transfer::TransferError::OutOfHostMemory) where a copy is made;
     /// they return the buffer. A lost device never says that it is done with the memory, so it
     /// cannot come back.

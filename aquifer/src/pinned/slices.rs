@@ -7,7 +7,7 @@ use std::panic::UnwindSafe;
 
 use aquifer_device::{HostPtr, RequestError};
 use aquifer_transfer::internal::zeroed;
-use aquifer_transfer::{PinnedPart, PinnedPartMut};
+use aquifer_transfer::{PinnedPart, PinnedPartMut, PinnedRead, PinnedWrite};
 use bytemuck::Pod;
 
 use crate::error::Error;
@@ -22,7 +22,7 @@ use crate::error::Error;
 /// # let pool = PinnedPool::new(&device, PinnedConfig::default())?;
 /// let buffer = pool.alloc_from(&[1_u16, 2, 3, 4])?;
 /// let tail: PinnedSlice<'_, u16> = buffer.slice(2..);
-/// assert_eq!((tail.len(), tail.read()?), (2, &[3, 4][..]));
+/// assert_eq!((tail.len(), &*tail.read()?), (2, &[3, 4][..]));
 /// assert_eq!(PinnedSlice::from(&buffer).cast::<u32>()?.len(), 2);
 /// # Ok::<(), aquifer::Error>(())
 /// ```
@@ -127,13 +127,14 @@ impl<'a, T: Pod> PinnedSlice<'a, T> {
         Ok(PinnedSlice::new(self.part, len_as::<U>(self.part.ptr(), self.part.bytes())?))
     }
 
-    /// The values, after waiting on the host for copies into the buffer.
+    /// The values, after waiting on the host for copies into the buffer. Launches of graphs that
+    /// write it are refused until the result is dropped.
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn read(self) -> Result<&'a [T], Error> {
-        let bytes = self.part.read()?;
-        Ok(if size_of::<T>() == 0 { zeroed(self.len)?.leak() } else { bytemuck::cast_slice(bytes) })
+    pub fn read(self) -> Result<PinnedRead<'a, T>, Error> {
+        let empty: &[T] = if size_of::<T>() == 0 { zeroed(self.len)?.leak() } else { &[] };
+        Ok(self.part.read()?.map(|bytes| if size_of::<T>() == 0 { empty } else { bytemuck::cast_slice(bytes) }))
     }
 
     /// The bytes that a copy reads.
@@ -195,10 +196,11 @@ impl<'a, T: Pod> PinnedSliceMut<'a, T> {
     }
 
     /// The values, to be changed, after waiting on the host for all copies that use the buffer.
+    /// Launches of graphs that use it are refused until the result is dropped.
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn write(&mut self) -> Result<&mut [T], Error> {
+    pub fn write(&mut self) -> Result<PinnedWrite<'_, T>, Error> {
         self.reborrow().into_write()
     }
 
@@ -206,9 +208,10 @@ impl<'a, T: Pod> PinnedSliceMut<'a, T> {
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn into_write(self) -> Result<&'a mut [T], Error> {
-        let bytes = self.part.into_write()?;
-        Ok(if size_of::<T>() == 0 { zeroed(self.len)?.leak() } else { bytemuck::cast_slice_mut(bytes) })
+    pub fn into_write(self) -> Result<PinnedWrite<'a, T>, Error> {
+        let empty = if size_of::<T>() == 0 { zeroed(self.len)?.leak() } else { &mut [] };
+        let values = self.part.into_write()?;
+        Ok(values.map(|bytes| if size_of::<T>() == 0 { empty } else { bytemuck::cast_slice_mut(bytes) }))
     }
 
     /// The bytes that a copy writes.

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use aquifer_device::{Device, RequestError};
 use aquifer_kernels::{DType, Operand, Target};
-use aquifer_transfer::Owned;
 use aquifer_transfer::internal::{bytes_of, len_of, zeroed};
+use aquifer_transfer::{Owned, PinnedRead};
 
 use super::place::Place;
 use crate::buffer::Buffer;
@@ -24,7 +24,8 @@ pub(crate) enum Memory {
     Device(DeviceMemory),
 }
 
-/// Pinned host memory. Nothing writes it any more, except for the copy that fills it.
+/// Pinned host memory. Nothing writes it any more, except for the copy that fills it, which is in
+/// no graph.
 #[derive(Clone)]
 pub(crate) struct PinnedHost {
     pub(crate) buffer: Arc<PinnedBuffer<u8>>,
@@ -63,7 +64,7 @@ impl Memory {
     ) -> Result<Memory, Error> {
         let Some(pool) = pool else { return Ok(Memory::Host(filled(dtype, len, fill)?)) };
         let mut buffer = pool.alloc::<u8>(bytes_of(len, dtype.bytes())?)?;
-        fill(buffer.write()?)?;
+        fill(&mut buffer.write()?)?;
         Ok(Memory::Pinned(PinnedHost { buffer: buffer.into(), pool: pool.clone() }))
     }
 
@@ -96,7 +97,8 @@ impl Memory {
     pub(crate) fn read(&self) -> Result<&[u8], Error> {
         match self {
             Memory::Host(memory) => Ok(memory.bytes()),
-            Memory::Pinned(memory) => memory.buffer.read(),
+            // Tensors lend slices, and nothing would tell when they end; no graph writes the memory.
+            Memory::Pinned(memory) => memory.buffer.read().map(PinnedRead::leak),
             Memory::Device(_) => Err(Error::Request(RequestError::Unsupported { what: "memory of the host" })),
         }
     }

@@ -269,7 +269,7 @@ impl Tensor {
             }
             _ if buffer.bytes() <= PINNED_AT_ONCE => {
                 let mut staged = to.pinned().alloc::<u8>(buffer.len())?;
-                self.write_sent(sent, crossing, staged.write()?)?;
+                self.write_sent(sent, crossing, &mut staged.write()?)?;
                 to.upload(&staged, buffer)
             }
             _ => {
@@ -310,6 +310,8 @@ impl Tensor {
     ) -> Result<Pending<Tensor>, Error> {
         let stream = from.next_stream(Direction::Download).clone();
         let from = from.on(&stream)?;
+        // Each launch would write memory that tensors read.
+        from.refuse_captured()?;
         let crossing = smaller(self.dtype, dtype);
         let (layout, buffer) = self.send_from(own, &from, crossing, &stream)?;
         let arrived = match place {

@@ -425,7 +425,7 @@ impl Transfer {
     /// let from = transfer.pinned().alloc_from(&[1u32, 2, 3, 4])?;
     /// let mut to = transfer.pinned().alloc_zeroed::<u32>(2)?;
     /// let _ = transfer.copy_on_host(from.slice(1..3), &mut to)?;
-    /// assert_eq!((to.read()?, transfer.counters().on_host.bytes), (&[2, 3][..], 8));
+    /// assert_eq!((&*to.read()?, transfer.counters().on_host.bytes), (&[2, 3][..], 8));
     /// let every_second = Region { extents: &[2], from_strides: &[2], to_strides: &[1] };
     /// let _ = transfer.copy_on_host(every_second.of(vec![5, 6, 7]), &mut to)?;
     /// assert_eq!(to.read()?, [5, 7]);
@@ -451,7 +451,7 @@ impl Transfer {
     ) -> Result<Pending<()>, Error> {
         let (to, (from, region)) = (to.into(), from.on_host()?);
         let elements = elements::<T>(from.len(), to.len(), region);
-        self.copies.copy_on_host(bytes_of(from), to.part(), &elements)?;
+        self.copies.copy_on_host(bytes_of(&from), to.part(), &elements)?;
         Ok(Pending::ready(()))
     }
 

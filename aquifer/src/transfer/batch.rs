@@ -60,7 +60,7 @@ impl<T: Pod> Downloaded<T> {
     /// [`OutOfHostMemory`](super::TransferError::OutOfHostMemory), and errors of the driver.
     pub fn to_vec(&self) -> Result<Vec<T>, Error> {
         let bytes = self.results.read(self.offset, self.len * size_of::<T>())?;
-        Ok(copied(bytes, self.len)?)
+        Ok(copied(&bytes, self.len)?)
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use aquifer_device::RequestError;
 use aquifer_transfer::internal::{len_of, open_regular};
-use aquifer_transfer::{Elements, FileReport, InRegion, Owned, Region, Transfer, TransferError};
+use aquifer_transfer::{Elements, FileReport, InRegion, Owned, PinnedRead, Region, Transfer, TransferError};
 use bytemuck::Pod;
 
 use super::pending::Pending;
@@ -45,7 +45,7 @@ pub trait Source<T: Pod + Send + Sync>: Sized + Sealed {
 
     /// The memory that it names, and the region of it, for copies by the calling thread.
     #[doc(hidden)]
-    fn on_host(&self) -> Result<(&[T], Option<&Region<'_>>), Error>;
+    fn on_host(&self) -> Result<(PinnedRead<'_, T>, Option<&Region<'_>>), Error>;
 
     #[doc(hidden)]
     fn upload_to(self, transfer: &Transfer, to: &mut Buffer<T>, region: Option<&Region<'_>>) -> Begun<Self::Report>;
@@ -153,9 +153,9 @@ macro_rules! sources {
                 Ok(self.len())
             }
 
-            fn on_host(&self) -> Result<(&[T], Option<&Region<'_>>), Error> {
+            fn on_host(&self) -> Result<(PinnedRead<'_, T>, Option<&Region<'_>>), Error> {
                 let $from = self;
-                Ok(($read, None))
+                Ok(($read.into(), None))
             }
 
             fn upload_to(self, transfer: &Transfer, to: &mut Buffer<T>, region: Option<&Region<'_>>) -> Begun<()> {
@@ -170,13 +170,13 @@ macro_rules! sources {
 sources! {
     PinnedSlice<'_, T>: from => upload_pinned(from.part()), from.read()?;
     &PinnedBuffer<T>: from => upload_pinned(from.as_slice().part()), from.read()?;
-    &[T]: from => upload_borrowed(bytes_of(from)), from;
-    &Vec<T>: from => upload_borrowed(bytes_of(from)), from;
+    &[T]: from => upload_borrowed(bytes_of(from)), *from;
+    &Vec<T>: from => upload_borrowed(bytes_of(from)), from.as_slice();
     &[T; N] [N]: from => upload_borrowed(bytes_of(from)), from.as_slice();
-    Vec<T>: from => upload_owned(Owned::new::<T, _>(from)), from;
-    Box<[T]>: from => upload_owned(Owned::new::<T, _>(from)), from;
-    Arc<[T]>: from => upload_owned(Owned::new::<T, _>(from)), from;
-    Owner<T>: from => upload_owned(from.0), bytemuck::cast_slice(from.0.bytes());
+    Vec<T>: from => upload_owned(Owned::new::<T, _>(from)), from.as_slice();
+    Box<[T]>: from => upload_owned(Owned::new::<T, _>(from)), &**from;
+    Arc<[T]>: from => upload_owned(Owned::new::<T, _>(from)), &**from;
+    Owner<T>: from => upload_owned(from.0), bytemuck::cast_slice::<u8, T>(from.0.bytes());
 }
 
 impl Sealed for FilePart {}
@@ -189,7 +189,7 @@ impl<T: Pod + Send + Sync> Source<T> for FilePart {
         Ok(len_of(bytes / (size_of::<T>() as u64).max(1), size_of::<T>() as u64)?)
     }
 
-    fn on_host(&self) -> Result<(&[T], Option<&Region<'_>>), Error> {
+    fn on_host(&self) -> Result<(PinnedRead<'_, T>, Option<&Region<'_>>), Error> {
         Err(RequestError::Unsupported { what: "memory as the source of a copy on the host" }.into())
     }
 
@@ -215,7 +215,7 @@ impl<T: Pod + Send + Sync, S: Source<T>> Source<T> for InRegion<'_, S> {
         Ok(len_of(elements as u64, size_of::<T>() as u64)?)
     }
 
-    fn on_host(&self) -> Result<(&[T], Option<&Region<'_>>), Error> {
+    fn on_host(&self) -> Result<(PinnedRead<'_, T>, Option<&Region<'_>>), Error> {
         Ok((self.end.on_host()?.0, Some(&self.region)))
     }
 

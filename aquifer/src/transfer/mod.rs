@@ -15,8 +15,8 @@ mod endpoints;
 mod pending;
 
 pub use aquifer_transfer::{
-    Counters, DirectIo, Direction, FileReport, HostMemoryStats, InRegion, PinnedConfig, Region, Route, StagingConfig,
-    StagingStats, Timer, Timing, TransferConfig, TransferError,
+    Counters, DirectIo, Direction, FileReport, HostMemoryStats, InRegion, PinnedConfig, PinnedRead, PinnedWrite,
+    Region, Route, StagingConfig, StagingStats, Timer, Timing, TransferConfig, TransferError,
 };
 
 pub use api::Transfer;

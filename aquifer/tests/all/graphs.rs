@@ -31,7 +31,7 @@ impl Bench {
         bench("sim:1GiB,violations=panic")
     }
 
-    fn filled(&self, value: f32) -> Buffer<f32> {
+    pub(super) fn filled(&self, value: f32) -> Buffer<f32> {
         let mut buffer = self.memory.alloc(1000, &self.stream).unwrap();
         buffer.fill(value, &self.stream).unwrap();
         buffer
@@ -53,7 +53,11 @@ impl Bench {
     }
 
     /// Adds `x` to `y`, through a temporary.
-    fn adds<'a>(&'a self, x: &'a Buffer<f32>, y: &'a mut Buffer<f32>) -> impl FnMut(&Stream) -> Result<(), Error> + 'a {
+    pub(super) fn adds<'a>(
+        &'a self,
+        x: &'a Buffer<f32>,
+        y: &'a mut Buffer<f32>,
+    ) -> impl FnMut(&Stream) -> Result<(), Error> + 'a {
         move |stream| {
             let mut copy = x.like(stream)?;
             copy.copy_from(x, stream)?;

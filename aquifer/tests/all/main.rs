@@ -5,5 +5,6 @@ mod errors;
 mod graph_bodies;
 mod graph_lending;
 mod graph_memory;
+mod graph_pinned;
 mod graphs;
 mod unwind;

@@ -8,7 +8,7 @@ fn wrong(
     device: &mut Buffer<f32>,
     mut host: PinnedBuffer<f32>,
 ) -> Result<(), Error> {
-    let values = host.write()?;
+    let mut values = host.write()?;
     let pending = transfer.upload(&host, device)?;
     values[0] = 1.0;
     pending.wait()

@@ -52,11 +52,14 @@ impl<T: Pod> HostPinned<T> {
     /// Takes a buffer, once work that uses it is done, for copies in `context`.
     ///
     /// # Errors
-    /// When the buffer's last work failed, or cudarc cannot create an event.
+    /// A buffer that a graph uses, whose launches would not know of cudarc's copies; when the
+    /// buffer's last work failed, or cudarc cannot create an event.
     pub fn new(mut buffer: PinnedBuffer<T>, context: &Arc<CudaContext>) -> Result<HostPinned<T>, Error> {
         let used = context.new_event(Some(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING))?;
-        let elements = buffer.write()?;
+        buffer.refuse_graphs()?;
+        let mut elements = buffer.write()?;
         let (start, len) = (elements.as_mut_ptr(), elements.len());
+        drop(elements);
         Ok(HostPinned { buffer: ManuallyDrop::new(buffer), start, len, used })
     }
 

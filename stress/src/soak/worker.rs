@@ -151,7 +151,7 @@ impl<'a> Worker<'a> {
         let stream = &self.shared.streams[writer];
         if bytes <= HOST_MOST && self.random.below(8) == 0 {
             let mut content = self.shared.transfer.pinned().alloc(usize::try_from(bytes).unwrap_or(0))?;
-            pattern_bytes(block.buffer.ptr(), block.pattern, content.write()?);
+            pattern_bytes(block.buffer.ptr(), block.pattern, &mut content.write()?);
             // Nothing waits for the copy or its source.
             drop(self.shared.transfer.upload(&content, &mut block.buffer)?);
             self.counts.uploads += 1;

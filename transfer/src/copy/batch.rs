@@ -13,7 +13,7 @@ use crate::counters::Direction;
 use crate::enqueue::enqueue_parts;
 use crate::error::TransferError;
 use crate::host_memory;
-use crate::pinned::{HostPart, PinnedBlock};
+use crate::pinned::{HostPart, PinnedBlock, PinnedRead};
 use crate::runtime::Transfer;
 
 /// The least pinned memory for packing, in bytes.
@@ -85,7 +85,7 @@ impl BatchResults {
     ///
     /// # Errors
     /// [`TransferError::NotRun`], and errors of the driver.
-    pub fn read(&self, offset: usize, bytes: usize) -> Result<&[u8], TransferError> {
+    pub fn read(&self, offset: usize, bytes: usize) -> Result<PinnedRead<'_>, TransferError> {
         self.0.get().ok_or(TransferError::NotRun)?.part(offset..offset.saturating_add(bytes))?.read()
     }
 }

@@ -194,7 +194,7 @@ impl Transfer {
         if plan.bytes() <= UNSTAGED_BYTES {
             let mut host = self.pinned().alloc(to.len(), 1)?;
             self.download_pinned(from, host.all_mut(), elements)?.wait()?;
-            to.copy_from_slice(host.read()?);
+            to.copy_from_slice(&host.read()?);
             return Ok(());
         }
         #[allow(unsafe_code, reason = "lending is a promise to wait, which this function keeps")]
@@ -220,7 +220,7 @@ impl Transfer {
         elements: &Elements<'_>,
     ) -> Result<(), TransferError> {
         if let Some(plan) = Plan::of(elements, from.len() as u64, to.host().bytes as u64)? {
-            plan.rows.copy_bytes(plan.size, from, to.into_write()?);
+            plan.rows.copy_bytes(plan.size, from, &mut to.into_write()?);
             self.shared().counters.count_all(ON_HOST, 1, plan.bytes());
         }
         Ok(())
@@ -269,7 +269,7 @@ impl Transfer {
         }
         let packed = Packed::new(plan, OnDevice::To);
         let mut host = self.pinned().alloc(bytes, 1)?;
-        packed.gathering().copy_bytes(plan.size, from, host.write()?);
+        packed.gathering().copy_bytes(plan.size, from, &mut host.write()?);
         self.enqueue_pinned(Direction::Upload, to, host.all().host(), &packed.scattering(), plan.size)
     }
 
@@ -288,7 +288,7 @@ impl Transfer {
             let gathering = Packed::new(plan, OnDevice::From).gathering();
             self.enqueue_pinned(Direction::Download, from, part, &gathering, plan.size)?
         };
-        Ok((copied, Box::new(move || take(host.read()?))))
+        Ok((copied, Box::new(move || take(&host.read()?))))
     }
 
     /// Enqueues a copy of rows between device memory and pinned memory. They must lie within

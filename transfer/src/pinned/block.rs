@@ -7,7 +7,8 @@ use std::sync::Arc;
 use aquifer_device::{AccessKind, HostPtr, Stream, Tick};
 use bytemuck::Pod;
 
-use super::memory::PinnedMemory;
+use super::borrow::{PinnedRead, PinnedWrite};
+use super::memory::{Origin, PinnedMemory};
 use super::part::{PinnedPart, PinnedPartMut};
 use crate::error::TransferError;
 use crate::host_memory;
@@ -50,19 +51,33 @@ impl PinnedBlock {
         self.0.uses.are_over()
     }
 
-    /// The bytes, after waiting on the host for copies into the block.
+    /// Refuses memory of which a graph has captured copies: each launch may access it.
+    ///
+    /// # Errors
+    /// [`TransferError::UsedByGraph`].
+    pub fn refuse_graphs(&self) -> Result<(), TransferError> {
+        // Threads of the runtime share pageable memory alone, which no graph uses.
+        if self.is_pinned() && Arc::strong_count(&self.0) > 1 {
+            return Err(self.0.used_by_graph("drop the graph first"));
+        }
+        Ok(())
+    }
+
+    /// The bytes, after waiting on the host for copies into the block. Launches of graphs that
+    /// write it are refused until the result is dropped.
     ///
     /// # Errors
     /// Errors of the driver, such as the loss of a device that was to write the block.
-    pub fn read(&self) -> Result<&[u8], TransferError> {
+    pub fn read(&self) -> Result<PinnedRead<'_>, TransferError> {
         self.all().read()
     }
 
     /// The bytes, to be changed, after waiting on the host for all copies that use the block.
+    /// Launches of graphs that use it are refused until the result is dropped.
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn write(&mut self) -> Result<&mut [u8], TransferError> {
+    pub fn write(&mut self) -> Result<PinnedWrite<'_>, TransferError> {
         self.all_mut().into_write()
     }
 
@@ -95,8 +110,8 @@ impl PinnedBlock {
     /// the work enqueued on `stream` before them, and so does reuse after the block is dropped.
     /// Nothing waits for the device.
     ///
-    /// Keep the block borrowed until the copies are enqueued. The host must not read or write
-    /// through the address.
+    /// Keep the block borrowed until the copies are enqueued, and launch no graph that uses it
+    /// before. The host must not read or write through the address.
     ///
     /// # Errors
     /// When the stream is another device's, or captures; errors of the driver.
@@ -121,9 +136,10 @@ impl PinnedBlock {
     /// copied from.
     ///
     /// # Errors
-    /// A block of fewer bytes, errors of the driver, and [`TransferError::OutOfHostMemory`] where a
-    /// copy is made; they return the block. A lost device never says that it is done with the
-    /// memory, so it cannot come back.
+    /// A block of fewer bytes, registered memory that a graph uses
+    /// ([`TransferError::UsedByGraph`]), errors of the driver, and
+    /// [`TransferError::OutOfHostMemory`] where a copy is made; they return the block. A lost
+    /// device never says that it is done with the memory, so it cannot come back.
     pub fn into_vec<T: Pod + Send>(mut self, len: usize) -> Result<Vec<T>, (PinnedBlock, TransferError)> {
         match self.take_values(len) {
             Ok(values) => Ok(values),
@@ -135,14 +151,20 @@ impl PinnedBlock {
     fn take_values<T: Pod + Send>(&mut self, len: usize) -> Result<Vec<T>, TransferError> {
         let wanted = host_memory::bytes_of(len, size_of::<T>() as u64)?;
         self.part(0..wanted)?;
-        // Waits for all copies.
-        self.write()?;
-        // SAFETY: the block is borrowed exclusively and becomes a vector, so there are no views;
-        // all copies were waited for.
-        match unsafe { self.0.unregister()? } {
-            Some(values) => Ok(values),
-            None => host_memory::copied(self.read()?, len),
+        // Before the wait, so that no launch comes after it.
+        if matches!(self.0.origin, Origin::Registered(_)) {
+            self.refuse_graphs()?;
         }
+        // Waits for all copies.
+        drop(self.write()?);
+        if let Some(memory) = Arc::get_mut(&mut self.0)
+            // SAFETY: the block is borrowed exclusively and becomes a vector, so there are no
+            // views; all copies were waited for, and no graph has the memory.
+            && let Some(values) = unsafe { memory.unregister()? }
+        {
+            return Ok(values);
+        }
+        host_memory::copied(&self.read()?, len)
     }
 }
 

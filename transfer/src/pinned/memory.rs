@@ -4,7 +4,8 @@
 //! * **N1** its bytes are initialised, and stay where they are until the last `Arc` is gone and no
 //!   copy uses them;
 //! * **N2** the host touches the bytes only after it waited for the copies that conflict. Meanwhile
-//!   borrows keep new copies away ([`super::PinnedBlock`]);
+//!   borrows keep new copies away ([`super::PinnedBlock`]), and launches of graphs that conflict
+//!   are refused ([`super::PinnedRead`]);
 //! * memory of a pool goes back to it with the ticks of its copies; registered memory goes to the
 //!   device, which drops it once it is not registered any more.
 //!
@@ -18,6 +19,7 @@ use aquifer_device::fork::Mutex;
 use aquifer_device::{AccessKind, HostPtr, RequestError, Stream};
 use memmap2::MmapMut;
 
+use super::borrow::HostBorrow;
 use super::class::UNIT;
 use super::ladder::SharedPool;
 use super::state::PoolBlock;
@@ -31,7 +33,7 @@ pub(crate) struct PinnedMemory {
     pool: Arc<SharedPool>,
     ptr: HostPtr,
     bytes: usize,
-    origin: Origin,
+    pub(super) origin: Origin,
     pub(super) uses: Uses,
 }
 
@@ -101,21 +103,6 @@ impl PinnedMemory {
         !matches!(self.origin, Origin::Pageable { .. })
     }
 
-    /// Waits until the host may access all of the memory, and reports the part that it is about
-    /// to touch to the driver.
-    ///
-    /// No lock is held meanwhile, so copies that do not conflict can be enqueued.
-    pub(super) fn touch(&self, ptr: HostPtr, bytes: usize, kind: AccessKind) -> Result<(), TransferError> {
-        aquifer_device::fork::check(aquifer_device::Operation::SynchronizeEvent)?;
-        for tick in &self.uses.before(kind) {
-            self.pool.wait_for(tick)?;
-        }
-        if bytes > 0 && self.is_pinned() {
-            self.pool.device.driver().host_access(ptr, bytes, kind)?;
-        }
-        Ok(())
-    }
-
     /// An access guard: orders the work that `stream` gets from now on after the copies that must
     /// come before one that does `kind` with the memory (it reads in an upload, and writes in a
     /// download). While it is held no other thread gets one. Waits for reservations that conflict.
@@ -156,6 +143,20 @@ impl PinnedMemory {
         Ok(self.uses.try_access(stream, kind)?)
     }
 
+    /// Refuses the launch of a graph that uses the memory while a borrow by the host conflicts.
+    /// Call it while the launch has access to the memory.
+    pub(crate) fn refuse_borrowed(&self, kind: AccessKind) -> Result<(), TransferError> {
+        let Some(borrow) = self.uses.borrowed_against(kind) else { return Ok(()) };
+        Err(self.used_by_graph(match borrow {
+            AccessKind::Read => "the host reads them, so nothing was launched; drop what `read` returned first",
+            AccessKind::Write => "the host may write them, so nothing was launched; drop what `write` returned first",
+        }))
+    }
+
+    pub(super) fn used_by_graph(&self, advice: &'static str) -> TransferError {
+        TransferError::UsedByGraph { address: self.ptr.0 as u64, bytes: self.bytes as u64, advice }
+    }
+
     /// Waits until no reservation conflicts with such a use. Another one may follow at once.
     pub(crate) fn wait_unreserved(&self, kind: AccessKind) {
         self.uses.wait_unreserved(kind);
@@ -167,9 +168,9 @@ impl PinnedMemory {
     /// # Safety
     /// All copies that use it are done, and no view of it exists.
     #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
-    pub(super) unsafe fn unregister<T: 'static>(&self) -> Result<Option<Vec<T>>, TransferError> {
-        let Origin::Registered(owner) = &self.origin else { return Ok(None) };
-        let mut owner = owner.lock();
+    pub(super) unsafe fn unregister<T: 'static>(&mut self) -> Result<Option<Vec<T>>, TransferError> {
+        let Origin::Registered(owner) = &mut self.origin else { return Ok(None) };
+        let owner = owner.get_mut();
         if !owner.as_ref().is_some_and(|owner| owner.is::<Vec<T>>()) {
             return Ok(None);
         }
@@ -180,7 +181,25 @@ impl PinnedMemory {
     }
 }
 
-impl HostPart<'_> {
+impl<'a> HostPart<'a> {
+    /// Waits until the host may access all of the memory, and reports the part that it is about
+    /// to touch to the driver.
+    ///
+    /// No lock is held meanwhile, so copies that do not conflict can be enqueued. Until the result
+    /// is dropped, launches of graphs that conflict are refused.
+    pub(super) fn touch(self, kind: AccessKind) -> Result<HostBorrow<'a>, TransferError> {
+        let HostPart { memory, ptr, bytes } = self;
+        aquifer_device::fork::check(aquifer_device::Operation::SynchronizeEvent)?;
+        let borrow = memory.uses.borrow(kind);
+        for tick in &memory.uses.before(kind) {
+            memory.pool.wait_for(tick)?;
+        }
+        if bytes > 0 && memory.is_pinned() {
+            memory.pool.device.driver().host_access(ptr, bytes, kind)?;
+        }
+        Ok(borrow)
+    }
+
     /// Reserves the part for threads of the runtime. A part to write must be borrowed mutably.
     /// Waits for reservations that conflict, and for copies that do: a part that is not pinned
     /// has no others.
@@ -188,7 +207,7 @@ impl HostPart<'_> {
     /// # Errors
     /// Errors of the driver.
     pub(crate) fn reserve(self, kind: AccessKind) -> Result<Reserved, TransferError> {
-        self.memory.touch(self.ptr, self.bytes, kind)?;
+        drop(self.touch(kind)?);
         self.memory.uses.reserve(kind);
         let range = HostRange::new(self.ptr.as_ptr(), self.bytes);
         Ok(Reserved { memory: self.memory.clone(), kind, range })

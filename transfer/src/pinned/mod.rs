@@ -4,9 +4,11 @@
 //! there is none, it gets more memory from the system or from the staging ring (`ladder`,
 //! `source`). A [`PinnedBlock`] owns the block, and copies take parts of it
 //! ([`PinnedPart`], [`PinnedPartMut`]). The memory itself (`memory`) knows the ticks of those
-//! copies (`uses`), and goes back to the pool with them (`deferred`).
+//! copies and the borrows of the host (`uses`, `borrow`), and goes back to the pool with the ticks
+//! (`deferred`).
 
 mod block;
+mod borrow;
 mod class;
 mod config;
 mod deferred;
@@ -24,6 +26,7 @@ mod tests;
 mod uses;
 
 pub use block::PinnedBlock;
+pub use borrow::{PinnedRead, PinnedWrite};
 pub use config::PinnedConfig;
 pub(crate) use memory::{HostPart, PinnedMemory, Reserved};
 pub use part::{PinnedPart, PinnedPartMut};

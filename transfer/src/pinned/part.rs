@@ -3,11 +3,11 @@
 use std::fmt;
 use std::ops::Range;
 use std::panic::UnwindSafe;
-use std::slice;
 use std::sync::Arc;
 
 use aquifer_device::{AccessKind, HostPtr, RequestError};
 
+use super::borrow::{PinnedRead, PinnedWrite};
 use super::memory::{HostPart, PinnedMemory};
 use crate::error::TransferError;
 
@@ -56,14 +56,8 @@ impl<'a> PinnedPart<'a> {
     ///
     /// # Errors
     /// Errors of the driver.
-    #[allow(unsafe_code, reason = "the memory is pinned, so no collection of the standard library holds it")]
-    pub fn read(self) -> Result<&'a [u8], TransferError> {
-        let HostPart { memory, ptr, bytes } = self.0;
-        memory.touch(ptr, bytes, AccessKind::Read)?;
-        // SAFETY: the part lies inside initialised memory that `memory` keeps for 'a. Copies into
-        // it were waited for, and new ones, like writes of the host, need a mutable borrow of the
-        // block.
-        Ok(unsafe { slice::from_raw_parts(ptr.as_ptr(), bytes) })
+    pub fn read(self) -> Result<PinnedRead<'a>, TransferError> {
+        Ok(PinnedRead::new(self.0.ptr.as_ptr(), self.0.bytes, Some(self.0.touch(AccessKind::Read)?)))
     }
 
     pub(crate) fn host(&self) -> HostPart<'a> {
@@ -108,14 +102,8 @@ impl<'a> PinnedPartMut<'a> {
     ///
     /// # Errors
     /// Errors of the driver.
-    #[allow(unsafe_code, reason = "the memory is pinned, so no collection of the standard library holds it")]
-    pub fn into_write(self) -> Result<&'a mut [u8], TransferError> {
-        let HostPart { memory, ptr, bytes } = self.0;
-        memory.touch(ptr, bytes, AccessKind::Write)?;
-        // SAFETY: as in `PinnedPart::read`; and this part is the only one of its bytes while 'a
-        // lasts, so no new copy, and no other reference, can name them, and all earlier copies were
-        // waited for.
-        Ok(unsafe { slice::from_raw_parts_mut(ptr.as_ptr(), bytes) })
+    pub fn into_write(self) -> Result<PinnedWrite<'a>, TransferError> {
+        Ok(PinnedWrite::new(self.0.ptr.as_ptr(), self.0.bytes, Some(self.0.touch(AccessKind::Write)?)))
     }
 
     pub(crate) fn host(&self) -> HostPart<'a> {

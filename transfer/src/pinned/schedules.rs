@@ -182,3 +182,36 @@ fn the_host_and_copies_come_after_the_work_of_reservations() {
         world.check_over();
     });
 }
+
+#[test]
+fn a_launch_and_a_borrow_of_the_host_see_each_other() {
+    explore(|| {
+        let world = World::new(1 << 30);
+        let mut buffer = world.pool.alloc_zeroed(BYTES, 1).unwrap();
+        let memory = buffer.all().host().memory.clone();
+        let launches = spawn(&world, move |world| {
+            let stream = world.device.stream().unwrap();
+            stream.fill(world.memory, 7, BYTES as u64).unwrap();
+            let access = memory.access(&stream, AccessKind::Write).unwrap();
+            if memory.refuse_borrowed(AccessKind::Write).is_ok() {
+                // SAFETY: the access keeps others from the memory until the copy is done.
+                #[allow(unsafe_code, reason = "a raw driver copy, as a graph makes it")]
+                unsafe {
+                    stream.download(memory.ptr(), world.memory, BYTES).unwrap()
+                };
+            }
+            drop(access);
+            stream.synchronize().unwrap();
+        });
+        {
+            let seen = buffer.read().unwrap();
+            let before = seen[0];
+            thread::yield_now();
+            assert_eq!(seen[0], before, "nothing writes it meanwhile");
+        }
+        buffer.write().unwrap().fill(1);
+        join([launches]);
+        drop(buffer);
+        world.check_over();
+    });
+}

@@ -8,15 +8,21 @@
 //!   ends, whether or not the driver accepted the copy: a call may fail after the driver took the
 //!   copy;
 //! * while memory is reserved, no other use that conflicts begins;
+//! * a borrow by the host is counted before it waits for the copies that conflict, and a launch of
+//!   a graph looks at the counts while it holds its access guards. So one of the two sees the
+//!   other;
 //! * memory is lent to a stream while its buffer is borrowed, and a use that conflicts needs a
 //!   borrow that conflicts. So all work of the loan is enqueued before such a use, and the stream's
 //!   tick at that moment covers it.
 
+use std::sync::atomic::Ordering;
+
 use aquifer_allocator::internal::AccessRecord;
 use aquifer_device::{AccessKind, DeviceError, Stream, Tick};
 
+use super::borrow::HostBorrow;
 use crate::error::TransferError;
-use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::sync::{AtomicUsize, Condvar, Mutex, MutexGuard};
 
 /// The copies that use some memory.
 #[derive(Debug, Default)]
@@ -24,6 +30,8 @@ pub(super) struct Uses {
     noted: Mutex<Noted>,
     /// Notified when a reservation ends.
     released: Condvar,
+    /// Borrows by the host that read, and that write.
+    borrows: [AtomicUsize; 2],
 }
 
 #[derive(Debug, Default)]
@@ -103,6 +111,21 @@ impl Uses {
     pub(super) fn release(&self, kind: AccessKind) {
         self.noted.lock().record.end_reservation(kind);
         self.released.notify_all();
+    }
+
+    /// Counts a borrow by the host, which then waits for [`Uses::before`]. The lock that this takes
+    /// makes the count known to launches that come after.
+    pub(super) fn borrow(&self, kind: AccessKind) -> HostBorrow<'_> {
+        let count = &self.borrows[kind as usize];
+        count.fetch_add(1, Ordering::Relaxed);
+        HostBorrow(count)
+    }
+
+    /// The kind of a borrow by the host that conflicts with such a use.
+    pub(super) fn borrowed_against(&self, kind: AccessKind) -> Option<AccessKind> {
+        let is_held = |borrow: AccessKind| self.borrows[borrow as usize].load(Ordering::Acquire) > 0;
+        let mut conflicts = [AccessKind::Write, AccessKind::Read].into_iter();
+        conflicts.find(|&borrow| borrow.max(kind) == AccessKind::Write && is_held(borrow))
     }
 
     fn lock_unreserved(&self, kind: AccessKind) -> MutexGuard<'_, Noted> {

@@ -155,8 +155,8 @@ pub(super) fn fill(piece: &mut Piece) -> Result<(), TransferError> {
     let Piece { work: transfer, range, chunk, .. } = piece;
     transfer.check_wanted()?;
     let HostEndpoint::Source(source) = &transfer.host else { return Ok(()) };
-    let into = chunk.all_mut().into_part(0..bytes)?.into_write()?;
-    guarded("the source of a transfer", || source.read(range.start, into))
+    let mut into = chunk.all_mut().into_part(0..bytes)?.into_write()?;
+    guarded("the source of a transfer", || source.read(range.start, &mut into))
 }
 
 /// Enqueues the copy of a filled chunk to the device, or of the device's bytes to a chunk. An event
@@ -177,7 +177,7 @@ pub(super) fn store(piece: &Piece) -> Result<(), TransferError> {
     transfer.check_wanted()?;
     let HostEndpoint::Target(target) = &transfer.host else { return Ok(()) };
     let from = chunk.part(0..piece.bytes())?.read()?;
-    guarded("the target of a transfer", || target.write(range.start, from))
+    guarded("the target of a transfer", || target.write(range.start, &from))
 }
 
 #[allow(unsafe_code, reason = "a copy goes on after the call")]

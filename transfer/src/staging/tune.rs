@@ -103,7 +103,7 @@ const PATIENCE: Duration = Duration::from_millis(50);
 /// Uses its own memory and stream, so that it waits for no work of the caller.
 fn measure(pool: &PinnedPool) -> Result<Speeds, TransferError> {
     let mut sample = pool.alloc(SAMPLE, 1)?;
-    let copy = measure_copy(sample.write()?);
+    let copy = measure_copy(&mut sample.write()?);
     let stream = pool.device().stream()?;
     let link = measure_link(pool.device(), &mut sample, &stream).unwrap_or_else(|error| {
         tracing::debug!(%error, "the speed of the link could not be measured");

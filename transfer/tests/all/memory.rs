@@ -113,7 +113,7 @@ fn pageable_buffers_are_staged_and_waited_for() {
     host.write().unwrap().fill(0);
     pending.wait().unwrap();
     let pending = transfer.download(&device, host.slice_mut(1 << 19..)).unwrap();
-    assert_eq!(host.slice(1 << 19..).read().unwrap(), &values[7..7 + (1 << 19)]);
+    assert_eq!(host.slice(1 << 19..).read().unwrap(), values[7..7 + (1 << 19)]);
     assert!(host.slice(..1 << 19).read().unwrap().iter().all(|&value| value == 0));
     pending.wait().unwrap();
     assert_eq!(sim.take_violations(), []);

@@ -123,7 +123,7 @@ fn round_trips<T: Pod + Send + Sync + PartialEq + std::fmt::Debug>(
                 drop(transfer.upload(region.of(&from), &mut target).unwrap());
                 let mut pinned = transfer.pinned().alloc_from(&before).unwrap();
                 drop(transfer.download(&source, region.of(&mut pinned)).unwrap());
-                back.copy_from_slice(pinned.read().unwrap());
+                back.copy_from_slice(&pinned.read().unwrap());
             }
             _ => {
                 assert!(from_len.max(to_len) == 0 || !pageable.is_pinned());
@@ -287,7 +287,7 @@ fn a_region_can_be_cancelled_dropped_and_forgotten() {
         // After any outcome the host and the device may use the memory at once, and bytes between
         // the elements are unchanged.
         let gaps = |bytes: &[u8], gap| bytes.chunks(1001).all(|row| row.get(1000).is_none_or(|&byte| byte == gap));
-        assert!(gaps(back.read().unwrap(), 9));
+        assert!(gaps(&back.read().unwrap(), 9));
         let now = transfer.to_vec(&buffer).unwrap().wait().unwrap();
         assert!(gaps(&now, 0));
         if how > 0 {

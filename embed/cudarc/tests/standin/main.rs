@@ -268,6 +268,20 @@ fn page_locked_memory_waits_for_the_copies_that_use_it_and_for_nothing_else() {
 }
 
 #[test]
+fn page_locked_memory_that_a_graph_uses_is_refused() {
+    let gpu = Gpu::new();
+    let stream = gpu.memory.device().stream().unwrap();
+    let x = gpu.memory.from_slice(&[1.0_f32; N], &stream).unwrap();
+    let mut host = gpu.memory.pinned::<f32>(N).unwrap();
+    let graph = gpu.memory.graph(&stream, |stream| x.download(&mut host, stream).map(drop)).unwrap();
+    let refused = HostPinned::new(host, &gpu.context).unwrap_err();
+    assert!(refused.to_string().contains("drop the graph first"), "{refused}");
+    graph.launch(&stream).unwrap();
+    stream.synchronize().unwrap();
+    gpu.assert_no_violation();
+}
+
+#[test]
 fn everyone_gets_one_allocator_and_one_stream() {
     let gpu = Gpu::new();
     let [stream] = gpu.streams();

@@ -63,7 +63,7 @@ const METHODS: &[Method] = &[
     ("upload", "driver pinned", |meter, ends| {
         let _access = AccessGuard::acquire(&meter.stream, &[(ends.buffer.storage(), AccessKind::Write)])?;
         let from = ends.pinned.slice(..ends.len()).read()?;
-        Ok(meter.stream.upload_blocking(ends.buffer.ptr(), from)?)
+        Ok(meter.stream.upload_blocking(ends.buffer.ptr(), &from)?)
     }),
     ("upload", "driver pageable", |meter, ends| {
         let _access = AccessGuard::acquire(&meter.stream, &[(ends.buffer.storage(), AccessKind::Write)])?;
@@ -93,7 +93,7 @@ const METHODS: &[Method] = &[
     ("download", "driver pinned", |meter, ends| {
         let _access = AccessGuard::acquire(&meter.stream, &[(ends.buffer.storage(), AccessKind::Read)])?;
         let mut to = ends.pinned.slice_mut(..ends.len());
-        Ok(meter.stream.download_blocking(to.write()?, ends.buffer.ptr())?)
+        Ok(meter.stream.download_blocking(&mut to.write()?, ends.buffer.ptr())?)
     }),
     ("download", "driver pageable", |meter, ends| {
         let _access = AccessGuard::acquire(&meter.stream, &[(ends.buffer.storage(), AccessKind::Read)])?;

@@ -46,7 +46,7 @@ impl Interpreter {
         let Some(index) = pick(&self.pinned, index) else { return };
         let (buffer, content) = &mut self.pinned[index];
         let bytes = pattern(seed, buffer.len());
-        let written = buffer.write().map(|memory| memory.copy_from_slice(&bytes));
+        let written = buffer.write().map(|mut memory| memory.copy_from_slice(&bytes));
         *content = if written.is_ok() { Some(bytes) } else { content.take() };
         self.done(written);
     }
@@ -56,7 +56,7 @@ impl Interpreter {
         let Some(index) = pick(&self.pinned, index) else { return };
         let (buffer, content) = &self.pinned[index];
         if let (Some(bytes), Some(content)) = (self.done(buffer.read()), content) {
-            assert!(bytes == content, "pinned memory {index} differs");
+            assert!(bytes == *content, "pinned memory {index} differs");
         }
     }
 

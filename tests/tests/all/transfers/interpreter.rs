@@ -213,7 +213,7 @@ impl Interpreter {
             }
             (Begun::Host(pending, content), how) => {
                 let Some(buffer) = self.done(finish(pending, how)) else { return };
-                assert!(!differ(self.done(buffer.read()), &content), "what came to pinned memory differs");
+                assert!(!differ(self.done(buffer.read()).as_deref(), &content), "what came to pinned memory differs");
             }
         }
     }
