@@ -6,4 +6,5 @@ mod graph_bodies;
 mod graph_lending;
 mod graph_memory;
 mod graphs;
+mod thread_end;
 mod unwind;
