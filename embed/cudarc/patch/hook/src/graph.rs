@@ -72,6 +72,8 @@ pub(crate) fn begin(
     stream: &Stream,
     begin: &mut dyn FnMut() -> Result<(), DriverError>,
 ) -> Result<(), DriverError> {
+    // A thread that is ending cannot keep the capture.
+    CAPTURES.try_with(|_| ()).map_err(|_| DriverError(sys::CUresult::CUDA_ERROR_NOT_PERMITTED))?;
     let mut failed = None;
     let begun = memory.begin_graph(None, stream, || through(begin, Operation::BeginCapture, &mut failed));
     let capture = begun.map_err(|error| failed.unwrap_or_else(|| Error::from(error).into()))?;
@@ -89,11 +91,12 @@ pub(crate) fn end(
     stream: &Stream,
     end: &mut dyn FnMut() -> Result<sys::CUgraphExec, DriverError>,
 ) -> Result<Option<Box<dyn GraphMemory>>, DriverError> {
-    let begun = CAPTURES.with_borrow_mut(|captures| {
+    let begun = CAPTURES.try_with(|captures| {
+        let mut captures = captures.borrow_mut();
         let at = captures.iter().position(|(of, _)| *of == stream.id())?;
         Some(captures.remove(at).1)
     });
-    let Some(capture) = begun else {
+    let Ok(Some(capture)) = begun else {
         let elsewhere = stream.launches_of_capture().and_then(|launches| launches.kept::<OfCapture>()?.thread);
         return match elsewhere {
             // Its memory is bound to that thread.
