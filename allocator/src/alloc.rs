@@ -204,6 +204,9 @@ fn grant_rounded(
     let inner = &**allocator.inner();
     let state = inner.state;
     let special = state.special().load(Ordering::Relaxed);
+    if special & special::LOST != 0 {
+        inner.device.refuse_if_lost(Operation::Alloc)?;
+    }
     if special & special::ASLEEP != 0 {
         return Err(AllocError::Asleep);
     }

@@ -5,13 +5,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use aquifer_device::fork::{self, Mutex};
+use aquifer_device::internal::on_loss;
 use aquifer_device::{Device, DeviceError, Operation, Stream};
 
 use crate::accounting::attribution::Outside;
 use crate::allocation::WATCHED;
 use crate::backing::choose::choose;
 use crate::backing::paged::gate::Gate;
-use crate::config::{Backing, Config, CrossStream, TagSource, listed};
+use crate::config::{Backing, Config, CrossStream, TagSource, listed, share};
 use crate::core::Core;
 use crate::error::{AllocError, WhySegments};
 use crate::history::{History, HistoryOptions};
@@ -76,6 +77,8 @@ pub(crate) struct Inner {
     config: Config,
     /// Bytes that may be held from the device; `u64::MAX` is no limit.
     pub(crate) limit: AtomicU64,
+    /// The same by the share of what is free, as of the last time that the driver was asked.
+    limit_of_free: AtomicU64,
     hooks: Arc<Hooks>,
     /// Who may change mappings.
     gate: Gate,
@@ -83,8 +86,8 @@ pub(crate) struct Inner {
     tagged: bool,
     /// [`WATCHED`] if the device has a witness that watches blocks, else 0.
     pub(crate) mark: u32,
-    /// Why memory comes in segments; `None` if it is mapped.
-    segments: Option<WhySegments>,
+    /// Why memory, or some of it, comes in segments.
+    segments: OnceLock<WhySegments>,
     /// See [`Allocator::ready_stream`].
     ready_stream: OnceLock<Stream>,
     /// What was seen of the device's memory that no allocator holds.
@@ -154,7 +157,8 @@ impl Allocator {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn backing(&self) -> Backing {
-        if self.why_segments().is_some() { Backing::Segments } else { Backing::Paged }
+        let is_mapped = matches!(self.why_segments(), None | Some(WhySegments::NoAddresses(_)));
+        if is_mapped { Backing::Paged } else { Backing::Segments }
     }
 
     /// The size in bytes of a granule, the unit in which physical memory is counted and mapped;
@@ -190,7 +194,8 @@ impl Allocator {
         // Asking a real GPU loads a library, which would make opening slower.
         let own = if device.info().is_virtual { device.memory_users().own } else { None };
         let outside = Outside::at_open(memory, before.min(held()), own);
-        let limit = config.limit_bytes(memory.total, memory.free).unwrap_or(u64::MAX);
+        let limit = config.limit_bytes(memory.total, u64::MAX).unwrap_or(u64::MAX);
+        let limit_of_free = config.limit_free_fraction.map_or(u64::MAX, |fraction| share(memory.free, fraction));
         let (paged, segments) =
             choose(device, &config)?.map_or_else(|why| (None, Some(why)), |paged| (Some(paged), None));
         let mut ignored = config.ignored(if paged.is_some() { Backing::Paged } else { Backing::Segments });
@@ -216,11 +221,12 @@ impl Allocator {
             device: device.for_memory(),
             config,
             limit: limit.into(),
+            limit_of_free: limit_of_free.into(),
             hooks,
             gate: Gate::default(),
             tagged,
             mark: if state.watches_blocks() { WATCHED } else { 0 },
-            segments,
+            segments: segments.map_or_else(OnceLock::new, OnceLock::from),
             ready_stream: OnceLock::new(),
             outside: Mutex::new(outside),
         };
@@ -279,9 +285,17 @@ impl Allocator {
         self.inner.mark != 0
     }
 
-    /// Why memory comes in segments (plain driver allocations); `None` if it is mapped.
+    /// Why memory comes in segments (plain driver allocations), or some of it
+    /// ([`WhySegments::NoAddresses`]); `None` if all of it is mapped.
     pub fn why_segments(&self) -> Option<&WhySegments> {
-        self.inner.segments.as_ref()
+        self.inner.segments.get()
+    }
+
+    /// Notes why some memory comes in segments from now on, with a warning for the first time.
+    pub(crate) fn note_segments(&self, why: WhySegments) {
+        if self.inner.segments.set(why.clone()).is_ok() {
+            tracing::warn!("some memory comes in segments and not in mapped granules: {why}");
+        }
     }
 
     pub(crate) fn state(&self) -> &'static AllocatorState {
@@ -305,15 +319,28 @@ impl Allocator {
         &self.inner.hooks
     }
 
-    /// The limit on bytes held from the device, if there is one.
+    /// The limit on bytes held from the device, if there is one. With `limit_free_fraction`, it is
+    /// as of the last time that memory was taken.
     pub fn limit(&self) -> Option<u64> {
-        let limit = self.inner.limit.load(Ordering::Relaxed);
+        let Inner { limit, limit_of_free, .. } = &*self.inner;
+        let limit = limit.load(Ordering::Relaxed).min(limit_of_free.load(Ordering::Relaxed));
         (limit != u64::MAX).then_some(limit)
+    }
+
+    /// Sets the limit to its share of the bytes that are free on the device or held from it, and
+    /// returns it; `u64::MAX` if it is no share.
+    pub(crate) fn limit_free(&self, bytes: u64) -> u64 {
+        let limit = self.config().limit_free_fraction.map_or(u64::MAX, |fraction| share(bytes, fraction));
+        // A limit that was set meanwhile stays.
+        let set = |old| (old != u64::MAX).then_some(limit);
+        let old = self.inner.limit_of_free.fetch_update(Ordering::Relaxed, Ordering::Relaxed, set);
+        if old.is_ok() { limit } else { u64::MAX }
     }
 
     /// Sets or removes the limit on bytes held from the device. Memory held already is kept.
     pub fn set_limit(&self, limit: Option<u64>) {
         self.inner.limit.store(limit.unwrap_or(u64::MAX), Ordering::Relaxed);
+        self.inner.limit_of_free.store(u64::MAX, Ordering::Relaxed);
     }
 
     /// Sets the limit to a share of the device's memory, in [0, 1]; 1 removes it. The share
@@ -371,10 +398,24 @@ struct Entered {
 
 /// Enters an allocator.
 pub(crate) fn register(inner: &Arc<Inner>) {
+    on_loss(note_lost);
     let mut open = OPEN.lock();
     // Buffers of a closed allocator may live as long as its state serves no other one.
     open.retain(|other| other.inner.strong_count() > 0 || !std::ptr::eq(other.state, inner.state));
     open.push(Entered { inner: Arc::downgrade(inner), state: inner.state, device: inner.device.id() });
+    drop(open);
+    if inner.device.lost().is_some() {
+        note_lost(inner.device.id());
+    }
+}
+
+/// Has allocations of a device that is lost leave the fast path, to be refused.
+fn note_lost(device: u32) {
+    for Entered { inner, state, device: its } in &*OPEN.lock() {
+        if *its == device && inner.strong_count() > 0 {
+            state.special().fetch_or(special::LOST, Ordering::Relaxed);
+        }
+    }
 }
 
 /// Handles of all open allocators, in the order in which they were made, or of those of a device

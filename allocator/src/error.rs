@@ -287,6 +287,9 @@ pub enum WhySegments {
     /// A driver call failed when the allocator was made and tried to map memory. It does not try
     /// again; another allocator does.
     Failed(DeviceError),
+    /// The device gave no more addresses for some request. Memory is mapped at those that there are,
+    /// and requests that find none get segments.
+    NoAddresses(DeviceError),
 }
 
 impl fmt::Display for WhySegments {
@@ -305,6 +308,7 @@ impl fmt::Display for WhySegments {
             WhySegments::Failed(error) => {
                 write!(f, "mapping memory failed when the allocator was made, and is tried again by a new one: {error}")
             }
+            WhySegments::NoAddresses(error) => write!(f, "addresses to map memory at ran out: {error}"),
         }
     }
 }

@@ -91,7 +91,7 @@ impl Context {
         DeviceLabel::open(device_id, DeviceLabel::from(driver.info()));
         let capturing = driver.capturing_streams();
         let witness = driver.witness();
-        let driver = Arc::new(Counted::new(driver, capturing.clone()));
+        let driver = Arc::new(Counted::new(device_id, driver, capturing.clone()));
         let waits = Arc::<Waits>::default();
         let releases = ReleaseQueue::new(driver.clone(), capturing.clone(), waits.clone());
         Arc::new(Context {

@@ -59,9 +59,19 @@ impl fmt::Debug for CallCounts {
     }
 }
 
+/// See [`on_loss`].
+static ON_LOSS: OnceLock<fn(u32)> = OnceLock::new();
+
+/// Has `note` called with the number of each device that is lost, once for each. That may be under
+/// the lock of a timeline, so `note` makes no driver call. Only the first `note` counts.
+pub fn on_loss(note: fn(u32)) {
+    ON_LOSS.get_or_init(|| note);
+}
+
 /// Counts every call, failed ones included, and passes it on.
 #[derive(Debug)]
 pub(crate) struct Counted {
+    device_id: u32,
     inner: Arc<dyn Driver>,
     calls: Vec<AtomicU64>,
     /// The first error that reported the device as lost.
@@ -77,10 +87,10 @@ impl RefUnwindSafe for Counted {}
 
 impl Counted {
     /// `capturing` are those of the driver's context.
-    pub(crate) fn new(inner: Arc<dyn Driver>, capturing: Arc<CapturingStreams>) -> Self {
+    pub(crate) fn new(device_id: u32, inner: Arc<dyn Driver>, capturing: Arc<CapturingStreams>) -> Self {
         let (calls, label) =
             (Operation::ALL.iter().map(|_| AtomicU64::new(0)).collect(), DeviceLabel::from(inner.info()));
-        Counted { inner, calls, lost: OnceLock::new(), label, capturing }
+        Counted { device_id, inner, calls, lost: OnceLock::new(), label, capturing }
     }
 
     pub(crate) fn counts(&self) -> CallCounts {
@@ -139,6 +149,7 @@ impl Counted {
             error.clone()
         });
         if is_first {
+            ON_LOSS.get().inspect(|note| note(self.device_id));
             return error;
         }
         let (label, operation, code) = (&self.label, first.operation, first.code.name());

@@ -242,6 +242,12 @@ impl<T> RwLock<T> {
         })
     }
 
+    /// The lock, if no other thread reads or writes.
+    #[inline]
+    pub fn try_write(&self) -> Option<RwLockWriteGuard<'_, T>> {
+        self.0.try_write()
+    }
+
     /// The value, without locking.
     pub fn get_mut(&mut self) -> &mut T {
         self.0.get_mut()

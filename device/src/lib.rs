@@ -103,6 +103,7 @@ pub use witness::{NewBlock, Witness};
 #[doc(hidden)]
 pub mod internal {
     pub use crate::copies::{Touched, first_overlap};
+    pub use crate::counted::on_loss;
     pub use crate::device::WeakDevice;
     pub use crate::launches::{LaunchOrder, Launches};
     pub use crate::stream_map::StreamMap;

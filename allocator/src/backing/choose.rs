@@ -42,7 +42,8 @@ fn try_paged(device: &Device, config: &Config) -> Result<Paged, WhySegments> {
 }
 
 /// Returns how granules of `granule` bytes are mapped on the device, or why they cannot be. Maps
-/// one and gives it back. A device that is full counts as able.
+/// one and gives it back. A device that is full counts as able; one that gives no addresses does
+/// not.
 ///
 /// A driver may announce memory for RDMA and refuse to create it, for example in a virtual machine;
 /// such a device gets granules without RDMA.
@@ -132,12 +133,17 @@ fn map_again(
     tried.is_ok()
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(aquifer_shuttle)))]
+#[allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 mod tests {
-    use aquifer_sim::{SimConfig, SimDriver};
+    use std::sync::Arc;
+
+    use aquifer_device::{Code, Operation};
+    use aquifer_sim::{Fault, SimConfig, SimDriver};
 
     use super::*;
     use crate::allocator::Allocator;
+    use crate::{Advice, Refusal};
 
     const MIB: u64 = 1 << 20;
     const GIB: u64 = 1 << 30;
@@ -153,5 +159,102 @@ mod tests {
         }
         assert_eq!(granule(1 << 46, "granule_mb:2"), Some(2 * MIB));
         assert_eq!(granule(1 << 46, "backing:segments"), None);
+    }
+
+    fn opened(device: &str) -> (Arc<SimDriver>, Allocator) {
+        let sim = SimDriver::new(SimConfig::parse(device).unwrap());
+        let allocator = Allocator::new(&Device::new(sim.clone()), "").unwrap();
+        (sim, allocator)
+    }
+
+    fn segments(allocator: &Allocator) -> (usize, usize) {
+        let all = allocator.snapshot().segments;
+        let mapped = all.iter().filter(|segment| segment.is_expandable).count();
+        (mapped, all.len() - mapped)
+    }
+
+    #[test]
+    fn memory_comes_in_segments_where_no_addresses_can_be_reserved() {
+        for device in ["1GiB,addresses=0", "1GiB,fault_rate=cuMemAddressReserve:1.0:out_of_memory"] {
+            let (_, allocator) = opened(device);
+            assert_eq!(allocator.backing(), Backing::Segments);
+            let why = allocator.why_segments();
+            assert!(
+                matches!(why, Some(WhySegments::Failed(error)) if error.kind == ErrorKind::OutOfAddresses),
+                "{why:?}"
+            );
+            let _block = allocator.alloc_bytes(10 * MIB, allocator.device().default_stream()).unwrap();
+            assert_eq!(segments(&allocator), (0, 1));
+        }
+    }
+
+    #[test]
+    fn a_smaller_reservation_serves_where_a_large_one_is_refused() {
+        let (_, allocator) = opened("1GiB,addresses=64MiB");
+        let _block = allocator.alloc_bytes(50 * MIB, allocator.device().default_stream()).unwrap();
+        assert_eq!((segments(&allocator), allocator.why_segments()), ((1, 0), None));
+    }
+
+    #[test]
+    fn requests_that_find_no_addresses_get_segments() {
+        let (sim, allocator) = opened("1GiB,addresses=520MiB");
+        let (one, two) = (allocator.device().stream().unwrap(), allocator.device().stream().unwrap());
+        for _ in 0..3 {
+            let mapped = allocator.alloc_bytes(500 * MIB, &one).unwrap();
+            let blocks = [1000, 3 * MIB, 150 * MIB].map(|bytes| allocator.alloc_bytes(bytes, &two).unwrap());
+            assert_eq!(segments(&allocator), (2, 2));
+            let why = allocator.why_segments();
+            assert!(matches!(why, Some(WhySegments::NoAddresses(_))), "{why:?}");
+            assert_eq!(allocator.backing(), Backing::Paged);
+            blocks.iter().for_each(|block| two.fill(block.ptr(), 1, block.bytes()).unwrap());
+            two.synchronize().unwrap();
+            drop((mapped, blocks));
+            // Mapped memory goes back for a segment, and segments for another one.
+            let large = allocator.alloc_bytes(700 * MIB, &two).unwrap();
+            assert_eq!(segments(&allocator), (0, 1));
+            drop(large);
+            allocator.empty_cache().unwrap();
+            assert_eq!((allocator.memory_reserved(), sim.held_bytes()), (0, 0));
+        }
+    }
+
+    #[test]
+    fn a_request_that_lacks_addresses_waits_for_nothing() {
+        let (_, allocator) = opened("1GiB,addresses=64MiB");
+        let stream = allocator.device().stream().unwrap();
+        let [used, free] = [40, 10].map(|mib| allocator.alloc_bytes(mib * MIB, &stream).unwrap());
+        stream.fill(used.ptr(), 1, used.bytes()).unwrap();
+        stream.fill(free.ptr(), 1, free.bytes()).unwrap();
+        drop(free);
+        let _segment = allocator.alloc_bytes(100 * MIB, &stream).unwrap();
+        let calls = allocator.device().driver_calls();
+        let waits = [Operation::Synchronize, Operation::SynchronizeStream, Operation::SynchronizeEvent];
+        assert_eq!(waits.map(|wait| calls.of(wait)), [0; 3], "{calls:?}");
+    }
+
+    #[test]
+    fn peers_have_access_to_all_memory_or_to_none() {
+        let _peer = SimDriver::new(SimConfig::parse("1GiB,ordinal=1").unwrap());
+        let [(_, with), (_, without)] = [0; 2].map(|_| opened("1GiB,addresses=64MiB"));
+        let large = |allocator: &Allocator| allocator.alloc_bytes(100 * MIB, allocator.device().default_stream());
+        with.enable_peer_access(1).unwrap();
+        assert_eq!(large(&with).unwrap_err().report().unwrap().refusal, Some(Refusal::Addresses));
+        with.enable_peer_access(1).unwrap();
+        let _segment = large(&without).unwrap();
+        let error = without.enable_peer_access(1).unwrap_err();
+        assert!(matches!(error, AllocError::NotMapped { .. }), "{error}");
+    }
+
+    #[test]
+    fn a_refusal_for_lack_of_addresses_names_them() {
+        let (sim, allocator) = opened("1GiB,addresses=64MiB");
+        let stream = allocator.device().default_stream();
+        sim.inject(Fault::Rate { operation: Some(Operation::Alloc), rate: 1.0, code: Code::OUT_OF_MEMORY });
+        let error = allocator.alloc_bytes(100 * MIB, stream).unwrap_err();
+        let report = error.report().unwrap();
+        assert_eq!(report.refusal, Some(Refusal::Addresses), "{report}");
+        assert_eq!(report.advice, [Advice::UseSegments], "{report}");
+        sim.clear_faults();
+        let _segment = allocator.alloc_bytes(100 * MIB, stream).unwrap();
     }
 }

@@ -1,5 +1,6 @@
-//! How much a request takes from the device, and how much may be taken: what the limit allows, and
-//! what must stay free there for libraries (`headroom_mb`).
+//! How much a request takes from the device, and how much may be taken: what the limit allows, what
+//! must stay free there for libraries (`headroom_mb`), and what is a share of what is free there
+//! now (`limit_free_fraction`).
 //!
 //! The driver says how much is free, but must not be asked under a lock, and meanwhile other
 //! threads take memory, too. So before asking, a thread notes how much is about to be taken by
@@ -7,32 +8,31 @@
 //! if the driver's answer did not include it. This may count too much, never too little; a thread
 //! that is refused because of it asks again.
 
-use std::time::Duration;
+use std::sync::atomic::Ordering;
 
 use crate::allocator::Allocator;
+use crate::config::Config;
 use crate::core::Core;
-use crate::core::limits::{Growing, Refusal};
+use crate::core::limits::{Growing, Holding, Refusal};
 use crate::error::AllocError;
 use crate::size_class;
 use crate::types::{Granted, Request};
 
-/// How often it is asked again while others take memory, and how long after each time: about as
-/// long as a driver call takes.
-pub(crate) const ASKS: u32 = 64;
-const BETWEEN_ASKS: Duration = Duration::from_micros(50);
-
-/// The memory that was free on the device beyond the headroom, and the bytes that other threads
-/// were about to take before that question.
+/// The memory of the device that could be taken when the driver was asked, and the bytes that other
+/// threads were about to take before that question.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Room {
-    /// `None` where nothing must stay free.
+    /// `None` where all that is free may be taken.
     free: Option<u64>,
+    /// What refuses more.
+    refusal: Refusal,
     growing: Growing,
 }
 
 impl Room {
     /// Nothing may be taken.
-    pub(crate) const NONE: Room = Room { free: Some(0), growing: Growing { now: 0, begun: 0 } };
+    pub(crate) const NONE: Room =
+        Room { free: Some(0), refusal: Refusal::Device, growing: Growing { now: 0, begun: 0 } };
 
     /// Bytes that others took, or are about to take. The answer may include them or not.
     fn taken_meanwhile(&self, core: &Core) -> u64 {
@@ -43,26 +43,28 @@ impl Room {
         self.free.map_or(u64::MAX, |free| free.saturating_sub(self.taken_meanwhile(core)))
     }
 
-    /// True if another question may give more: this count includes memory taken meanwhile.
-    pub(crate) fn is_uncertain(&self, core: &Core) -> bool {
-        self.free.is_some() && self.taken_meanwhile(core) > 0
-    }
-
-    /// Lets those who take memory finish.
-    pub(crate) fn wait_for_others() {
-        aquifer_device::executor::pause(BETWEEN_ASKS);
+    /// True if a request that was refused may be served once other threads are done: this count
+    /// includes memory taken meanwhile, and the limit includes what is about to be taken, which may
+    /// fail, and what is on its way back.
+    pub(crate) fn is_uncertain(&self, core: &Core, refusal: Refusal) -> bool {
+        let is_old = self.free.is_some() && self.refusal == refusal && self.taken_meanwhile(core) > 0;
+        is_old || (refusal == Refusal::Limit && core.held_at_most() > core.reserved())
     }
 }
 
-/// Asks the driver.
+/// Asks the driver, where there is a headroom or the limit is a share of what is free.
 pub(crate) fn room(allocator: &Allocator) -> Result<Room, AllocError> {
-    let headroom = allocator.config().headroom;
-    let growing = allocator.state().shared().growing();
-    let free = match headroom {
-        0 => None,
-        _ => Some(allocator.device().memory_info()?.free.saturating_sub(headroom)),
-    };
-    Ok(Room { free, growing })
+    let &Config { headroom, limit_free_fraction, .. } = allocator.config();
+    let Holding { bytes: held, growing } = allocator.state().shared().holding();
+    if headroom == 0 && limit_free_fraction.is_none() {
+        return Ok(Room { free: None, refusal: Refusal::Headroom, growing });
+    }
+    let free = allocator.device().memory_info()?.free;
+    let beyond_headroom = if headroom == 0 { u64::MAX } else { free.saturating_sub(headroom) };
+    // Memory that went back meanwhile counts in both, which gives too little.
+    let below_limit = allocator.limit_free(free.saturating_add(held)).saturating_sub(held);
+    let refusal = if below_limit < beyond_headroom { Refusal::Limit } else { Refusal::Headroom };
+    Ok(Room { free: Some(beyond_headroom.min(below_limit)), refusal, growing })
 }
 
 /// Bytes that may still be taken from the device, and what would refuse more. To be asked under the
@@ -70,9 +72,9 @@ pub(crate) fn room(allocator: &Allocator) -> Result<Room, AllocError> {
 /// headroom.
 pub(crate) fn buyable(allocator: &Allocator, core: &Core, room: &Room) -> (u64, Refusal) {
     let held = core.held_at_most();
-    let by_limit = allocator.limit().map_or(u64::MAX, |limit| limit.saturating_sub(held));
+    let by_limit = allocator.inner().limit.load(Ordering::Relaxed).saturating_sub(held);
     let by_room = room.left(core);
-    if by_room < by_limit { (by_room, Refusal::Headroom) } else { (by_limit, Refusal::Limit) }
+    if by_room < by_limit { (by_room, room.refusal) } else { (by_limit, Refusal::Limit) }
 }
 
 /// How an attempt to take memory from the device ended.
@@ -88,5 +90,43 @@ pub(crate) fn growth_bytes(allocator: &Allocator, core: &Core, request: &Request
     match core.paged_granule_for(request) {
         Some(granule) => request.size.next_multiple_of(granule),
         None => segment_bytes(allocator, request.size),
+    }
+}
+
+#[cfg(all(test, not(aquifer_shuttle)))]
+#[allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+mod tests {
+    use aquifer_device::{Device, Operation};
+    use aquifer_sim::{SimConfig, SimDriver};
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn a_share_of_what_is_free_follows_what_others_hold() {
+        for options in ["limit_free_fraction:0.5", "limit_free_fraction:0.5,backing:segments"] {
+            let sim = SimDriver::new(SimConfig::new(1024 * MIB).other_process_bytes(512 * MIB));
+            let allocator = Allocator::new(&Device::new(sim.clone()), options).unwrap();
+            let alloc = |mib: u64| allocator.alloc_bytes(mib * MIB, allocator.device().default_stream());
+            let refusal = |mib| alloc(mib).unwrap_err().report().map(|report| (report.refusal, report.limit));
+            assert_eq!(allocator.limit(), Some(256 * MIB));
+            let first = alloc(200).unwrap();
+            assert_eq!(refusal(100), Some((Some(Refusal::Limit), Some(256 * MIB))));
+            sim.set_other_process_bytes(0);
+            let second = alloc(300).unwrap();
+            assert_eq!(allocator.limit(), Some(512 * MIB));
+            sim.set_other_process_bytes(400 * MIB);
+            assert_eq!(refusal(20), Some((Some(Refusal::Limit), Some(312 * MIB))));
+            let asked = || allocator.device().driver_calls().of(Operation::MemoryInfo);
+            let before = asked();
+            drop(second);
+            let cached = alloc(300).unwrap();
+            assert_eq!(asked(), before, "a hit asks nothing");
+            allocator.set_limit(Some(600 * MIB));
+            let third = alloc(80).unwrap();
+            assert_eq!(allocator.limit(), Some(600 * MIB), "a limit that was set replaces it");
+            drop((first, cached, third));
+        }
     }
 }

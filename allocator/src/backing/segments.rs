@@ -9,16 +9,22 @@
 //! (invariant A2), because another thread may get its memory, and count it, before this one has the
 //! lock again. The limit counts it until the driver has taken it back (`leaving`).
 
-use aquifer_device::{DevicePtr, ErrorKind};
+use std::time::Duration;
+
+use aquifer_device::{DevicePtr, ErrorKind, executor};
 
 use crate::allocator::Allocator;
-use crate::backing::growth::{ASKS, Growth, Room, buyable, room, segment_bytes};
+use crate::backing::growth::{Growth, buyable, room, segment_bytes};
 use crate::core::Core;
 use crate::core::limits::Refusal;
 use crate::core::segments::Chosen;
 use crate::error::AllocError;
 use crate::types::{BlockId, Request};
 
+/// How often the driver is asked again while others take memory, and how long after each time:
+/// about as long as a driver call takes.
+const ASKS: u32 = 64;
+const BETWEEN_ASKS: Duration = Duration::from_micros(50);
 /// The most segments that are taken out of the heap while the lock is held without a break.
 const BATCH: usize = if cfg!(debug_assertions) { 2 } else { 32 };
 
@@ -33,9 +39,16 @@ pub(crate) fn grow_segment_of(allocator: &Allocator, request: &Request, bytes: u
     // this, and refuses it, or after it.
     let is_paged = allocator.state().shared().paged().is_some();
     let _awake = if is_paged { Some(allocator.gate()?.shared()) } else { None };
-    if allocator.state().shared().is_asleep() {
+    let shared = allocator.state().shared();
+    if shared.is_asleep() {
         return Err(AllocError::Asleep);
     }
+    // Peers that have access to all mapped memory have none to a segment.
+    let is_for_peers = shared.paged().is_some_and(|paged| paged.access.len() > 1);
+    if is_for_peers && shared.paged_granule_for(request).is_some() {
+        return Ok(Err(Refusal::Addresses));
+    }
+    drop(shared);
     if let Some(refusal) = begin_growing(allocator, bytes)? {
         return Ok(Err(refusal));
     }
@@ -55,7 +68,8 @@ pub(crate) fn grow_segment_of(allocator: &Allocator, request: &Request, bytes: u
 
 /// Notes that so many bytes are about to be taken, or tells what refuses that.
 fn begin_growing(allocator: &Allocator, bytes: u64) -> Result<Option<Refusal>, AllocError> {
-    for _ in 0..ASKS {
+    let mut asks = 0..ASKS;
+    loop {
         let room = room(allocator)?;
         let mut shared = allocator.state().shared();
         let (buyable, refusal) = buyable(allocator, &shared, &room);
@@ -63,13 +77,12 @@ fn begin_growing(allocator: &Allocator, bytes: u64) -> Result<Option<Refusal>, A
             shared.begin_growing(bytes);
             return Ok(None);
         }
-        if refusal != Refusal::Headroom || !room.is_uncertain(&shared) {
+        if !room.is_uncertain(&shared, refusal) || asks.next().is_none() {
             return Ok(Some(refusal));
         }
         drop(shared);
-        Room::wait_for_others();
+        executor::pause(BETWEEN_ASKS);
     }
-    Ok(Some(Refusal::Headroom))
 }
 
 /// Gives the segments that `choose` picks among the wholly free ones back to the device; tells how

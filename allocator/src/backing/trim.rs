@@ -118,7 +118,7 @@ fn excess(core: &Core, bytes: u64, which: Which) -> Vec<BlockId> {
 /// most `target` bytes are held from it or none is left. Returns how many bytes went back. Frames
 /// that are not known done stay.
 pub(crate) fn trim_paged(allocator: &Allocator, target: u64) -> Result<u64, AllocError> {
-    let recycled = recycle_deferred_releases(allocator)?;
+    let recycled = recycle_deferred_releases(allocator, true)?;
     Ok(recycled + trim_pools(allocator, target, Which::Unpromised)?)
 }
 
@@ -156,6 +156,7 @@ pub(crate) fn trim_pools(allocator: &Allocator, target: u64, which: Which) -> Re
     commit_trim(allocator, trim, unmapped);
     // The device gets released memory back only once it is mapped nowhere.
     let lingering = unmap_lingering_at_gate(allocator, which);
+    allocator.device().settle();
     let addresses = give_addresses_back(allocator, if which.has_default() { Which::All } else { which });
     match failed {
         Some(error) => Err(error.into()),
@@ -273,8 +274,6 @@ pub(crate) fn unmap_lingering_at_gate(allocator: &Allocator, which: Which) -> Re
 
 /// Gives back reservations of some pools in which nothing is mapped.
 pub(crate) fn give_addresses_back(allocator: &Allocator, which: Which) -> Result<(), AllocError> {
-    // This also gives back reservations that could not go back before.
-    allocator.device().settle();
     let mut guard = allocator.state().lock();
     let empty = guard.take_empty_reservations(which);
     drop(guard);

@@ -91,8 +91,10 @@ pub struct Config {
     /// Limit on the bytes held from the device, more than 0; `None`, the default, is no limit.
     /// Option `limit_mb`.
     pub limit: Option<u64>,
-    /// Limit on the bytes held from the device, as a share of what is free there when the allocator
-    /// starts, in (0, 1]; `None`, the default, is no limit. Option `limit_free_fraction`.
+    /// Limit on the bytes held from the device, as a share of them and of what is free there
+    /// whenever more are taken, in (0, 1]; `None`, the default, is no limit.
+    /// [`Allocator::set_limit`](crate::Allocator::set_limit) replaces it. Option
+    /// `limit_free_fraction`.
     pub limit_free_fraction: Option<f64>,
     /// Bytes that are left free on the device for libraries that allocate by themselves. Default 0.
     /// Option `headroom_mb`.
@@ -223,8 +225,8 @@ impl Config {
     }
 
     /// The most bytes that may be held from a device with `total` bytes of memory, of which `free`
-    /// are free when the allocator starts: the smallest of the limits that are set, or `None` if
-    /// none is. A share of `bytes / total` allows `bytes`; parts of a byte are cut off.
+    /// are free or held: the smallest of the limits that are set, or `None` if none is. A share of
+    /// `bytes / total` allows `bytes`; parts of a byte are cut off.
     pub fn limit_bytes(&self, total: u64, free: u64) -> Option<u64> {
         let of_total = (self.per_process_memory_fraction < 1.0).then(|| share(total, self.per_process_memory_fraction));
         let of_free = self.limit_free_fraction.map(|fraction| share(free, fraction));

@@ -149,7 +149,7 @@ options! {
         "MiB greater than 0, such as 512 or 0.5; leave the option out for no limit", "none", "limit in bytes";
     "limit_free_fraction" => limit_free_fraction
         if |config| config.limit_free_fraction.is_none_or(|fraction| fraction > 0.0 && fraction <= 1.0),
-        "a fraction in (0, 1], 0 excluded", "none", "limit, as a share of what is free on the device at the start";
+        "a fraction in (0, 1], 0 excluded", "none", "limit, as a share of what is free on the device or held from it, asked whenever more is taken";
     "headroom_mb" => headroom, "MiB, such as 512 or 0.5", "0", "left free on the device for libraries";
     "history" => history, "a whole number of entries, at most 4294967295", "0 = off",
         "length of the ring of trace entries";

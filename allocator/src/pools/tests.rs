@@ -16,7 +16,11 @@ use crate::{PoolOptions, PrivatePool};
 const MIB: u64 = 1 << 20;
 
 fn setup(config: &str) -> (Allocator, [Stream; 3]) {
-    let device = Device::new(SimDriver::new(SimConfig::new(16 << 30)));
+    setup_on("16GiB", config)
+}
+
+fn setup_on(device: &str, config: &str) -> (Allocator, [Stream; 3]) {
+    let device = Device::new(SimDriver::new(SimConfig::parse(device).unwrap()));
     let streams = [(); 3].map(|()| device.stream().unwrap());
     (Allocator::new(&device, Config::parse(config).unwrap()).unwrap(), streams)
 }
@@ -145,8 +149,9 @@ proptest! {
     fn the_table_agrees_with_the_heaps(
         steps in prop::collection::vec(step(), 1..60),
         config in prop::sample::select(vec!["", "backing:segments", "limit_mb:64", "backing:segments,limit_mb:200"]),
+        device in prop::sample::select(vec!["16GiB", "16GiB,addresses=64MiB,violations=panic"]),
     ) {
-        let (allocator, streams) = setup(config);
+        let (allocator, streams) = setup_on(device, config);
         let (mut pools, mut blocks): (Vec<PrivatePool>, Vec<Allocation>) = (Vec::new(), Vec::new());
         for step in steps {
             match step {

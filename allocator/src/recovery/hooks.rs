@@ -10,6 +10,7 @@ use std::cell::{Cell, RefCell};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::LocalKey;
@@ -97,19 +98,20 @@ impl Hooks {
         if observers.is_empty() {
             return;
         }
-        // Fails only on a thread that is ending, whose observers cannot be distinguished from
-        // others' then.
-        let _ = OBSERVING.try_with(|observing| observing.borrow_mut().push(self.address()));
+        OBSERVING.with_borrow_mut(|observing| observing.push(self.address()));
         for observe in observers {
             // A panic must not interrupt the driver's work, or memory would be lost.
             contained(&format_args!("an observer of mappings, notified of {change:?},"), move || observe(change));
         }
-        let _ = OBSERVING.try_with(|observing| observing.borrow_mut().pop());
+        OBSERVING.with_borrow_mut(|observing| {
+            observing.pop();
+            observing.shrink_to_fit();
+        });
     }
 
     /// True if this thread is within an observer of these mappings.
     pub(crate) fn is_observing(&self) -> bool {
-        OBSERVING.try_with(|observing| observing.borrow().contains(&self.address())).unwrap_or(false)
+        OBSERVING.with_borrow(|observing| observing.contains(&self.address()))
     }
 
     fn address(&self) -> usize {
@@ -138,13 +140,14 @@ impl Hooks {
 thread_local! {
     static NOTIFYING: Cell<bool> = const { Cell::new(false) };
     /// The hooks whose observers of mappings this thread is within, by address: such an observer
-    /// may use other allocators.
-    static OBSERVING: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+    /// may use other allocators. Without a destructor, so that destructors of other thread-locals
+    /// can allocate.
+    static OBSERVING: RefCell<ManuallyDrop<Vec<usize>>> = const { RefCell::new(ManuallyDrop::new(Vec::new())) };
 }
 
 /// True if this thread is within an observer of the mappings of any allocator.
 pub(crate) fn is_within_an_observer() -> bool {
-    OBSERVING.try_with(|observing| !observing.borrow().is_empty()).unwrap_or(true)
+    OBSERVING.with_borrow(|observing| !observing.is_empty())
 }
 
 /// While it lives, this thread is within a callback of one kind.

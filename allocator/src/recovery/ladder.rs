@@ -7,7 +7,8 @@
 //!
 //! 1. take a block of another stream that is done (`cross_stream`), or wait for one where the
 //!    policy says so;
-//! 2. **grow**: take memory from the device (mapped memory moves first, `backing/paged/grow.rs`);
+//! 2. **grow**: take memory from the device (mapped memory moves first, `backing/paged/grow.rs`; where
+//!    addresses ran out, a segment is taken);
 //! 3. take a block of a private pool that lends on OOM; take memory of idle graphs whose pools lend
 //!    it, and grow; with `throw_on_cudamalloc_oom`, a request that the limit refused fails here;
 //! 4. wait on the host for blocks that other streams still use;
@@ -30,6 +31,7 @@
 
 use crate::allocator::Allocator;
 use crate::backing::growth::growth_bytes;
+use crate::backing::paged::dedicated::recycle_deferred_releases;
 use crate::backing::paged::grow::grow_paged;
 use crate::backing::paged::lend::lend;
 use crate::backing::paged::split::{Outcome, split_frames};
@@ -115,9 +117,10 @@ fn cross_streams(allocator: &Allocator, request: &Request) -> Rung {
 }
 
 fn try_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
-    let growth = match allocator.paged_granule_for(request) {
-        Some(_) => grow_paged(allocator, request)?,
+    let growth = match allocator.paged_granule_for(request).map(|_| grow_paged(allocator, request)).transpose()? {
         None => grow_segment(allocator, request)?,
+        Some(Err(Refusal::Addresses)) => grow_segment(allocator, request)?.map_err(|_| Refusal::Addresses),
+        Some(mapped) => mapped,
     };
     Ok(growth.map_err(|refusal| tried.refusal = Some(refusal)).ok())
 }
@@ -272,6 +275,7 @@ fn wait_for_others(allocator: &Allocator, request: &Request, tried: &mut Tried) 
         return Ok(None);
     }
     allocator.gate()?.wait();
+    recycle_deferred_releases(allocator, true)?;
     if let Some(granted) = search_again(allocator, request)? {
         return Ok(Some(granted));
     }

@@ -195,7 +195,7 @@ impl Drop for WakeLock {
 
 /// Notes a wake lock of this thread.
 fn note(state: &'static AllocatorState, kind: Kind) {
-    // Fails only on a thread that is ending, which puts nothing to sleep any more.
+    // Fails only on a thread that is ending.
     let _ = HERE.try_with(|here| here.borrow_mut().push((state, kind)));
 }
 
@@ -211,10 +211,11 @@ fn forget(state: &'static AllocatorState, kind: Kind) {
 }
 
 impl AllocatorState {
-    /// The number of wake locks of this thread of some kinds.
-    fn wake_locks_here(&'static self, is_wanted: impl Fn(Kind) -> bool) -> usize {
+    /// The number of wake locks of this thread of some kinds. `None` where that is not known,
+    /// because the thread is ending.
+    fn wake_locks_here(&'static self, is_wanted: impl Fn(Kind) -> bool) -> Option<usize> {
         let is_own = |&&(state, kind): &&(&'static AllocatorState, Kind)| std::ptr::eq(state, self) && is_wanted(kind);
-        HERE.try_with(|here| here.borrow().iter().filter(is_own).count()).unwrap_or(0)
+        HERE.try_with(|here| here.borrow().iter().filter(is_own).count()).ok()
     }
 
     #[inline]
@@ -229,7 +230,7 @@ impl AllocatorState {
 
     /// True if the calling thread may not begin to keep the allocator awake.
     pub(crate) fn refuses_wake_locks(&'static self) -> bool {
-        self.is_quiescing() && self.wake_locks_here(|kind| kind != Kind::Split) == 0
+        self.is_quiescing() && self.wake_locks_here(|kind| kind != Kind::Split).is_none_or(|count| count == 0)
     }
 
     /// True if the calling thread may not begin to keep the allocator awake for the use of some
@@ -302,7 +303,7 @@ impl AllocatorState {
         note(self, Kind::Split);
         self.wake_locks.flags.fetch_or(SPLITTING, Ordering::SeqCst);
         let splitting = Splitting(self);
-        let own = self.wake_locks_here(|kind| kind == Kind::AccessGuard) as u64;
+        let own = self.wake_locks_here(|kind| kind == Kind::AccessGuard)? as u64;
         let count = |kind| number(self.wake_locks.counts[kind as usize].load(Ordering::SeqCst));
         for _ in 0..SPLIT_LOOKS {
             if count(Kind::AccessGuard) == own && count(Kind::Reservation) == 0 {
@@ -322,7 +323,7 @@ impl AllocatorState {
 
     #[cold]
     fn wait_for_end_of_split(&'static self) -> Result<(), AllocError> {
-        if self.wake_locks_here(|kind| kind == Kind::Split) > 0 {
+        if self.wake_locks_here(|kind| kind == Kind::Split).is_some_and(|count| count > 0) {
             return Err(AllocError::Observing);
         }
         let mut waking = self.wake_locks.waking.lock();
@@ -338,7 +339,8 @@ impl AllocatorState {
         let [access_guards, reservations, wake_locks] = counts.map(number);
         let alone = counts.into_iter().filter(|&count| number(count) == 1 && count >> NUMBER_BITS != 0);
         let allocations = alone.filter_map(|count| used_at(self, count >> NUMBER_BITS)).collect();
-        let is_this_thread = self.wake_locks_here(|kind| kind != Kind::Split) > 0;
+        // A thread must not wait for itself.
+        let is_this_thread = self.wake_locks_here(|kind| kind != Kind::Split).is_none_or(|count| count > 0);
         let by = KeptAwakeBy { access_guards, reservations, wake_locks, is_this_thread, allocations };
         AllocError::KeptAwake(Box::new(by))
     }

@@ -54,6 +54,8 @@ pub(crate) mod special {
     pub(crate) const NO_CACHE: u32 = 8;
     /// The allocator sleeps: mapped memory was given back, and nothing is allocated.
     pub(crate) const ASLEEP: u32 = 16;
+    /// The device is lost.
+    pub(crate) const LOST: u32 = 64;
     /// The process is a forked child, in which no device can be used.
     #[cfg(not(aquifer_shuttle))]
     pub(crate) const FORKED: u32 = 32;

@@ -10,6 +10,7 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
 use std::sync::{Arc, Weak};
 
 use aquifer_device::Stream;
@@ -21,8 +22,9 @@ use crate::storage::Storage;
 use crate::sync::atomic::Ordering;
 
 thread_local! {
-    /// The passes that this thread is in, innermost last.
-    static PASSES: RefCell<Vec<PassState>> = const { RefCell::new(Vec::new()) };
+    /// The passes that this thread is in, innermost last. Without a destructor, so that destructors
+    /// of other thread-locals can allocate.
+    static PASSES: RefCell<ManuallyDrop<Vec<PassState>>> = const { RefCell::new(ManuallyDrop::new(Vec::new())) };
 }
 
 /// Size and alignment of a request.
@@ -92,7 +94,11 @@ impl Pass {
 impl Drop for Pass {
     fn drop(&mut self) {
         // What was not asked for goes back outside of the borrow.
-        let _pass = PASSES.with_borrow_mut(Vec::pop);
+        let _pass = PASSES.with_borrow_mut(|passes| {
+            let pass = passes.pop();
+            passes.shrink_to_fit();
+            pass
+        });
     }
 }
 
@@ -122,7 +128,7 @@ pub(super) fn alloc_in_pass(
         *count += 1;
         Some((allocated, pass.ready.remove(&allocated)))
     };
-    match PASSES.with_borrow_mut(own) {
+    match PASSES.with_borrow_mut(|passes| own(passes)) {
         None => allocator.alloc_plain(bytes, alignment, stream),
         Some((_, Some(ready))) => Ok(ready),
         Some((allocated, None)) => {

@@ -129,5 +129,9 @@ mod modelled {
         pub(crate) fn write(&self) -> RwLockWriteGuard<'_> {
             self.0.write().unwrap_or_else(PoisonError::into_inner)
         }
+
+        pub(crate) fn try_write(&self) -> Option<RwLockWriteGuard<'_>> {
+            self.0.try_write().ok()
+        }
     }
 }

@@ -7,4 +7,5 @@ mod graph_lending;
 mod graph_memory;
 mod graph_pinned;
 mod graphs;
+mod thread_end;
 mod unwind;

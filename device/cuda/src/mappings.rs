@@ -6,7 +6,7 @@
 
 use std::ffi::c_int;
 
-use aquifer_device::{Code, DeviceError, DevicePtr, ErrorKind, Operation, PhysicalOptions, RawPhysical, Result};
+use aquifer_device::{Code, DeviceError, DevicePtr, Operation, PhysicalOptions, RawPhysical, Result};
 
 use crate::gpu::Gpu;
 use crate::handles::OwnedObject;
@@ -34,10 +34,7 @@ pub(crate) fn reserve(gpu: &Gpu, bytes: u64, alignment: u64) -> Result<DevicePtr
     // SAFETY: the address outlives the call; 0 leaves the place to the driver, and the alignment,
     // too (F1).
     let code = unsafe { reserve(&raw mut ptr, size(bytes), size(more), 0, 0) };
-    check(operation, code).map_err(|error| {
-        let kind = if error.is_out_of_memory() { ErrorKind::OutOfAddresses } else { error.kind };
-        error.with_kind(kind).with_detail(format!("{bytes} bytes of addresses asked for"))
-    })?;
+    check(operation, code).map_err(|error| error.with_detail(format!("{bytes} bytes of addresses asked for")))?;
     gpu.reserved.insert(ptr, bytes, ());
     Ok(DevicePtr(ptr))
 }

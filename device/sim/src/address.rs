@@ -11,8 +11,9 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use aquifer_device::{Code, ErrorKind};
+use aquifer_device::Code;
 
+use crate::config::SimConfig;
 use crate::interval::IntervalMap;
 use crate::mappings::{GRANULARITY, Mappings, holding};
 use crate::memory::{Piece, StoreId};
@@ -91,15 +92,17 @@ pub(crate) struct AddressSpace {
 }
 
 impl AddressSpace {
-    /// The empty address space of a device with `capacity` bytes.
-    pub(crate) fn new(ordinal: u32, capacity: u64, reuse: bool) -> Self {
+    /// The empty address space of a device.
+    pub(crate) fn new(config: &SimConfig) -> Self {
+        let (ordinal, capacity) = (config.ordinal, config.capacity_bytes.next_multiple_of(GRANULARITY));
         let device = u64::from(ordinal & 0xfff) << DEVICE_SHIFT;
+        let reservable = config.addresses.unwrap_or(capacity.saturating_mul(ADDRESSES_FOR_MEMORY));
         AddressSpace {
             ordinal,
             plain: zone(PLAIN_BASE + device),
-            unused: (!reuse).then_some(0),
+            unused: (!config.reuse).then_some(0),
             reserved: zone(RESERVED_BASE + device),
-            reservable: capacity.next_multiple_of(GRANULARITY).saturating_mul(ADDRESSES_FOR_MEMORY).min(ZONE_BYTES),
+            reservable: reservable.min(ZONE_BYTES),
             allocations: BTreeMap::new(),
             mappings: Mappings::default(),
             gone: IntervalMap::default(),
@@ -165,7 +168,7 @@ impl AddressSpace {
     pub(crate) fn reserve(&mut self, bytes: u64, alignment: u64) -> Answer<u64> {
         let out = |reservable| {
             let detail = format!("{bytes} bytes of addresses asked for, {reservable} left to reserve");
-            Refused { kind: ErrorKind::OutOfAddresses, ..Refused::new(Code::OUT_OF_MEMORY, detail) }
+            Refused::new(Code::OUT_OF_MEMORY, detail)
         };
         if bytes == 0 || !bytes.is_multiple_of(GRANULARITY) {
             return Err(Refused::value(format!("{bytes} is not a positive multiple of {GRANULARITY} bytes")));

@@ -23,7 +23,6 @@ pub const CAPACITY_BYTES_MAX: u64 = 1 << 46;
 #[non_exhaustive]
 pub struct SimConfig {
     /// Memory of the device in bytes, 1 to [`CAPACITY_BYTES_MAX`]. All of it can be allocated.
-    /// Addresses can be reserved for 64 times as much, or for 512 TiB if that is less.
     pub capacity_bytes: u64,
     /// The card whose speed the device has.
     pub preset: Preset,
@@ -40,6 +39,8 @@ pub struct SimConfig {
     pub jitter: bool,
     /// Whether the device can map physical memory at reserved addresses.
     pub vmm: bool,
+    /// Bytes of addresses that can be reserved, at most 512 TiB; `None` for 64 times the memory.
+    pub addresses: Option<u64>,
     /// Whether its physical memory can be exported as handles, where it can map memory.
     pub export: bool,
     /// Bytes of the device that another process holds.
@@ -74,6 +75,9 @@ impl fmt::Display for SimConfig {
         if self.ordinal > 0 {
             write!(f, ",ordinal={}", self.ordinal)?;
         }
+        if let Some(bytes) = self.addresses {
+            write!(f, ",addresses={bytes}")?;
+        }
         if let Some(gb_s) = self.link_gb_s {
             write!(f, ",link={gb_s}")?;
         }
@@ -105,6 +109,7 @@ impl SimConfig {
             seed: 0,
             jitter: true,
             vmm: true,
+            addresses: None,
             export: true,
             other_process_bytes: 0,
             panic_on_violation: false,
@@ -128,6 +133,7 @@ impl SimConfig {
     /// | `violations` | `report` or `panic` | see [`SimConfig::panic_on_violation`] |
     /// | `link` | number | see [`SimConfig::link_gb_s`] |
     /// | `other` | size | bytes held by another process |
+    /// | `addresses` | size | see [`SimConfig::addresses`] |
     /// | `fault` | `CALL#N:CODE` | the Nth `CALL` fails, such as `cuMemAlloc#3:out_of_memory` or `any#17:999` |
     /// | `fault_rate` | `[CALL:]RATE[:CODE]` | calls fail at random, such as `0.01`, `cuMemAlloc:0.05` or `0.01:out_of_memory` |
     /// | `oom_at` | size | allocations that would hold more than this fail |

@@ -119,7 +119,7 @@ impl Machine {
             faults: FaultPlan::new(&config.faults, config.seed),
             engine: Engine::new(config.card(), config.seed, config.jitter),
             memory: Memory::new(config.capacity_bytes, config.other_process_bytes),
-            address: AddressSpace::new(config.ordinal, config.capacity_bytes, config.reuse),
+            address: AddressSpace::new(config),
             physicals: PhysicalTable::new(handles(3)),
             host: HostBlocks::default(),
             streams: StreamSet::new(detector.known.device, handles(1)),

@@ -36,7 +36,7 @@ fn of_file(file: &Option<String>) -> String {
 type Result<T> = std::result::Result<T, SimConfigError>;
 
 const KEYS: &str = "one of the keys size, ordinal, seed, jitter, vmm, export, checks, reuse, violations, link, other, \
-    fault, fault_rate, oom_at, lost_at, spike, faults";
+    addresses, fault, fault_rate, oom_at, lost_at, spike, faults";
 /// Snapshots have a list for each lower ordinal, too.
 const ORDINALS: u32 = 4096;
 const SIZE: &str = "a size up to 64 TiB, such as 80GiB, 27.9GiB, 24GB or a number of bytes";
@@ -219,6 +219,7 @@ fn setting(config: &mut SimConfig, key: TextPart<'_>, value: TextPart<'_>) -> Re
         "violations" => config.panic_on_violation = value.either("panic", "report")?,
         "link" => config.link_gb_s = Some(value.number(1)?),
         "other" => config.other_process_bytes = value.size()?,
+        "addresses" => config.addresses = Some(value.size()?),
         "faults" => file(config, value)?,
         _ => match fault(key, value)? {
             Some(fault) => config.faults.push(fault),
@@ -353,7 +354,7 @@ mod tests {
     #[test]
     fn the_text_of_a_configuration_reads_as_the_same_configuration() {
         let text = "a100,size=40GiB,seed=7,jitter=off,vmm=off,export=off,checks=off,reuse=off,violations=panic,\
-                    link=55,other=20GiB,fault=cuMemMap#17:999,fault=any#1:2,fault_rate=any:0.25:1,\
+                    link=55,other=20GiB,addresses=32GiB,fault=cuMemMap#17:999,fault=any#1:2,fault_rate=any:0.25:1,\
                     fault_rate=cuMemMap:0.001:205,oom_at=60GiB,lost_at=100,spike=0.001:5ms";
         for text in ["", "24GiB", text] {
             let read = config(text).unwrap();

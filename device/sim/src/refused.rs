@@ -1,6 +1,6 @@
 //! Why a call is refused, before it is known as an error of one driver call.
 
-use aquifer_device::{Code, DeviceError, ErrorKind, Operation};
+use aquifer_device::{Code, DeviceError, Operation};
 
 /// Result of a driver call inside the simulator.
 pub(crate) type Answer<T> = Result<T, Refused>;
@@ -9,13 +9,12 @@ pub(crate) type Answer<T> = Result<T, Refused>;
 #[derive(Debug)]
 pub(crate) struct Refused {
     pub(crate) code: Code,
-    pub(crate) kind: ErrorKind,
     pub(crate) detail: String,
 }
 
 impl Refused {
     pub(crate) fn new(code: Code, detail: impl Into<String>) -> Self {
-        Refused { code, kind: code.kind(), detail: detail.into() }
+        Refused { code, detail: detail.into() }
     }
 
     /// A bad argument.
@@ -29,6 +28,6 @@ impl Refused {
     }
 
     pub(crate) fn into_error(self, operation: Operation) -> DeviceError {
-        DeviceError::new(operation, self.code).with_kind(self.kind).with_detail(self.detail)
+        DeviceError::new(operation, self.code).with_detail(self.detail)
     }
 }

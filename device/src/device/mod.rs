@@ -15,7 +15,7 @@ use streams::ThreadStream;
 use crate::context::Context;
 use crate::counted::CallCounts;
 use crate::driver::{DeviceInfo, DevicePtr, Driver, MemoryInfo, MemoryUsers, RawStream};
-use crate::error::{DeviceError, ErrorKind, Result};
+use crate::error::{DeviceError, ErrorKind, Operation, Result};
 use crate::event::Event;
 use crate::fork::{self, Mutex};
 use crate::label::DeviceLabel;
@@ -172,6 +172,13 @@ impl Device {
     /// ```
     pub fn lost(&self) -> Option<DeviceError> {
         self.0.context.driver.lost().cloned()
+    }
+
+    /// Refuses a request that needs no driver call if the device is lost.
+    #[doc(hidden)]
+    pub fn refuse_if_lost(&self, operation: Operation) -> Result<()> {
+        let driver = &self.0.context.driver;
+        driver.lost().map_or(Ok(()), |first| driver.complete(Err(DeviceError::refused(operation, first.code))))
     }
 
     /// The device's properties, which never change.

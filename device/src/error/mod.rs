@@ -235,9 +235,13 @@ pub struct DeviceError {
 crate::debug_as_display!(DeviceError);
 
 impl DeviceError {
-    /// An error of `operation` with the raw `code` that the driver returned, classified by it.
+    /// An error of `operation` with the raw `code` that the driver returned, classified by both.
     pub fn new(operation: Operation, code: Code) -> Self {
-        DeviceError { operation, attempt: Attempt::Call, code, kind: code.kind(), device: None, detail: None }
+        let kind = match code.kind() {
+            ErrorKind::OutOfMemory if operation == Operation::Reserve => ErrorKind::OutOfAddresses,
+            kind => kind,
+        };
+        DeviceError { operation, attempt: Attempt::Call, code, kind, device: None, detail: None }
     }
 
     /// An error of `operation`, for which the driver was not called. The code is the one that fits

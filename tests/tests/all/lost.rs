@@ -36,6 +36,48 @@ fn every_error_after_the_first_names_the_first() {
 }
 
 #[test]
+fn cached_memory_of_a_lost_device_is_refused_and_may_be_freed() {
+    for options in ["", "backing:segments"] {
+        let subject = Subject::new(1 << 30);
+        let device = subject.device();
+        let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
+        let transfer = Transfer::new(&allocator).unwrap();
+        let (pool, stream) = (allocator.create_pool(PoolOptions::default()).unwrap(), device.stream().unwrap());
+        let (kept, raw) = (allocator.alloc_bytes(MIB, &stream).unwrap(), allocator.alloc_raw(MIB, &stream).unwrap());
+        let alloc = || {
+            let handles = [allocator.alloc_bytes(MIB, &stream), allocator.alloc_aligned(MIB, 1 << 20, &stream)];
+            let pooled = [pool.alloc_bytes(MIB, &stream), pool.alloc_bytes_zeroed(MIB, &stream)];
+            let pointer = allocator.alloc_raw(MIB, &stream).and_then(|ptr| allocator.free_raw(ptr));
+            let pinned = transfer.pinned().alloc::<u8>(1000).map(drop);
+            let device = handles.into_iter().chain(pooled).map(|one| one.map(drop)).chain([pointer]);
+            device.map(|one| one.map_err(Error::from)).chain([pinned]).collect::<Vec<_>>()
+        };
+        assert!(alloc().iter().all(Result::is_ok));
+        let other = Allocator::new(&device, Config::default()).unwrap();
+        drop(other.alloc_bytes(MIB, &stream).unwrap());
+        subject.inject(Fault::LostAt { nth: 1 });
+        let first = stream.fill(kept.ptr(), 1, MIB).unwrap_err();
+        let named = format!("{} was lost before: cuMemsetD8Async reported {}", device.label(), first.code.name());
+        for refused in alloc() {
+            let error = refused.unwrap_err();
+            assert!(matches!(&error, Error::Device(error) if error.is_device_lost()), "{error}");
+            assert!(error.to_string().ends_with(&named), "{error}");
+        }
+        other.alloc_bytes(MIB, &stream).unwrap_err();
+        drop(kept);
+        allocator.free_raw(raw).unwrap();
+        assert_eq!(allocator.memory_allocated(), 0);
+        // The next allocator may have the state of this one.
+        drop((pool, transfer, allocator, other));
+        let next = Subject::new(1 << 30).device();
+        let allocator = Allocator::new(&next, Config::default()).unwrap();
+        for _ in 0..2 {
+            drop(allocator.alloc_bytes(MIB, next.default_stream()).unwrap());
+        }
+    }
+}
+
+#[test]
 fn an_error_that_does_not_lose_the_device_is_no_first_cause() {
     let subject = Subject::new(1 << 30);
     let device = subject.device();

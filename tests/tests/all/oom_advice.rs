@@ -350,13 +350,16 @@ fn memory_that_reserves_all_addresses_is_named() {
     let bench = Bench::new(64 * MIB, "backing:paged");
     let reserve = || bench.growable(GIB);
     let caches: Vec<_> = (0..4).map(|_| reserve()).collect();
+    let refused = Fault::Rate { operation: Some(Operation::Alloc), rate: 1.0, code: Code::OUT_OF_MEMORY };
+    bench.driver.inject(refused);
     let Err(error) = bench.allocator.alloc_bytes(20 * MIB, &bench.stream) else {
         assert!(!Subject::has_simulated_device(), "only a GPU has more addresses");
         return;
     };
     let report = error.report().unwrap();
     assert_eq!(report.refusal, Some(Refusal::Addresses), "{report}");
-    assert_eq!(report.advice, [Advice::FreeAddresses { held: 4 * GIB }], "{report}");
+    assert_eq!(report.advice, [Advice::UseSegments, Advice::FreeAddresses { held: 4 * GIB }], "{report}");
+    bench.driver.clear_faults();
     drop(caches);
     assert!(bench.allocator.alloc_bytes(20 * MIB, &bench.stream).is_ok());
     bench.assert_returned();

@@ -148,7 +148,7 @@ impl Scene {
                     Wanted::Block | Wanted::Exportable => self.cache = None,
                 }
             }
-            Advice::EmptyPool { .. } | Advice::EmptyCache { .. } | Advice::Retry => {}
+            Advice::EmptyPool { .. } | Advice::EmptyCache { .. } | Advice::UseSegments | Advice::Retry => {}
             _ => return false,
         }
         true

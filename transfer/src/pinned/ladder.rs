@@ -61,6 +61,7 @@ impl SharedPool {
     #[inline]
     pub(super) fn take(&self, bytes: u64) -> Result<PoolBlock, TransferError> {
         fork::check(Operation::HostAlloc)?;
+        self.device.refuse_if_lost(Operation::HostAlloc)?;
         let too_long = || TransferError::Request(RequestError::LengthOverflow { len: bytes, size: 1 });
         let class = class::round_up(bytes).ok_or_else(too_long)?;
         if let Some(block) = self.state.lock().take(class, false) {

@@ -19,6 +19,7 @@ use aquifer_device::{DeviceError, DevicePtr, NewBlock, Operation, Stream, Witnes
 
 use crate::allocator::Allocator;
 use crate::backing::paged::carry_out::{release, unless_capturing, unmap_range, unreserve};
+use crate::core::Core;
 use crate::core::dedicated::Recycling;
 use crate::core::paged::deferred_release::DeferredRelease;
 use crate::error::AllocError;
@@ -27,13 +28,15 @@ use crate::tags::Tag;
 use crate::types::StreamId;
 
 /// Unmaps deferred memory that is known done. Its frames become spare; those of exportable memory
-/// go back to the device. Returns how many bytes went back.
-pub(crate) fn recycle_deferred_releases(allocator: &Allocator) -> Result<u64, AllocError> {
-    if allocator.device().is_capturing() || !allocator.state().shared().is_recyclable() {
+/// go back to the device. Returns how many bytes went back. Unless it `waits`, it does nothing while
+/// another thread changes mappings, which may take long.
+pub(crate) fn recycle_deferred_releases(allocator: &Allocator, waits: bool) -> Result<u64, AllocError> {
+    if !may_recycle(allocator, &mut allocator.state().shared()) {
         return Ok(0);
     }
     // Exclusive, so that a reservation never goes before the last memory mapped in it.
-    let _alone = allocator.gate()?.exclusive();
+    let gate = allocator.gate()?;
+    let Some(_alone) = (if waits { Some(gate.exclusive()) } else { gate.try_exclusive() }) else { return Ok(0) };
     let mut released = 0;
     loop {
         let leaving = allocator.state().shared().begin_recycling();
@@ -57,6 +60,11 @@ pub(crate) fn recycle_deferred_releases(allocator: &Allocator) -> Result<u64, Al
         let Some((ptr, bytes)) = vacant else { return Ok(released) };
         unreserve(allocator.device(), ptr, bytes)?;
     }
+}
+
+/// True if some deferred memory is known done and may be unmapped now.
+pub(crate) fn may_recycle(allocator: &Allocator, core: &mut Core) -> bool {
+    !allocator.device().is_capturing() && core.is_recyclable()
 }
 
 /// Unmaps deferred memory. Returns the error, if any; the memory is then mapped still, and stays

@@ -11,7 +11,7 @@ use aquifer_device::ErrorKind;
 use aquifer_device::internal::Timeline;
 
 use crate::allocator::Allocator;
-use crate::backing::growth::{Room, buyable, room};
+use crate::backing::growth::{buyable, room};
 use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::dedicated::recycle_deferred_releases;
 use crate::backing::paged::grow::ROUNDS;
@@ -57,11 +57,10 @@ enum Next {
     Ask(Pending),
     /// Wait on the host until the timeline has got this far.
     Wait(Arc<Timeline>, After),
-    /// Wait until other threads have finished taking memory: only then is it known how much the
-    /// device has left.
-    AskRoom,
-    /// Wait until other threads have finished changing mappings.
+    /// Wait until other threads have finished taking memory or changing mappings.
     AwaitOthers,
+    /// The same for memory that is stuck.
+    AwaitStuck,
     /// A part was filled.
     Filled,
     Again,
@@ -76,7 +75,7 @@ pub(crate) fn try_fill(
     let (mut may_ask, mut round) = (true, 0);
     while round < ROUNDS {
         round += 1;
-        recycle_deferred_releases(allocator)?;
+        recycle_deferred_releases(allocator, true)?;
         match fill_step(allocator, request, place, may_ask)? {
             Next::Finished(filled) => return Ok(filled),
             Next::Ask(ticks) => {
@@ -89,8 +88,8 @@ pub(crate) fn try_fill(
                 }
                 may_ask = true;
             }
-            Next::AskRoom => Room::wait_for_others(),
-            Next::AwaitOthers => {
+            Next::AwaitOthers => allocator.gate()?.wait(),
+            Next::AwaitStuck => {
                 allocator.gate()?.wait();
                 take_stuck_back(allocator)?;
             }
@@ -143,7 +142,7 @@ fn fill_step(allocator: &Allocator, request: &Request, place: &Place, may_ask: b
     let lacking = look(&mut guard, place)?;
     let is_whole = match &lacking {
         Lacking::Nothing => return Ok(Next::Finished(Ok(()))),
-        Lacking::Changing if matches!(place, Place::Lent(_)) => return Ok(Next::AwaitOthers),
+        Lacking::Changing if matches!(place, Place::Lent(_)) => return Ok(Next::AwaitStuck),
         Lacking::Changing => return Ok(Next::Again),
         Lacking::Dedicated { .. } => true,
         Lacking::Lent { .. } => false,
@@ -168,8 +167,8 @@ fn fill_step(allocator: &Allocator, request: &Request, place: &Place, may_ask: b
     }
     if buy > buyable / granule {
         return Ok(match guard.streams.first_enough(&donors.not_done, buy - buyable / granule) {
+            _ if room.is_uncertain(&guard, refusal) => Next::AwaitOthers,
             Some((timeline, after)) => Next::Wait(timeline, after),
-            None if refusal == Refusal::Headroom && room.is_uncertain(&guard) => Next::AskRoom,
             None => Next::Finished(Err(refusal)),
         });
     }

@@ -32,6 +32,11 @@ impl Gate {
         self.mappings.write()
     }
 
+    /// The same, if no operation is under way.
+    pub(crate) fn try_exclusive(&self) -> Option<RwLockWriteGuard<'_>> {
+        self.mappings.try_write()
+    }
+
     /// For falling asleep and waking up, one at a time. It is held across driver calls, and not
     /// while a thread waits for access guards to end.
     pub(crate) fn sleep(&self) -> RwLockWriteGuard<'_> {

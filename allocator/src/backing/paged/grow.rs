@@ -9,7 +9,7 @@ use aquifer_device::internal::Timeline;
 use crate::allocator::Allocator;
 use crate::backing::growth::{Growth, Room, buyable, room};
 use crate::backing::paged::carry_out::carry_out;
-use crate::backing::paged::dedicated::recycle_deferred_releases;
+use crate::backing::paged::dedicated::{may_recycle, recycle_deferred_releases};
 use crate::backing::trim::{give_addresses_back, unmap_lingering};
 use crate::core::Core;
 use crate::core::limits::Refusal;
@@ -19,7 +19,7 @@ use crate::core::remap::draft::Draft;
 use crate::core::remap::plan::{Plan, Purchase, Short};
 use crate::core::streams::Pending;
 use crate::cross_stream::{poll, poll_waiting, stall_for};
-use crate::error::AllocError;
+use crate::error::{AllocError, WhySegments};
 use crate::sync::RwLockReadGuard;
 use crate::types::{After, Request, latest_by_stream};
 
@@ -43,9 +43,9 @@ enum Next<'a> {
     /// Wait on the host until the timeline has got this far: the request is refused otherwise.
     Wait(Arc<Timeline>, After),
     Reserve,
-    /// Wait until other threads have finished taking memory: only then is it known how much the
-    /// device has left.
-    AskRoom,
+    /// Wait until other threads have finished taking memory or changing mappings: only then is it
+    /// known how much there is.
+    AwaitOthers,
     /// Make the plan's driver calls. The gate is held from the decision to the accounting.
     CarryOut(Box<Plan>, RwLockReadGuard<'a>),
 }
@@ -54,7 +54,7 @@ enum Next<'a> {
 pub(crate) fn grow_paged(allocator: &Allocator, request: &Request) -> Result<Growth, AllocError> {
     let mut allowed = Allowed { ask: true, purchase: Purchase::InsteadOfMoving };
     for _ in 0..ROUNDS {
-        recycle_deferred_releases(allocator)?;
+        recycle_deferred_releases(allocator, false)?;
         if let Err(error) = unmap_lingering(allocator) {
             tracing::warn!(%error, "memory stays mapped at addresses that it moved away from");
         }
@@ -76,7 +76,7 @@ pub(crate) fn grow_paged(allocator: &Allocator, request: &Request) -> Result<Gro
                     return Ok(Err(Refusal::Addresses));
                 }
             }
-            Next::AskRoom => Room::wait_for_others(),
+            Next::AwaitOthers => allocator.gate()?.wait(),
             Next::CarryOut(plan, gate) => {
                 if let Some(growth) = carry_out_plan(allocator, request, *plan, gate, &mut allowed.purchase)? {
                     return Ok(growth);
@@ -114,9 +114,9 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
     }
     Ok(match guard.plan(request, draft, buyable, allowed.purchase >= Purchase::Ahead) {
         Ok(plan) => Next::CarryOut(plan, gate),
+        Err(_) if room.is_uncertain(&guard, refusal) || may_recycle(allocator, &mut guard) => Next::AwaitOthers,
         Err(Short { missing, not_done }) => match guard.streams.first_enough(&not_done, missing) {
             Some((timeline, after)) => Next::Wait(timeline, after),
-            None if refusal == Refusal::Headroom && room.is_uncertain(&guard) => Next::AskRoom,
             None => Next::Finished(Err(refusal)),
         },
     })
@@ -195,7 +195,7 @@ fn learn_capacity(allocator: &Allocator) {
 /// times as many addresses as it had memory.
 const ADDRESSES_FOR_MEMORY: u64 = 64;
 
-/// Reserves addresses for the request's pool. Returns false if there are none.
+/// Reserves addresses for the request's pool. Returns false if there are none. Waits for nothing.
 ///
 /// Each reservation gets an equal share of what is left of [`ADDRESSES_FOR_MEMORY`] times the
 /// device's memory: the first has room for all memory, later ones for less. Small requests get a
@@ -219,8 +219,9 @@ fn reserve_addresses(allocator: &Allocator, request: &Request) -> Result<bool, A
                 allocator.state().lock().add_reservation(request, ptr.0, bytes);
                 return Ok(true);
             }
-            Err(error) if error.kind == ErrorKind::OutOfAddresses || error.is_out_of_memory() => {
+            Err(error) if error.kind == ErrorKind::OutOfAddresses => {
                 if bytes == least && std::mem::replace(&mut gave_back, true) {
+                    allocator.note_segments(WhySegments::NoAddresses(error));
                     return Ok(false);
                 }
                 if bytes == least {
@@ -230,5 +231,84 @@ fn reserve_addresses(allocator: &Allocator, request: &Request) -> Result<bool, A
             }
             Err(error) => return Err(error.into()),
         }
+    }
+}
+
+#[cfg(all(test, not(aquifer_shuttle)))]
+#[allow(clippy::unwrap_used, reason = "a failed call fails the test")]
+mod tests {
+    use aquifer_device::{Device, Operation};
+    use aquifer_sim::{Fault, SimConfig, SimDriver};
+
+    use super::*;
+    use crate::tags::Tag;
+    use crate::types::{PoolId, StreamId};
+
+    const MIB: u64 = 1 << 20;
+
+    fn allocator(options: &str) -> Allocator {
+        Allocator::new(&Device::new(SimDriver::new(SimConfig::new(1024 * MIB))), options).unwrap()
+    }
+
+    /// What a request finds that another thread leaves too little for now. A stream has enough.
+    fn finds(options: &str, other: fn(&mut Core, u64), other_ends: fn(&mut Core, u64)) {
+        let allocator = allocator(options);
+        let [one, two] = [0; 2].map(|_| allocator.device().stream().unwrap());
+        let block = allocator.alloc_bytes(400 * MIB, &one).unwrap();
+        one.fill(block.ptr(), 1, block.bytes()).unwrap();
+        drop((block, allocator.alloc_bytes(MIB, &two).unwrap()));
+        let (pool, size) = (PoolId::LARGE, 300 * MIB);
+        let stream = StreamId::of(&two);
+        let request = Request { requested: size, size, pool, stream, tag: Tag::default(), is_regular: true };
+        let allowed = Allowed { ask: false, purchase: Purchase::Needed };
+        let next = || loop {
+            match next_step(&allocator, &request, &allowed).unwrap() {
+                Next::Reserve => assert!(reserve_addresses(&allocator, &request).unwrap()),
+                next => return next,
+            }
+        };
+        other(&mut allocator.state().shared(), 400 * MIB);
+        assert!(matches!(next(), Next::AwaitOthers), "{options}");
+        other_ends(&mut allocator.state().shared(), 400 * MIB);
+        assert!(matches!(next(), Next::CarryOut(..)), "{options}");
+    }
+
+    #[test]
+    fn no_stream_is_waited_for_while_others_may_leave_enough() {
+        for options in ["headroom_mb:100", "limit_free_fraction:0.9", "limit_mb:900"] {
+            finds(options, Core::begin_growing, Core::end_growing);
+        }
+        finds("limit_mb:900", Core::begin_leaving, Core::end_leaving);
+    }
+
+    #[test]
+    fn a_request_does_not_wait_for_other_threads_to_unmap_what_was_given_up() {
+        let allocator = allocator("");
+        let stream = allocator.device().stream().unwrap();
+        let mut cache = allocator.growable(64 * MIB, &stream).unwrap();
+        cache.grow_to(32 * MIB, &stream).unwrap();
+        drop(cache);
+        let recycled = || allocator.device().driver_calls().of(Operation::Unmap);
+        let before = recycled();
+        // As another thread does that changes mappings.
+        let others = allocator.gate().unwrap().shared();
+        let _first = allocator.alloc_bytes(94 * MIB, &stream).unwrap();
+        assert_eq!(recycled(), before);
+        drop(others);
+        let _second = allocator.alloc_bytes(94 * MIB, &stream).unwrap();
+        assert!(recycled() > before);
+    }
+
+    #[test]
+    fn memory_of_a_lost_device_does_not_grow() {
+        let sim = SimDriver::new(SimConfig::new(1024 * MIB));
+        let allocator = Allocator::new(&Device::new(sim.clone()), "").unwrap();
+        let stream = allocator.device().stream().unwrap();
+        let mut cache = allocator.growable(MIB, &stream).unwrap();
+        cache.grow_to(1000, &stream).unwrap();
+        sim.inject(Fault::LostAt { nth: 1 });
+        allocator.device().synchronize().unwrap_err();
+        let refused = cache.grow_to(2000, &stream);
+        assert!(matches!(refused, Err(AllocError::Device(error)) if error.is_device_lost()));
     }
 }

@@ -87,7 +87,7 @@ impl Allocator {
             return Err(self.not_mapped("memory that grows where it is"));
         };
         drop(shared);
-        recycle_deferred_releases(self)?;
+        recycle_deferred_releases(self, true)?;
         self.device().settle_unused();
         let reserved = capacity.max(1).next_multiple_of(granule);
         let ptr = match self.device().driver().reserve(reserved, granule) {
@@ -157,6 +157,7 @@ impl Growable {
     #[track_caller]
     pub fn grow_to(&mut self, bytes: u64, stream: &Stream) -> Result<(), AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Map)?;
+        self.allocator().device().refuse_if_lost(aquifer_device::Operation::Map)?;
         self.record_stream(stream)?;
         if bytes > self.capacity {
             return Err(AllocError::BeyondCapacity { requested: bytes, capacity: self.capacity });

@@ -16,6 +16,7 @@ use aquifer_device::{Device, DevicePtr, Operation, fork};
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::backing::choose::try_mapping;
+use crate::core::paged::granules::Paged;
 use crate::error::AllocError;
 
 /// Keeps the memory of an allocation where it is until it is dropped, also after the allocation
@@ -142,7 +143,8 @@ impl Allocator {
         fork::check(Operation::SetAccess)?;
         let _alone = self.gate()?.exclusive();
         let shared = self.state().shared();
-        let Some(paged) = shared.paged() else {
+        let may_map_all = |paged: &&Paged| paged.access.contains(&ordinal) || self.why_segments().is_none();
+        let Some(paged) = shared.paged().filter(may_map_all) else {
             return Err(self.not_mapped("access of peers"));
         };
         if paged.access.contains(&ordinal) {

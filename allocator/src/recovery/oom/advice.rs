@@ -100,6 +100,8 @@ pub enum Advice {
         /// Bytes of addresses that are reserved for it.
         held: u64,
     },
+    /// Have all memory come in segments (`backing:segments`): addresses to map memory at are lacking.
+    UseSegments,
     /// The driver refused memory although it reports enough free memory, all of which it cannot
     /// always give (documentation of `cuMemGetInfo`). Request less, or free about as much as was
     /// requested.
@@ -159,6 +161,7 @@ impl fmt::Display for Advice {
                 let held = Bytes(*held);
                 write!(f, "drop growable and exported memory, for which {held} of addresses are reserved")
             }
+            Advice::UseSegments => f.write_str("use backing:segments, which needs no addresses to map memory at"),
             Advice::DriverRefuses { asked, free } => {
                 let (asked, free) = (Bytes(*asked), Bytes(*free));
                 write!(f, "request less, or free about as much: the driver refused {asked}, and reports {free} as free")

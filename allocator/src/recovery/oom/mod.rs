@@ -130,6 +130,9 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     state.walk(|shared, passed| seen.add(shared, passed));
     let held = seen.tell(&mut report);
     report.note_lacking();
+    let lacks_memory = tried.dedicated || report.lacking_on_device > 0 || report.lacking_below_limit > 0;
+    let lacks_addresses = report.refusal == Some(Refusal::Addresses) && !lacks_memory;
+    from_blocks.extend(lacks_addresses.then_some(Advice::UseSegments));
     report.advise(from_blocks, &held, allocator.config().fail_fast);
     let OomReport { stream_id: stream, requested, allocated, reserved, .. } = report;
     tracing::debug!(target: "aquifer::oom", stream, requested, allocated, reserved, "out of memory");

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use aquifer_device::{
     AccessKind, Attribute, CaptureStatus, CapturingStreams, Code, Copy2d, CopyPart, DeviceError, DeviceInfo, DevicePtr,
-    Driver, ErrorKind, HostPtr, Launch, MemoryInfo, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph,
-    RawModule, RawPhysical, RawStream, Result, StreamFlags,
+    Driver, HostPtr, Launch, MemoryInfo, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph, RawModule,
+    RawPhysical, RawStream, Result, StreamFlags,
 };
 
 use super::{ADDRESSES_FOR_MEMORY, Physical, Rationed, RationedMapping};
@@ -106,8 +106,7 @@ impl Driver for Rationed {
         let most = ADDRESSES_FOR_MEMORY.saturating_mul(self.info.total_bytes.next_multiple_of(granularity));
         let mut state = self.state.lock();
         if bytes > most.saturating_sub(state.reserved) {
-            let error = DeviceError::new(Operation::Reserve, Code::OUT_OF_MEMORY);
-            return Err(error.with_kind(ErrorKind::OutOfAddresses));
+            return Err(DeviceError::new(Operation::Reserve, Code::OUT_OF_MEMORY));
         }
         let ptr = below.reserve(bytes, alignment)?;
         state.reserved += bytes;

@@ -42,8 +42,10 @@ fn opened(device: &Device, options: &str) -> (Allocator, Vec<String>) {
 #[test]
 fn a_fallback_to_segments_is_logged_once_and_errors_say_why() {
     let device = |config: SimConfig| Subject::open(&config).device();
+    let without_addresses = failing(Operation::Reserve, Code::OUT_OF_MEMORY);
     let failing = MAPPING.map(|operation| (failing(operation, Code::INVALID_VALUE), "", operation.name(), true));
     let others = [
+        (without_addresses, "", "cuMemAddressReserve", true),
         (device(SimConfig::new(GIB).vmm(false)), "", "cannot map memory", true),
         (device(SimConfig::new(GIB)), "granule_mb:2048", "less than one granule", true),
         (device(SimConfig::new(GIB)), "backing:segments", "`backing:paged` maps memory", false),

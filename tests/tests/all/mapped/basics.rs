@@ -1,5 +1,6 @@
 //! The paged backing: limits, pools, trimming, snapshots, addresses, teardown.
 
+use aquifer_allocator::WhySegments;
 use aquifer_allocator::snapshot::Segment;
 use aquifer_device::Attribute;
 use aquifer_tests::prelude::*;
@@ -121,7 +122,7 @@ fn a_snapshot_has_a_segment_for_each_mapped_range() {
 }
 
 #[test]
-fn without_addresses_a_request_is_refused_and_says_so() {
+fn without_addresses_a_request_gets_a_segment_and_a_refusal_says_so() {
     let bench = bench(64 * MIB, "");
     let held = block(&bench, 8);
     let mut taken = Vec::new();
@@ -132,9 +133,14 @@ fn without_addresses_a_request_is_refused_and_says_so() {
             Err(_) => bytes /= 2,
         }
     }
+    bench.driver.inject(Fault::Rate { operation: Some(Operation::Alloc), rate: 1.0, code: Code::OUT_OF_MEMORY });
     let error = bench.allocator.alloc_bytes(8 * MIB, &bench.side).unwrap_err();
     assert_eq!(error.report().unwrap().refusal, Some(Refusal::Addresses), "{error}");
     check::statistics(&bench.allocator, (1, 8 * MIB));
+    bench.driver.clear_faults();
+    drop(bench.written_on(&bench.side, 8 * MIB));
+    assert!(bench.allocator.snapshot().segments.iter().any(|segment| !segment.is_expandable));
+    assert!(matches!(bench.allocator.why_segments(), Some(WhySegments::NoAddresses(_))));
     taken.into_iter().for_each(|(ptr, bytes)| bench.driver.unreserve(ptr, bytes).unwrap());
     let other = bench.written_on(&bench.side, 8 * MIB);
     drop((held, other));
