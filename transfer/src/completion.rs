@@ -180,13 +180,13 @@ impl Completion {
             return Poll::Ready(Err(error.into()));
         }
         while let (Some(step), Some(shared)) = (self.steps.front().cloned(), &self.shared) {
-            let progress = match step {
-                Step::Tick(tick) => JobProgress::Enqueued(tick),
+            let progress = match &step {
+                Step::Tick(tick) => JobProgress::Enqueued(tick.clone()),
                 Step::Job(job) => job.poll(waker),
             };
             match progress {
                 JobProgress::Working => return Poll::Pending,
-                JobProgress::Finished(result) => result?,
+                JobProgress::Finished(result) => step.report(result)?,
                 JobProgress::Enqueued(tick) => {
                     if self.signal.is_none() && !tick.is_done()? {
                         self.signal = Some(shared.waiter.watch(tick)?);
@@ -239,7 +239,7 @@ impl Step {
         match self.progress() {
             JobProgress::Working => Ok(None),
             JobProgress::Enqueued(tick) => Ok(Some(tick)),
-            JobProgress::Finished(result) => result.map(|()| None),
+            JobProgress::Finished(result) => self.report(result).map(|()| None),
         }
     }
 
@@ -250,8 +250,16 @@ impl Step {
     /// The result of a step that is done.
     fn result(&self) -> Result<(), TransferError> {
         match self.progress() {
-            JobProgress::Finished(result) => result,
+            JobProgress::Finished(result) => self.report(result),
             JobProgress::Working | JobProgress::Enqueued(_) => Ok(()),
         }
+    }
+
+    /// Passes a result on to the caller, so that the memory does not report it.
+    fn report(&self, result: Result<(), TransferError>) -> Result<(), TransferError> {
+        if let Step::Job(job) = self {
+            job.note_reported();
+        }
+        result
     }
 }

@@ -19,6 +19,8 @@ pub(crate) struct Job {
     state: Mutex<JobStatus>,
     changed: Condvar,
     cancelled: AtomicBool,
+    /// True once a caller has learned of a failure, or asked for it by cancelling.
+    reported: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -70,6 +72,12 @@ impl Job {
     /// Requests that threads begin no more of the work.
     pub(crate) fn cancel(&self) {
         self.cancelled.store(true, Ordering::Release);
+        self.note_reported();
+    }
+
+    /// Notes that a caller learns of the result. Returns whether one had before.
+    pub(crate) fn note_reported(&self) -> bool {
+        self.reported.swap(true, Ordering::AcqRel)
     }
 
     /// Whether cancellation was requested.

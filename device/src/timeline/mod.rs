@@ -44,6 +44,7 @@
 mod blocking;
 mod capturing;
 mod clock;
+mod expected;
 mod owner;
 mod recording;
 mod reuse;
@@ -54,6 +55,8 @@ use std::sync::{Arc, Weak};
 
 pub use capturing::CapturesHeldOff;
 pub use clock::Clock;
+pub use expected::ExpectedWork;
+use expected::Expected;
 pub use tick::Tick;
 
 use crate::capture::Scope;
@@ -90,8 +93,8 @@ pub struct Timeline {
     /// The value of [`Timeline::device_id_unless_capturing`].
     serves: AtomicU32,
     state: Mutex<TimelineState>,
-    /// Notified when captures of the stream are held off no more.
-    may_capture: Condvar,
+    /// Notified when captures are held off no more, and when expected work has ended.
+    changed: Condvar,
 }
 
 /// The relation between a stream and the legacy default stream.
@@ -135,6 +138,7 @@ struct TimelineState {
     borrowed: u32,
     /// Number of [`CapturesHeldOff`] guards.
     held_off: u32,
+    expected: Expected,
 }
 
 /// An event on a timeline. It covers every tick smaller than `covers`.
@@ -166,7 +170,7 @@ impl Timeline {
             serves: AtomicU32::new(context.device_id),
             context,
             state: Mutex::default(),
-            may_capture: Condvar::default(),
+            changed: Condvar::default(),
         });
         let waited: Weak<dyn Waited> = Arc::downgrade(&timeline) as Weak<dyn Waited>;
         timeline.context.register(waited);
@@ -433,6 +437,10 @@ impl Timeline {
 impl Waited for Timeline {
     /// The counter of a destroyed stream stays: its last event covers every tick, and so does this
     /// wait.
+    fn wait_expected(&self) {
+        drop(self.wait_for_expected());
+    }
+
     fn begin_wait(&self) -> u64 {
         let state = self.state.lock();
         if state.destroyed { self.now() + 1 } else { self.count.fetch_add(1, Ordering::AcqRel) + 1 }
