@@ -301,9 +301,9 @@ impl Reservation {
             .try_for_each(|tick| Ok(tick.cover()?))
     }
 
-    /// Notes that the work failed: the next access to the memory reports the error that `unreported`
-    /// returns. It returns `None` where a caller has learned of the failure meanwhile.
-    pub fn note_failure(&self, unreported: impl FnOnce() -> Option<Arc<dyn Error + Send + Sync>> + Send + 'static) {
+    /// Notes that the work failed: the first access to the memory to which `unreported` returns the
+    /// error reports it. It returns `None` while a caller can ask for the result, and once one did.
+    pub fn note_failure(&self, unreported: impl Fn() -> Option<Arc<dyn Error + Send + Sync>> + Send + 'static) {
         // Fails only within an access guard of this thread, which the work's threads do not have.
         let _ = self.storage.hold().map(|mut held| held.failure = Some(Failure(Box::new(unreported))));
     }
@@ -328,7 +328,7 @@ impl Drop for Reservation {
 }
 
 /// The failure of work that was to write some memory.
-pub(crate) struct Failure(Box<dyn FnOnce() -> Option<Arc<dyn Error + Send + Sync>> + Send>);
+pub(crate) struct Failure(Box<dyn Fn() -> Option<Arc<dyn Error + Send + Sync>> + Send>);
 
 impl fmt::Debug for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -405,13 +405,14 @@ impl LockedUses<'_> {
         }
     }
 
-    /// Reports a failure to write the memory, unless a caller has learned of it.
+    /// Reports a failure to write the memory, unless a caller has learned of it, or may.
     ///
     /// # Errors
     /// [`AllocError::NotWritten`].
     fn report_failure(&mut self) -> Result<(), AllocError> {
-        let unreported = self.uses.failure.take().and_then(|Failure(unreported)| unreported());
-        unreported.map_or(Ok(()), |cause| Err(AllocError::NotWritten { cause }))
+        let Some(cause) = self.uses.failure.as_ref().and_then(|Failure(unreported)| unreported()) else { return Ok(()) };
+        self.uses.failure = None;
+        Err(AllocError::NotWritten { cause })
     }
 
     /// Ends the reservations that were dropped during the access guard. Reservations that hold at

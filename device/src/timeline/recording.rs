@@ -140,7 +140,9 @@ impl Timeline {
     }
 
     pub(super) fn record(&self, state: &mut TimelineState) -> Result<Recorded> {
-        self.record_by(state, None)
+        let recorded = self.record_by(state, None)?;
+        self.keep_few(state);
+        Ok(recorded)
     }
 
     /// Records an event: this one, if it is given, or one that is idle.
@@ -165,7 +167,6 @@ impl Timeline {
         let event = self.context.record(on, event)?;
         let recorded = Recorded { covers, clock: state.clock.clone(), event };
         state.events.push_back(recorded.clone());
-        self.keep_few(state);
         Ok(recorded)
     }
 

@@ -14,7 +14,7 @@
 //! * the pool grows instead of splitting a large slab only within an eighth of the most bytes that
 //!   were ever in use, and 32 MiB, plus the prewarmed bytes;
 //! * where little is left of a limit, a slab of which nothing is in use is not split for a request
-//!   that would leave more than a quarter of it, if the pool can have a slab of the request's size
+//!   that would leave more than a sixteenth of it, if the pool can have a slab of the request's size
 //!   instead: live parts of split slabs keep the rest from others.
 
 use std::cmp::Reverse;
@@ -169,7 +169,7 @@ impl PoolState {
         let is_open = |block: &Block| self.slabs.get(&block.addr).is_some_and(|slab| slab.is_open);
         let scarce = self.is_scarce(class);
         let fits = |size: u64| {
-            if scarce { size <= SLAB || class >= size - size / 4 } else { size <= GUARDED || class >= size / 8 }
+            if scarce { size <= SLAB || class >= size - size / 16 } else { size <= GUARDED || class >= size / 8 }
         };
         let may_split = |block: &Block| any || fits(block.size) || is_open(block);
         let free = self.heap.smallest_where(pool_of(class), class, |block| block.is_split() || may_split(block))?;

@@ -145,7 +145,7 @@ impl StagedTransfer {
         let last = last.into_inner();
         if let (Err(error), HostEndpoint::Source(_)) = (&result, &host) {
             let (job, error) = (job.clone(), error.clone());
-            device.reserved.note_failure(move || (!job.note_reported()).then(|| error.into_cause()));
+            device.reserved.note_failure(move || job.report_in_place().then(|| error.clone().into_cause()));
         }
         expected.iter_mut().for_each(|expected| expected.tick.clone_from(&last));
         drop(device);

@@ -141,7 +141,7 @@ fn an_upload_outlives_its_stream_its_runtime_and_a_sleep() {
 fn a_failure_that_no_caller_asked_for_is_reported_by_the_next_access_once() {
     let (sim, transfer) = runtime(small());
     let stream = transfer.device().stream().unwrap();
-    let buffer = transfer.allocator().alloc::<u8>(BYTES, &stream).unwrap();
+    let buffer = transfer.allocator().alloc_zeros::<u8>(BYTES, &stream).unwrap();
     let failing = || {
         let source = Arc::new(Gate { fails: true, ..Gate::default() });
         source.open();
@@ -155,7 +155,11 @@ fn a_failure_that_no_caller_asked_for_is_reported_by_the_next_access_once() {
     assert!(error.to_string().contains("a test"), "{error}");
     readable().unwrap();
 
-    assert!(failing().wait().is_err());
+    let watched = failing();
+    transfer.synchronize().unwrap();
+    readable().unwrap();
+    assert!(watched.wait().is_err());
+    drop(watched);
     readable().unwrap();
 
     let source = Arc::<Gate>::default();
