@@ -69,7 +69,11 @@ impl Completion {
     /// Work of threads of the runtime.
     pub(crate) fn job(shared: &Arc<Shared>, job: Arc<Job>) -> Completion {
         shared.in_flight.note_job(&job);
-        Completion { steps: [Step::Job(Arc::new(Watched(job)))].into(), shared: Some(shared.clone()), ..Completion::complete() }
+        Completion {
+            steps: [Step::Job(Arc::new(Watched(job)))].into(),
+            shared: Some(shared.clone()),
+            ..Completion::complete()
+        }
     }
 
     /// Waits on the host until the transfer is complete. Counted as a synchronisation if it was

@@ -410,7 +410,9 @@ impl LockedUses<'_> {
     /// # Errors
     /// [`AllocError::NotWritten`].
     fn report_failure(&mut self) -> Result<(), AllocError> {
-        let Some(cause) = self.uses.failure.as_ref().and_then(|Failure(unreported)| unreported()) else { return Ok(()) };
+        let Some(cause) = self.uses.failure.as_ref().and_then(|Failure(unreported)| unreported()) else {
+            return Ok(());
+        };
         self.uses.failure = None;
         Err(AllocError::NotWritten { cause })
     }

@@ -67,7 +67,8 @@ impl Drop for ExpectedWork {
         let Expected { open, elsewhere, .. } = &mut state.expected;
         open.remove(&self.number);
         if let Some(tick) = self.tick.take().filter(|tick| !Arc::ptr_eq(&tick.timeline, &self.timeline)) {
-            let is_later = |known: &Tick| !Arc::ptr_eq(&known.timeline, &tick.timeline) && !known.timeline.is_known_done(known.n);
+            let is_later =
+                |known: &Tick| !Arc::ptr_eq(&known.timeline, &tick.timeline) && !known.timeline.is_known_done(known.n);
             elsewhere.retain(is_later);
             elsewhere.push(tick);
         }

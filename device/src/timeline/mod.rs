@@ -55,8 +55,8 @@ use std::sync::{Arc, Weak};
 
 pub use capturing::CapturesHeldOff;
 pub use clock::Clock;
-pub use expected::ExpectedWork;
 use expected::Expected;
+pub use expected::ExpectedWork;
 pub use tick::Tick;
 
 use crate::capture::Scope;
@@ -281,13 +281,17 @@ impl Timeline {
     /// # Errors
     /// Errors of the driver's event calls; a closed or capturing stream cannot record.
     pub fn cover(&self, n: u64) -> Result<()> {
+        self.cover_by(n, |state| {
+            self.record(state)?;
+            self.ask_about_half(state)
+        })
+    }
+
+    /// As [`Timeline::cover`]: `record` records the event.
+    fn cover_by(&self, n: u64, record: impl FnOnce(&mut TimelineState) -> Result<()>) -> Result<()> {
         fork::check(Operation::Record)?;
         let Some(mut state) = self.lock_unless_done(n) else { return Ok(()) };
-        if state.events.back().is_some_and(|last| n < last.covers) {
-            return Ok(());
-        }
-        self.record(&mut state)?;
-        self.ask_about_half(&mut state)
+        if state.events.back().is_some_and(|last| n < last.covers) { Ok(()) } else { record(&mut state) }
     }
 
     /// Takes the lock; `None` if tick `n` is known to be done. That is checked under the lock, too:

@@ -7,7 +7,6 @@ use super::{Owner, Recorded, Recording, Timeline, TimelineState};
 use crate::context::{PooledEvent, Waited};
 use crate::driver::RawStream;
 use crate::error::{Code, DeviceError, Operation, Result};
-use crate::fork;
 use crate::release::Object;
 use crate::sync::atomic::Ordering;
 
@@ -125,18 +124,15 @@ impl Timeline {
     /// # Errors
     /// As [`Timeline::cover`].
     pub fn cover_copy(&self, n: u64) -> Result<()> {
-        fork::check(Operation::Record)?;
-        let Some(mut state) = self.lock_unless_done(n) else { return Ok(()) };
-        if state.events.back().is_some_and(|last| n < last.covers) {
-            return Ok(());
-        }
-        if n.is_multiple_of(COPIES_A_QUESTION) {
-            self.ask_about_half(&mut state)?;
-        }
-        // Threads that wait for an event have a reference, which they take under the lock.
-        let is_free = state.events.back().is_some_and(|newest| Arc::strong_count(&newest.event) == 1);
-        let newest = if is_free && state.events.len() >= MANY { state.events.pop_back() } else { None };
-        self.record_by(&mut state, newest.map(|newest| newest.event)).map(drop)
+        self.cover_by(n, |state| {
+            if n.is_multiple_of(COPIES_A_QUESTION) {
+                self.ask_about_half(state)?;
+            }
+            // Threads that wait for an event have a reference, which they take under the lock.
+            let is_free = state.events.back().is_some_and(|newest| Arc::strong_count(&newest.event) == 1);
+            let newest = if is_free && state.events.len() >= MANY { state.events.pop_back() } else { None };
+            self.record_by(state, newest.map(|newest| newest.event)).map(drop)
+        })
     }
 
     pub(super) fn record(&self, state: &mut TimelineState) -> Result<Recorded> {

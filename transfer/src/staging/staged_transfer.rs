@@ -12,7 +12,7 @@ use super::config::PAGE;
 use super::endpoints::{HostSource, HostTarget};
 use super::task::{self, Submission, Way};
 use crate::copy::DevicePart;
-use crate::enqueue::{covered_tick, enqueue_block, hold_off_captures, refuse_capture};
+use crate::enqueue::{covered_tick, enqueue_block, hold_off_captures};
 use crate::error::TransferError;
 use crate::foreign_code::guarded;
 use crate::job::Job;
@@ -67,7 +67,7 @@ pub(super) struct StagedTransfer {
     host: HostEndpoint,
     device: DeviceEndpoint,
     stream: Stream,
-    /// The stream for copies that `stream` cannot take, since it captures, is gone, or is one thread's.
+    /// For copies that `stream` cannot take, because it captures, is gone, or is one thread's.
     own: Stream,
     /// The work enqueued on `stream` before the transfer, covered by an event.
     before: Tick,
@@ -207,16 +207,23 @@ pub(super) fn store(piece: &Piece) -> Result<(), TransferError> {
 fn enqueue(piece: &mut Piece, way: Way, stream: &Stream) -> Result<(), TransferError> {
     let bytes = piece.bytes();
     let Piece { work: transfer, range, chunk, .. } = piece;
-    refuse_capture(stream, CAPTURES_NOW)?;
+    let hold_off = || -> Result<_, TransferError> {
+        let held_off = hold_off_captures(stream, CAPTURES_NOW)?;
+        stream.timeline().refuse_unannounced_capture()?;
+        Ok(held_off)
+    };
+    // Before an access is noted for the stream: other streams could not wait for it during a
+    // capture. But no other thread keeps the memory of an upload meanwhile, and for a download the
+    // access may wait for a thread that is about to capture.
+    let _held_off = (way == Way::Up).then(&hold_off).transpose()?;
     let _place = transfer.asked.and_then(|asked| stream.called_from(asked));
     let on_device = transfer.device.reserved.access(stream)?;
+    let _held_off = (way == Way::Down).then(hold_off).transpose()?;
     let (part, kind) = match way {
         Way::Up => (chunk.part(0..bytes)?.host(), AccessKind::Read),
         Way::Down => (chunk.all_mut().into_part(0..bytes)?.host(), AccessKind::Write),
     };
     let in_chunk = part.memory.access(stream, kind)?;
-    let _held_off = hold_off_captures(stream, CAPTURES_NOW)?;
-    stream.timeline().refuse_unannounced_capture()?;
     let enqueued = transfer.device.rows.blocks(range.clone(), |block| {
         // SAFETY: the blocks of the range fill the part. The access to the chunk notes the copies.
         // Until they are done nothing touches the bytes that they write, writes those that they

@@ -113,7 +113,11 @@ fn waiting_for_a_stream_or_the_device_covers_what_threads_have_yet_to_enqueue() 
         for (nth, on) in [&stream, &stream, &own].into_iter().enumerate() {
             let wanted = content(BYTES, nth);
             drop(transfer.on(on).unwrap().upload(wanted.clone(), &mut buffer).unwrap());
-            if nth == 0 { transfer.device().synchronize().unwrap() } else { on.synchronize().unwrap() }
+            if nth == 0 {
+                transfer.device().synchronize().unwrap()
+            } else {
+                on.synchronize().unwrap()
+            }
             assert!(on.is_idle().unwrap());
             // A bare copy, which knows of no reservation.
             let mut bytes = vec![0; BYTES];
