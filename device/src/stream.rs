@@ -237,8 +237,7 @@ impl Stream {
 
     /// Makes known that threads will enqueue work for this stream, such as the copies of an upload.
     /// Until the result is dropped, calls that wait on the host for the stream or the device wait
-    /// for that, too, so a thread that is to enqueue the work makes no such call. Captures do not
-    /// wait: work that finds the stream capturing goes to another one, and leaves its tick
+    /// for that, too, except on the threads that enqueue such work. Captures do not wait: work that finds the stream capturing goes to another one, and leaves its tick
     /// ([`ExpectedWork::tick`]).
     #[doc(hidden)]
     pub fn expect_work(&self) -> ExpectedWork {

@@ -4,11 +4,22 @@
 //! have enqueued it or given it up. Threads enqueue it on another stream where a capture is in the
 //! way, so it leaves the tick after it.
 
+use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::{Tick, Timeline};
 use crate::fork;
+
+thread_local! {
+    /// True on threads that enqueue expected work.
+    static ENQUEUES: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Makes this thread one that enqueues expected work: it waits for none, which may be its own.
+pub fn enqueues_expected_work() {
+    ENQUEUES.set(true);
+}
 
 /// The expected work of a stream.
 #[derive(Debug, Default)]
@@ -16,7 +27,7 @@ pub(super) struct Expected {
     /// Numbers of what is not enqueued, and the next number.
     open: BTreeSet<u64>,
     next: u64,
-    /// The last ticks on other streams that are not known to be done.
+    /// The ticks after work on other streams that was not known to be done.
     elsewhere: Vec<Tick>,
 }
 
@@ -51,7 +62,7 @@ impl Timeline {
     pub(crate) fn wait_for_expected(&self) -> Vec<Tick> {
         let mut state = self.state.lock();
         let next = state.expected.next;
-        while state.expected.open.first().is_some_and(|&first| first < next) {
+        while !ENQUEUES.get() && state.expected.open.first().is_some_and(|&first| first < next) {
             state = self.changed.wait(state);
         }
         state.expected.elsewhere.clone()
@@ -67,9 +78,7 @@ impl Drop for ExpectedWork {
         let Expected { open, elsewhere, .. } = &mut state.expected;
         open.remove(&self.number);
         if let Some(tick) = self.tick.take().filter(|tick| !Arc::ptr_eq(&tick.timeline, &self.timeline)) {
-            let is_later =
-                |known: &Tick| !Arc::ptr_eq(&known.timeline, &tick.timeline) && !known.timeline.is_known_done(known.n);
-            elsewhere.retain(is_later);
+            elsewhere.retain(|known| !known.timeline.is_known_done(known.n));
             elsewhere.push(tick);
         }
         drop(state);

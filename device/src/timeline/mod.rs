@@ -16,7 +16,8 @@
 //!   copy, never the stream's present clock, and only after the driver's wait succeeded. A failed
 //!   record or wait changes no clock. A waiter on another device notes the ticks that the event
 //!   covers, and no more, because a clock is about the streams of one device.
-//! * **T3** Ticks are numbers, never events. Events are recycled only when complete; query, wait
+//! * **T3** Ticks are numbers, never events. Events are recycled only when complete, or recorded
+//!   once more, as the newest of their stream, while nothing else refers to them; query, wait
 //!   and recycling happen under the timeline's own lock, or while a reference keeps the event
 //!   alive.
 //! * **T4** A stream is identified by a number of our own on its device, never by the driver's
@@ -56,7 +57,7 @@ use std::sync::{Arc, Weak};
 pub use capturing::CapturesHeldOff;
 pub use clock::Clock;
 use expected::Expected;
-pub use expected::ExpectedWork;
+pub use expected::{ExpectedWork, enqueues_expected_work};
 pub use tick::Tick;
 
 use crate::capture::Scope;

@@ -5,7 +5,7 @@ use std::thread;
 use std::time::Instant;
 
 use aquifer_device::fork::{self, Mutex};
-use aquifer_device::internal::defer_panics_here;
+use aquifer_device::internal::{defer_panics_here, enqueues_expected_work};
 use aquifer_device::{Operation, Stream, executor};
 
 use super::config::{StagingConfig, StagingStats};
@@ -186,6 +186,7 @@ impl Executor<Arc<StagedTransfer>, Chunk> for Arc<Workers> {
         let workers = self.clone();
         let started = executor::spawn(thread::Builder::new().name("aquifer-staging".to_owned()), move || {
             defer_panics_here();
+            enqueues_expected_work();
             foreign_code::with_deferring(true, || {
                 workers.scheduler.work(&workers);
                 drop(workers);
