@@ -119,6 +119,14 @@ pub enum AllocError {
         /// Pools that there are.
         pools: usize,
     },
+    /// Work that was to write this memory failed after the call that began it had returned, and no
+    /// caller asked for its result. The memory may have old contents, in part: write it again. Each
+    /// failure is reported once, by the next access.
+    #[error("earlier work that was to write this memory failed, and its result was not asked for: {cause}")]
+    NotWritten {
+        /// Why it failed.
+        cause: Arc<dyn std::error::Error + Send + Sync>,
+    },
     /// There is not enough host memory for what is to be saved there.
     #[error("out of host memory: {bytes} bytes of device memory could not be saved there")]
     OutOfHostMemory {
@@ -210,6 +218,7 @@ impl AllocError {
     pub fn device(&self) -> Option<&DeviceError> {
         match self {
             AllocError::Device(error) => Some(error),
+            AllocError::NotWritten { cause } => cause.downcast_ref(),
             _ => None,
         }
     }

@@ -59,6 +59,9 @@ pub(crate) struct Context {
 
 /// A timeline, which learns from waits for the device (T1).
 pub(crate) trait Waited: fmt::Debug + Send + Sync {
+    /// Waits until the work that is expected now is enqueued ([`crate::Stream::expect_work`]).
+    fn wait_expected(&self);
+
     /// Raises the counter before the host waits for all work. Returns the value for
     /// [`Waited::mark_done`] after the wait.
     fn begin_wait(&self) -> u64;
@@ -139,9 +142,20 @@ impl Context {
         }
     }
 
-    /// Records an event on `stream`. Reuses an idle event if there is one.
-    pub(crate) fn record(self: &Arc<Self>, stream: RawStream) -> Result<Arc<PooledEvent>> {
+    /// Records an event on `stream`: `again` if it is given, which nothing else refers to, or else
+    /// an idle one if there is one.
+    pub(crate) fn record(
+        self: &Arc<Self>,
+        stream: RawStream,
+        again: Option<Arc<PooledEvent>>,
+    ) -> Result<Arc<PooledEvent>> {
         self.releases.destroy_events();
+        if let Some(event) = again {
+            event.complete.store(false, Ordering::Release);
+            self.driver.record(event.raw, stream)?;
+            self.events_recorded.fetch_add(1, Ordering::Relaxed);
+            return Ok(event);
+        }
         let raw = match self.idle.pop() {
             Some(raw) => raw,
             None => self.driver.create_event(false)?,
@@ -230,8 +244,10 @@ impl Context {
         self.wait_for_all(&self.hold_off_to_wait()?)
     }
 
-    /// As [`Context::synchronize`]. Then gives memory back that was left to the device.
+    /// As [`Context::synchronize`], including work that threads have yet to enqueue. Then gives
+    /// memory back that was left to the device.
     pub(crate) fn synchronize_and_settle(&self) -> Result<()> {
+        self.timelines().iter().for_each(|timeline| timeline.wait_expected());
         let held_off = self.hold_off_to_wait()?;
         self.wait_for_all(&held_off)?;
         if self.releases.any_memory() {

@@ -13,7 +13,7 @@ use crate::event::Event;
 use crate::fork;
 use crate::launch::{AccessRange, Launch};
 use crate::launches::Launches;
-use crate::timeline::{CapturesHeldOff, ReusableTimelines, Tick, Timeline};
+use crate::timeline::{CapturesHeldOff, ExpectedWork, ReusableTimelines, Tick, Timeline};
 use crate::unfinished;
 use crate::witness::CalledFrom;
 
@@ -207,8 +207,9 @@ impl Stream {
         event.make_wait(self)
     }
 
-    /// Waits on the host until all work of the stream is done. Its ticks taken before are then
-    /// known to be done.
+    /// Waits on the host until all work of the stream is done, including work that threads have yet
+    /// to enqueue for it ([`Stream::expect_work`]). Its ticks taken before are then known to be
+    /// done.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -216,9 +217,11 @@ impl Stream {
     pub fn synchronize(&self) -> Result<()> {
         let _place = self.called_here();
         let raw = self.usable(Operation::SynchronizeStream)?;
+        let elsewhere = self.0.timeline.wait_for_expected();
         let reached = self.0.timeline.begin_wait();
         self.0.context.driver.synchronize_stream(raw)?;
         self.0.timeline.mark_done(reached);
+        elsewhere.iter().try_for_each(Tick::synchronize)?;
         self.0.context.settle_left();
         Ok(())
     }
@@ -228,7 +231,17 @@ impl Stream {
     /// # Errors
     /// Errors of the driver.
     pub fn is_idle(&self) -> Result<bool> {
-        self.0.context.driver.query_stream(self.usable(Operation::QueryStream)?)
+        let raw = self.usable(Operation::QueryStream)?;
+        Ok(self.0.timeline.expects_nothing() && self.0.context.driver.query_stream(raw)?)
+    }
+
+    /// Makes known that threads will enqueue work for this stream, such as the copies of an upload.
+    /// Until the result is dropped, calls that wait on the host for the stream or the device wait
+    /// for that, too, except on the threads that enqueue such work. Captures do not wait: work that finds the stream capturing goes to another one, and leaves its tick
+    /// ([`ExpectedWork::tick`]).
+    #[doc(hidden)]
+    pub fn expect_work(&self) -> ExpectedWork {
+        self.0.timeline.expect_work()
     }
 
     /// Enqueues a fill: sets each of `bytes` bytes at `ptr` to `value`.

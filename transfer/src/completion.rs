@@ -14,7 +14,7 @@ use aquifer_device::{Operation, Stream, Tick, fork};
 use crate::counters::AtomicCounters;
 use crate::error::TransferError;
 use crate::in_flight::InFlight;
-use crate::job::{Job, JobProgress};
+use crate::job::{Job, JobProgress, Watched};
 use crate::waiter::{Signal, Waiter};
 
 /// State that the transfers of one runtime share.
@@ -43,7 +43,7 @@ pub struct Completion {
 #[derive(Clone, Debug)]
 enum Step {
     Tick(Tick),
-    Job(Arc<Job>),
+    Job(Arc<Watched>),
 }
 
 /// For another task: each has a signal of its own.
@@ -69,7 +69,11 @@ impl Completion {
     /// Work of threads of the runtime.
     pub(crate) fn job(shared: &Arc<Shared>, job: Arc<Job>) -> Completion {
         shared.in_flight.note_job(&job);
-        Completion { steps: [Step::Job(job)].into(), shared: Some(shared.clone()), ..Completion::complete() }
+        Completion {
+            steps: [Step::Job(Arc::new(Watched(job)))].into(),
+            shared: Some(shared.clone()),
+            ..Completion::complete()
+        }
     }
 
     /// Waits on the host until the transfer is complete. Counted as a synchronisation if it was
@@ -148,7 +152,7 @@ impl Completion {
     pub fn cancel(&self) {
         for step in &self.steps {
             if let Step::Job(job) = step {
-                job.cancel();
+                job.0.cancel();
             }
         }
     }
@@ -158,7 +162,7 @@ impl Completion {
         self.cancel();
         for step in &self.steps {
             if let Step::Job(job) = step {
-                job.wait();
+                job.0.wait();
             }
         }
     }
@@ -180,13 +184,13 @@ impl Completion {
             return Poll::Ready(Err(error.into()));
         }
         while let (Some(step), Some(shared)) = (self.steps.front().cloned(), &self.shared) {
-            let progress = match step {
-                Step::Tick(tick) => JobProgress::Enqueued(tick),
-                Step::Job(job) => job.poll(waker),
+            let progress = match &step {
+                Step::Tick(tick) => JobProgress::Enqueued(tick.clone()),
+                Step::Job(job) => job.0.poll(waker),
             };
             match progress {
                 JobProgress::Working => return Poll::Pending,
-                JobProgress::Finished(result) => result?,
+                JobProgress::Finished(result) => step.report(result)?,
                 JobProgress::Enqueued(tick) => {
                     if self.signal.is_none() && !tick.is_done()? {
                         self.signal = Some(shared.waiter.watch(tick)?);
@@ -219,7 +223,7 @@ impl Step {
     fn progress(&self) -> JobProgress {
         match self {
             Step::Tick(tick) => JobProgress::Enqueued(tick.clone()),
-            Step::Job(job) => job.progress(),
+            Step::Job(job) => job.0.progress(),
         }
     }
 
@@ -234,12 +238,12 @@ impl Step {
     /// Waits until the step's work is enqueued. Returns the tick after it, unless it is complete.
     fn enqueued(&self) -> Result<Option<Tick>, TransferError> {
         if let Step::Job(job) = self {
-            job.wait();
+            job.0.wait();
         }
         match self.progress() {
             JobProgress::Working => Ok(None),
             JobProgress::Enqueued(tick) => Ok(Some(tick)),
-            JobProgress::Finished(result) => result.map(|()| None),
+            JobProgress::Finished(result) => self.report(result).map(|()| None),
         }
     }
 
@@ -250,8 +254,16 @@ impl Step {
     /// The result of a step that is done.
     fn result(&self) -> Result<(), TransferError> {
         match self.progress() {
-            JobProgress::Finished(result) => result,
+            JobProgress::Finished(result) => self.report(result),
             JobProgress::Working | JobProgress::Enqueued(_) => Ok(()),
         }
+    }
+
+    /// Passes a result on to the caller, so that the memory does not report it.
+    fn report(&self, result: Result<(), TransferError>) -> Result<(), TransferError> {
+        if let Step::Job(job) = self {
+            job.0.note_reported();
+        }
+        result
     }
 }

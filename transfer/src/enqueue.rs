@@ -116,7 +116,7 @@ unsafe fn enqueue_part(stream: &Stream, CopyPart { dst, src, bytes }: CopyPart) 
 pub fn covered_tick(stream: &Stream) -> Tick {
     let tick = stream.tick();
     // Without an event the tick can still be queried, at the cost of waiting for later work, too.
-    if let Err(error) = tick.cover() {
+    if let Err(error) = tick.timeline().cover_copy(tick.n()) {
         tracing::debug!(%error, "no event could be recorded after a copy");
     }
     tick

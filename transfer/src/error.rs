@@ -26,7 +26,8 @@ pub enum TransferError {
     /// limit, or allow pageable memory. Small copies and staging take from the same pool, so leave
     /// them room under a limit.
     #[error(
-        "out of pinned host memory: {requested} bytes asked for, {reserved} held{}, {free} of them unused; {}",
+        "out of pinned host memory: {requested} bytes asked for, {reserved} held{}, {free} of them unused in pieces of at most \
+         {largest}, {copying} dropped and still used by copies; {}",
         limit.map_or(String::new(), |limit| format!(" of a limit of {limit}")), pinned_advice(*limit, source.is_some())
     )]
     OutOfPinned {
@@ -36,6 +37,10 @@ pub enum TransferError {
         reserved: u64,
         /// Unused bytes of these, in pieces that do not serve the request.
         free: u64,
+        /// Bytes of the largest of these pieces.
+        largest: u64,
+        /// Bytes of dropped buffers that copies still use.
+        copying: u64,
         /// The most bytes that the pool may hold.
         limit: Option<u64>,
         /// The refusal of the driver or the system.
@@ -171,6 +176,11 @@ impl TransferError {
         let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
         let message = text.or_else(|| panic.downcast_ref::<String>().cloned());
         TransferError::Panicked { what, message: message.unwrap_or_else(|| "no message".to_owned()) }
+    }
+
+    /// As the cause of another error: an error of the driver as itself.
+    pub(crate) fn into_cause(self) -> Arc<dyn std::error::Error + Send + Sync> {
+        if let TransferError::Device(error) = self { Arc::new(error) } else { Arc::new(self) }
     }
 
     /// Whether memory ran out, on the host or on the device: freeing some may help.

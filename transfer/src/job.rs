@@ -19,6 +19,20 @@ pub(crate) struct Job {
     state: Mutex<JobStatus>,
     changed: Condvar,
     cancelled: AtomicBool,
+    /// True once a caller has learned of a failure, or asked for it by cancelling.
+    reported: AtomicBool,
+    /// True once no [`Watched`] is left.
+    unwatched: AtomicBool,
+}
+
+/// A job whose result a caller may still ask for.
+#[derive(Debug)]
+pub(crate) struct Watched(pub(crate) Arc<Job>);
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        self.0.unwatched.store(true, Ordering::Release);
+    }
 }
 
 #[derive(Debug, Default)]
@@ -70,6 +84,17 @@ impl Job {
     /// Requests that threads begin no more of the work.
     pub(crate) fn cancel(&self) {
         self.cancelled.store(true, Ordering::Release);
+        self.note_reported();
+    }
+
+    /// Notes that a caller learns of the result.
+    pub(crate) fn note_reported(&self) {
+        self.reported.store(true, Ordering::Release);
+    }
+
+    /// True, once, if no caller has learned of the result or can ask for it.
+    pub(crate) fn report_in_place(&self) -> bool {
+        self.unwatched.load(Ordering::Acquire) && !self.reported.swap(true, Ordering::AcqRel)
     }
 
     /// Whether cancellation was requested.

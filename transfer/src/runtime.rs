@@ -7,7 +7,7 @@ use std::sync::Arc;
 use aquifer_allocator::{AccessGuard, Allocator, Storage};
 use aquifer_device::fork::Mutex;
 use aquifer_device::internal::CalledFrom;
-use aquifer_device::{AccessKind, Device, DeviceError, RawStream, RequestError, Stream, Tick};
+use aquifer_device::{AccessKind, Device, DeviceError, RequestError, Stream, Tick};
 
 use crate::captured::HostUses;
 use crate::completion::{Completion, Shared};
@@ -173,8 +173,9 @@ impl fmt::Debug for Runtime {
 
 impl Transfer {
     /// A handle of the same runtime whose copies run on `stream`, in order with the caller's work
-    /// there. Other threads enqueue staged copies later; wait for them before the stream captures,
-    /// or they fail.
+    /// there. Other threads enqueue staged copies later. Where the stream captures by then, or is
+    /// one thread's, such copies run on a stream of the runtime's, after the caller's work so far;
+    /// waiting for `stream` on the host waits for uploads there, too.
     ///
     /// # Errors
     /// A stream of another device.
@@ -239,16 +240,16 @@ impl Transfer {
         self.stream.as_ref().unwrap_or_else(|| self.streams.next(direction))
     }
 
-    /// As [`Transfer::next_stream`], for work that threads of the runtime enqueue: never a stream
-    /// of one thread.
+    /// As [`Transfer::next_stream`], for work that threads of the runtime enqueue, and a stream of
+    /// the runtime's for what the first cannot take.
     ///
     /// # Errors
     /// A stream that captures.
-    pub(crate) fn stream_for_threads(&self, direction: Direction) -> Result<&Stream, TransferError> {
-        let for_all = self.stream.as_ref().filter(|stream| stream.raw() != RawStream::PER_THREAD);
-        let stream = for_all.unwrap_or_else(|| self.streams.next(direction));
+    pub(crate) fn streams_for_threads(&self, direction: Direction) -> Result<(&Stream, &Stream), TransferError> {
+        let own = self.streams.next(direction);
+        let stream = self.stream.as_ref().unwrap_or(own);
         self.refuse_capture(stream)?;
-        Ok(stream)
+        Ok((stream, own))
     }
 
     /// All work enqueued on the stream so far.

@@ -12,6 +12,8 @@
 //! Invariants: reservations that conflict never hold at the same time; a thread that waits for a
 //! reservation holds no lock, so that it does not keep another thread from ending the reservation.
 
+use std::error::Error;
+use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::sync::Arc;
@@ -196,6 +198,7 @@ fn lock_unreserved<'a>(wanted: &[(&Stream, &'a Arc<Storage>, AccessKind)]) -> Re
             held.clear();
             next.wait_unreserved(*kind);
         } else {
+            next.report_failure()?;
             held.push(next);
         }
     }
@@ -298,6 +301,13 @@ impl Reservation {
             .try_for_each(|tick| Ok(tick.cover()?))
     }
 
+    /// Notes that the work failed: the first access to the memory to which `unreported` returns the
+    /// error reports it. It returns `None` while a caller can ask for the result, and once one did.
+    pub fn note_failure(&self, unreported: impl Fn() -> Option<Arc<dyn Error + Send + Sync>> + Send + 'static) {
+        // Fails only within an access guard of this thread, which the work's threads do not have.
+        let _ = self.storage.hold().map(|mut held| held.failure = Some(Failure(Box::new(unreported))));
+    }
+
     /// Takes an access guard of a stream with the memory, for the work that the reservation was
     /// made for. See [`AccessGuard`].
     ///
@@ -314,6 +324,15 @@ impl Drop for Reservation {
             return;
         }
         self.storage.end_reservation(self.kind);
+    }
+}
+
+/// The failure of work that was to write some memory.
+pub(crate) struct Failure(Box<dyn Fn() -> Option<Arc<dyn Error + Send + Sync>> + Send>);
+
+impl fmt::Debug for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Failure")
     }
 }
 
@@ -352,6 +371,7 @@ impl Storage {
     pub(crate) fn lock_unreserved(&self, kind: AccessKind) -> Result<LockedUses<'_>, AllocError> {
         let mut held = self.hold()?;
         held.wait_unreserved(kind);
+        held.report_failure()?;
         Ok(held)
     }
 
@@ -383,6 +403,18 @@ impl LockedUses<'_> {
             self.storage.unreserved.wait(&mut self.uses);
             self.storage.holder.mark();
         }
+    }
+
+    /// Reports a failure to write the memory, unless a caller has learned of it, or may.
+    ///
+    /// # Errors
+    /// [`AllocError::NotWritten`].
+    fn report_failure(&mut self) -> Result<(), AllocError> {
+        let Some(cause) = self.uses.failure.as_ref().and_then(|Failure(unreported)| unreported()) else {
+            return Ok(());
+        };
+        self.uses.failure = None;
+        Err(AllocError::NotWritten { cause })
     }
 
     /// Ends the reservations that were dropped during the access guard. Reservations that hold at

@@ -41,6 +41,7 @@ mod pass;
 pub(crate) mod record;
 
 pub use graph_uses::GraphUses;
+use guard::Failure;
 pub use guard::{AccessGuard, Reservation};
 pub use pass::{Outlived, Pass};
 
@@ -84,6 +85,8 @@ pub(crate) struct Uses {
     captured_in: Option<u64>,
     /// Other streams that are recorded with the allocation.
     recorded: Vec<u32>,
+    /// The failure of work that was to write the memory.
+    pub(crate) failure: Option<Failure>,
 }
 
 impl Allocator {
@@ -173,6 +176,7 @@ impl Storage {
             first: stream.id(),
             captured_in: stream.launches_of_capture().map(|launches| launches.number()),
             recorded: Vec::new(),
+            failure: None,
         };
         let (uses, unreserved, holder) = (Mutex::new(uses), Condvar::new(), Holder::default());
         let allocator = allocator.kept_open();

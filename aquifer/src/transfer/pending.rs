@@ -15,7 +15,9 @@ use crate::error::Error;
 ///
 /// Wait for it ([`Pending::wait`]), query it ([`Pending::is_done`]), await it in any executor, or
 /// chain it to a stream without waiting for the device ([`Pending::then`]). If it is dropped, the
-/// transfer goes on, and the memory that it uses stays until it is done.
+/// transfer goes on, and the memory that it uses stays until it is done. If an upload fails then,
+/// the next access to its memory returns the error
+/// ([`AllocError::NotWritten`](crate::memory::AllocError::NotWritten)).
 ///
 /// ```
 /// use aquifer::prelude::*;

@@ -8,7 +8,7 @@ use aquifer::device::sim::SimDriver;
 use aquifer::memory::{Contents, Part, PoolOptions, SleepOptions};
 use aquifer::prelude::*;
 use aquifer::{Error, Graph};
-use aquifer_device::{AccessKind, Operation};
+use aquifer_device::{AccessKind, Operation, executor};
 
 pub(super) const MIB: u64 = 1 << 20;
 
@@ -185,6 +185,40 @@ fn uploads_in_a_capture_are_copies_of_memory_that_the_graph_keeps() {
         drop(pinned);
         graph.launch(stream).unwrap();
         assert_eq!(out.slice(..1).item(stream).unwrap(), 5.0);
+    }
+}
+
+/// Threads enqueue an upload of ordinary memory while the stream begins another capture.
+#[test]
+fn uploads_before_a_capture_are_not_lost() {
+    for (seed, way) in (0..).zip(["slice", "new", "device", "stream", "vec"].repeat(6)) {
+        let body = move || {
+            let bench = Bench::new();
+            let Bench { device, memory, stream, .. } = &bench;
+            let len = 100_000;
+            let mut input = memory.alloc_zeros::<f32>(len, stream).unwrap();
+            let first = memory.graph(stream, |stream| input.sum(stream)).unwrap();
+            let host = vec![2.0_f32; len];
+            match way {
+                "slice" => drop(first.update(&mut input, &host[..], stream).unwrap()),
+                "new" => input = memory.from_slice(&host, stream).unwrap(),
+                _ => drop(first.update(&mut input, host, stream).unwrap()),
+            }
+            match way {
+                "device" => device.synchronize().unwrap(),
+                "stream" => stream.synchronize().unwrap(),
+                _ => {}
+            }
+            let mut other = memory.alloc_zeros::<f32>(1000, stream).unwrap();
+            let second = memory.graph(stream, |stream| other.fill(1.0, stream)).unwrap();
+            first.launch(stream).unwrap();
+            assert!(input.to_vec(stream).unwrap().iter().all(|&value| value == 2.0), "{way}");
+            if way != "new" {
+                assert_eq!(first.output().item(stream).unwrap(), 200_000.0);
+            }
+            drop(second);
+        };
+        executor::run(seed, 1_000_000, vec![Box::new(body)]).unwrap_or_else(|failure| panic!("{seed}: {failure}"));
     }
 }
 

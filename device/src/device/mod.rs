@@ -311,7 +311,8 @@ impl Device {
         self.0.context.waits.mark()
     }
 
-    /// Waits on the host until all work of the device is done. All ticks taken before on any of its
+    /// Waits on the host until all work of the device is done, including work that threads have yet
+    /// to enqueue, such as that of uploads ([`Stream::expect_work`]). All ticks taken before on any of its
     /// streams are then known to be done, and memory that outlived its allocator goes back.
     ///
     /// # Errors

@@ -27,7 +27,7 @@ impl Drop for CapturesHeldOff<'_> {
             return;
         }
         self.0.state.lock().held_off -= 1;
-        self.0.may_capture.notify_all();
+        self.0.changed.notify_all();
     }
 }
 
@@ -80,7 +80,7 @@ impl Timeline {
     fn lock_to_capture(&self) -> MutexGuard<'_, TimelineState> {
         let mut state = self.state.lock();
         while state.held_off > 0 {
-            state = self.may_capture.wait(state);
+            state = self.changed.wait(state);
         }
         state
     }

@@ -16,7 +16,8 @@
 //!   copy, never the stream's present clock, and only after the driver's wait succeeded. A failed
 //!   record or wait changes no clock. A waiter on another device notes the ticks that the event
 //!   covers, and no more, because a clock is about the streams of one device.
-//! * **T3** Ticks are numbers, never events. Events are recycled only when complete; query, wait
+//! * **T3** Ticks are numbers, never events. Events are recycled only when complete, or recorded
+//!   once more, as the newest of their stream, while nothing else refers to them; query, wait
 //!   and recycling happen under the timeline's own lock, or while a reference keeps the event
 //!   alive.
 //! * **T4** A stream is identified by a number of our own on its device, never by the driver's
@@ -44,6 +45,7 @@
 mod blocking;
 mod capturing;
 mod clock;
+mod expected;
 mod owner;
 mod recording;
 mod reuse;
@@ -54,6 +56,8 @@ use std::sync::{Arc, Weak};
 
 pub use capturing::CapturesHeldOff;
 pub use clock::Clock;
+use expected::Expected;
+pub use expected::{ExpectedWork, enqueues_expected_work};
 pub use tick::Tick;
 
 use crate::capture::Scope;
@@ -90,8 +94,8 @@ pub struct Timeline {
     /// The value of [`Timeline::device_id_unless_capturing`].
     serves: AtomicU32,
     state: Mutex<TimelineState>,
-    /// Notified when captures of the stream are held off no more.
-    may_capture: Condvar,
+    /// Notified when captures are held off no more, and when expected work has ended.
+    changed: Condvar,
 }
 
 /// The relation between a stream and the legacy default stream.
@@ -135,6 +139,7 @@ struct TimelineState {
     borrowed: u32,
     /// Number of [`CapturesHeldOff`] guards.
     held_off: u32,
+    expected: Expected,
 }
 
 /// An event on a timeline. It covers every tick smaller than `covers`.
@@ -166,7 +171,7 @@ impl Timeline {
             serves: AtomicU32::new(context.device_id),
             context,
             state: Mutex::default(),
-            may_capture: Condvar::default(),
+            changed: Condvar::default(),
         });
         let waited: Weak<dyn Waited> = Arc::downgrade(&timeline) as Weak<dyn Waited>;
         timeline.context.register(waited);
@@ -277,13 +282,17 @@ impl Timeline {
     /// # Errors
     /// Errors of the driver's event calls; a closed or capturing stream cannot record.
     pub fn cover(&self, n: u64) -> Result<()> {
+        self.cover_by(n, |state| {
+            self.record(state)?;
+            self.ask_about_half(state)
+        })
+    }
+
+    /// As [`Timeline::cover`]: `record` records the event.
+    fn cover_by(&self, n: u64, record: impl FnOnce(&mut TimelineState) -> Result<()>) -> Result<()> {
         fork::check(Operation::Record)?;
         let Some(mut state) = self.lock_unless_done(n) else { return Ok(()) };
-        if state.events.back().is_some_and(|last| n < last.covers) {
-            return Ok(());
-        }
-        self.record(&mut state)?;
-        self.ask_about_half(&mut state)
+        if state.events.back().is_some_and(|last| n < last.covers) { Ok(()) } else { record(&mut state) }
     }
 
     /// Takes the lock; `None` if tick `n` is known to be done. That is checked under the lock, too:
@@ -433,6 +442,10 @@ impl Timeline {
 impl Waited for Timeline {
     /// The counter of a destroyed stream stays: its last event covers every tick, and so does this
     /// wait.
+    fn wait_expected(&self) {
+        drop(self.wait_for_expected());
+    }
+
     fn begin_wait(&self) -> u64 {
         let state = self.state.lock();
         if state.destroyed { self.now() + 1 } else { self.count.fetch_add(1, Ordering::AcqRel) + 1 }

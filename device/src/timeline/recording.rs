@@ -1,8 +1,10 @@
 //! The events of a timeline: recording, querying and recycling them (T1 to T3).
 
+use std::sync::Arc;
+
 use super::capturing::capture_error;
 use super::{Owner, Recorded, Recording, Timeline, TimelineState};
-use crate::context::Waited;
+use crate::context::{PooledEvent, Waited};
 use crate::driver::RawStream;
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::release::Object;
@@ -11,6 +13,9 @@ use crate::sync::atomic::Ordering;
 /// Number of events on one timeline from which on the driver is asked about them as more are
 /// recorded.
 const MANY: usize = 64;
+
+/// The driver is asked about events of copies after so many of them.
+const COPIES_A_QUESTION: u64 = 16;
 
 impl Timeline {
     /// Raises the counter, calls `record` to record an event, and returns the ticks that the event
@@ -98,7 +103,8 @@ impl Timeline {
         self.count.fetch_add(1, Ordering::AcqRel);
         self.raw.store(raw.0, Ordering::Relaxed);
         self.owner.set(owner);
-        *state = TimelineState::default();
+        // Guards of the earlier stream may still end.
+        *state = TimelineState { expected: std::mem::take(&mut state.expected), ..TimelineState::default() };
         Ok(true)
     }
 
@@ -111,7 +117,32 @@ impl Timeline {
         }
     }
 
+    /// As [`Timeline::cover`], for the tick after a copy, of which a program makes many: asks the
+    /// driver about earlier ones from time to time. While there are many events that are not known
+    /// to be complete, the newest is recorded once more, so that it covers the tick, too.
+    ///
+    /// # Errors
+    /// As [`Timeline::cover`].
+    pub fn cover_copy(&self, n: u64) -> Result<()> {
+        self.cover_by(n, |state| {
+            if n.is_multiple_of(COPIES_A_QUESTION) {
+                self.ask_about_half(state)?;
+            }
+            // Threads that wait for an event have a reference, which they take under the lock.
+            let is_free = state.events.back().is_some_and(|newest| Arc::strong_count(&newest.event) == 1);
+            let newest = if is_free && state.events.len() >= MANY { state.events.pop_back() } else { None };
+            self.record_by(state, newest.map(|newest| newest.event)).map(drop)
+        })
+    }
+
     pub(super) fn record(&self, state: &mut TimelineState) -> Result<Recorded> {
+        let recorded = self.record_by(state, None)?;
+        self.keep_few(state);
+        Ok(recorded)
+    }
+
+    /// Records an event: this one, if it is given, or one that is idle.
+    fn record_by(&self, state: &mut TimelineState, event: Option<Arc<PooledEvent>>) -> Result<Recorded> {
         if state.closed {
             let detail = "the stream was destroyed or released and its last event could not be recorded; once the \
                 host has waited for the device (`Tick::synchronize`, `Device::synchronize`) its work is known to be \
@@ -131,10 +162,9 @@ impl Timeline {
         let on = if self.is_foreign() { RawStream::LEGACY } else { self.raw() };
         let _held_off = self.protect_captures(on, Operation::Record)?;
         let covers = self.count.fetch_add(1, Ordering::AcqRel) + 1;
-        let event = self.context.record(on)?;
+        let event = self.context.record(on, event)?;
         let recorded = Recorded { covers, clock: state.clock.clone(), event };
         state.events.push_back(recorded.clone());
-        self.keep_few(state);
         Ok(recorded)
     }
 
@@ -150,11 +180,16 @@ impl Timeline {
 
     pub(super) fn poll(&self, state: &mut TimelineState) -> Result<()> {
         while let Some(oldest) = state.events.front() {
-            if !oldest.event.query()? {
+            if oldest.covers <= self.frontier() {
+                oldest.event.note_complete();
+            } else if !oldest.event.query()? {
                 break;
             }
             self.mark_done(oldest.covers);
             state.events.pop_front();
+            if state.events.len() >= MANY {
+                self.ask_about_half(state)?;
+            }
         }
         Ok(())
     }

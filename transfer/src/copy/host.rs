@@ -88,7 +88,10 @@ impl Transfer {
         let lent = unsafe { GuardedRange::lent(from) };
         let job = self.stage_plan(HostEndpoint::Source(Arc::new(lent)), to, &plan)?;
         match job.wait() {
-            JobProgress::Finished(Err(error)) => Err(error),
+            JobProgress::Finished(Err(error)) => {
+                job.note_reported();
+                Err(error)
+            }
             _ => Ok(self.staged(job)),
         }
     }
@@ -350,9 +353,9 @@ impl Transfer {
             HostEndpoint::Source(_) => (Direction::Upload, AccessKind::Write),
             HostEndpoint::Target(_) => (Direction::Download, AccessKind::Read),
         };
-        let (stream, bytes) = (self.stream_for_threads(direction)?, rows.len());
+        let ((stream, own), bytes) = (self.streams_for_threads(direction)?, rows.len());
         let device = DeviceEndpoint::reserve(device, rows, kind)?;
-        let job = self.staging().begin(host, device, stream, self.priority())?;
+        let job = self.staging().begin(host, device, stream, own, self.priority())?;
         self.shared().counters.count(direction, bytes);
         Ok(job)
     }

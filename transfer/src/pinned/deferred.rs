@@ -36,6 +36,11 @@ impl DeferredBlocks {
         self.blocks == 0
     }
 
+    /// The blocks.
+    pub(super) fn blocks(&self) -> impl Iterator<Item = BlockId> {
+        self.queues.values().flat_map(BTreeMap::keys).map(|&(_, block)| block)
+    }
+
     /// Defers the release of a block until all ticks are done. Returns `false`, and does nothing,
     /// if all are known to be done.
     pub(super) fn insert(&mut self, block: BlockId, ticks: Vec<Tick>) -> bool {

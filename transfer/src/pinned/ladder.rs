@@ -2,7 +2,8 @@
 //!
 //! The rungs, each of which may serve the request: an unused block; blocks that the device is done
 //! with; a new slab; a part of a large unused slab; a new slab after unused ones went back; a part
-//! of a slab for larger requests; memory of the cache; a block that the host waits for. If
+//! of a slab for larger requests; memory of the cache; a block that the host waits for. Where little
+//! is left of a limit, a new slab after unused ones went back comes before a part of a large one. If
 //! the last rung fails, the result is [`TransferError::OutOfPinned`].
 //!
 //! Invariants:
@@ -86,7 +87,8 @@ impl SharedPool {
         loop {
             let seen = {
                 let mut state = self.state.lock();
-                if let Some(block) = state.take(class, true) {
+                let any = !state.is_scarce(class);
+                if let Some(block) = state.take(class, any) {
                     return Ok(block);
                 }
                 state.available
@@ -97,12 +99,14 @@ impl SharedPool {
                     Err(refusal) => refusal,
                 };
             }
-            // A part of a slab for larger requests, which is larger than a small request needs.
-            if class < class::PAGED
-                && let Some(block) = self.state.lock().take(class::PAGED, true)
-            {
-                return Ok(block);
+            // A part of a large slab, also of one for larger requests than a small one.
+            let mut state = self.state.lock();
+            for class in [class, class.max(class::PAGED)] {
+                if let Some(block) = state.take(class, true) {
+                    return Ok(block);
+                }
             }
+            drop(state);
             if self.reclaim() {
                 self.poll().or_else(unless_lost)?;
             } else if !self.wait_for_more(seen)? {
@@ -252,10 +256,13 @@ impl SharedPool {
     /// The error of a request for `bytes` bytes.
     pub(super) fn refusal(&self, bytes: u64, source: Option<TransferError>) -> TransferError {
         let mut state = self.state.lock();
+        let [free, largest, copying] = state.unused();
         TransferError::OutOfPinned {
             requested: bytes,
             reserved: state.reserved(),
-            free: state.unused(),
+            free,
+            largest,
+            copying,
             limit: state.limit,
             source: source.map(Box::new),
         }

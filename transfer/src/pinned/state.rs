@@ -12,7 +12,10 @@
 //! * `reserved = Σ slabs + slabs on their way here or back`, and growth never brings it above the
 //!   limit;
 //! * the pool grows instead of splitting a large slab only within an eighth of the most bytes that
-//!   were ever in use, and 32 MiB, plus the prewarmed bytes.
+//!   were ever in use, and 32 MiB, plus the prewarmed bytes;
+//! * where little is left of a limit, a slab of which nothing is in use is not split for a request
+//!   that would leave more than a sixteenth of it, if the pool can have a slab of the request's size
+//!   instead: live parts of split slabs keep the rest from others.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -99,10 +102,12 @@ impl PoolState {
         self.stats.allocated_bytes.current + self.growing
     }
 
-    /// Unused bytes.
-    pub(super) fn unused(&mut self) -> u64 {
+    /// Unused bytes, those of the largest unused piece, and bytes that copies still use although
+    /// their blocks were given back.
+    pub(super) fn unused(&mut self) -> [u64; 3] {
         self.heap.coalesce(HOST);
-        self.heap.free_bytes()
+        let copying = self.deferred.blocks().map(|block| self.heap.block(block).size).sum();
+        [self.heap.free_bytes(), self.heap.largest_free(), copying]
     }
 
     /// Whether slabs are on their way here or back.
@@ -162,9 +167,18 @@ impl PoolState {
         }
         self.heap.coalesce(HOST);
         let is_open = |block: &Block| self.slabs.get(&block.addr).is_some_and(|slab| slab.is_open);
-        let may_split = |block: &Block| any || block.size <= GUARDED || class >= block.size / 8 || is_open(block);
+        let scarce = self.is_scarce(class);
+        let fits = |size: u64| {
+            if scarce { size <= SLAB || class >= size - size / 16 } else { size <= GUARDED || class >= size / 8 }
+        };
+        let may_split = |block: &Block| any || fits(block.size) || is_open(block);
         let free = self.heap.smallest_where(pool_of(class), class, |block| block.is_split() || may_split(block))?;
         Some(self.cut(free, class))
+    }
+
+    /// Whether more than half of the limit will be held.
+    pub(super) fn is_scarce(&self, class: u64) -> bool {
+        self.limit.is_some_and(|limit| self.reserved().saturating_add(class) > limit / 2)
     }
 
     fn cut(&mut self, free: BlockId, class: u64) -> PoolBlock {
@@ -220,11 +234,14 @@ impl PoolState {
         }
         self.note_most_active();
         let held = self.reserved();
-        let least = class.next_multiple_of(SLAB);
-        let handy = (held / GROWTH_PART).min(GROWTH_MOST) / SLAB * SLAB;
-        let sizes = [handy.max(least), least, class.next_multiple_of(PAGE)];
+        let (least, scarce) = (class.next_multiple_of(SLAB), self.is_scarce(class));
+        let handy = if scarce { 0 } else { (held / GROWTH_PART).min(GROWTH_MOST) / SLAB * SLAB };
+        let exact = class.next_multiple_of(PAGE);
+        let least = if scarce && class > SLAB { exact } else { least };
+        let sizes = [handy.max(least), least, exact];
         let most = self.most_active.max(self.stats.active_bytes.current + class);
-        if held + sizes[0] > most + most / GROWTH_PART + GROWTH_MOST
+        if !scarce
+            && held + sizes[0] > most + most / GROWTH_PART + GROWTH_MOST
             && let Some(block) = self.take(class, true)
         {
             return TakePlan::Taken(block);

@@ -352,7 +352,15 @@ fn pieces_end_at_page_boundaries_of_the_source() {
 
 #[test]
 fn with_little_memory_there_are_fewer_chunks_then_smaller_ones_then_an_error() {
-    let short = || TransferError::OutOfPinned { requested: 0, reserved: 0, free: 0, limit: None, source: None };
+    let short = || TransferError::OutOfPinned {
+        requested: 0,
+        reserved: 0,
+        free: 0,
+        largest: 0,
+        copying: 0,
+        limit: None,
+        source: None,
+    };
     let mut ring: Ring<u32, u64> = Ring::new();
     ring.submit(order(0, Way::Up, 1 << 30)).unwrap();
     ring.complete(TaskResult::Tuned(Sizes { chunk_bytes: 256 << 10, ..SIZES }));

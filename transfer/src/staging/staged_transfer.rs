@@ -5,22 +5,22 @@ use std::sync::Arc;
 
 use aquifer_allocator::Reservation;
 use aquifer_device::fork::Mutex;
-use aquifer_device::internal::caller;
-use aquifer_device::{AccessKind, CopyEnd, DeviceError, DevicePtr, HostPtr, RawStream, Stream, Tick};
+use aquifer_device::internal::{ExpectedWork, caller};
+use aquifer_device::{AccessKind, CopyEnd, DeviceError, DevicePtr, ErrorKind, HostPtr, RawStream, Stream, Tick};
 
 use super::config::PAGE;
 use super::endpoints::{HostSource, HostTarget};
 use super::task::{self, Submission, Way};
 use crate::copy::DevicePart;
-use crate::enqueue::{covered_tick, enqueue_block, hold_off_captures, refuse_capture};
+use crate::enqueue::{covered_tick, enqueue_block, hold_off_captures};
 use crate::error::TransferError;
 use crate::foreign_code::guarded;
 use crate::job::Job;
 use crate::pinned::PinnedBlock;
 use crate::rows::{RowBlock, Rows};
 
-/// The advice where a stream began a capture after a transfer was accepted.
-const CAPTURES_NOW: &str = "the stream began a capture before all of this transfer was enqueued: wait for a transfer before its stream captures";
+/// The advice where the runtime's own stream captures.
+const CAPTURES_NOW: &str = "a stream of transfers must not be captured while it has transfers: wait for them before";
 
 /// A chunk of the ring.
 pub(super) type Chunk = PinnedBlock;
@@ -67,11 +67,17 @@ pub(super) struct StagedTransfer {
     host: HostEndpoint,
     device: DeviceEndpoint,
     stream: Stream,
+    /// For copies that `stream` cannot take, because it captures, is gone, or is one thread's.
+    own: Stream,
+    /// The work enqueued on `stream` before the transfer, covered by an event.
+    before: Tick,
+    /// An upload, to be waited for with the stream.
+    expected: Option<ExpectedWork>,
     priority: i32,
     job: Arc<Job>,
     /// The caller's place in the program, if the device has a witness.
     asked: Option<&'static Location<'static>>,
-    /// The tick after its latest copy.
+    /// A tick after the copy that was enqueued last.
     last: Mutex<Option<Tick>>,
 }
 
@@ -96,15 +102,21 @@ impl StagedTransfer {
     pub(super) fn new(
         host: HostEndpoint,
         device: DeviceEndpoint,
-        stream: &Stream,
+        (stream, own): (&Stream, &Stream),
         priority: i32,
     ) -> Result<StagedTransfer, TransferError> {
         debug_assert_eq!(host.bytes(), device.rows.len());
-        debug_assert!(stream.raw() != RawStream::PER_THREAD);
         // Threads access the memory later, and streams that used it may capture then.
         device.reserved.prepare(stream)?;
-        let (stream, job, last) = (stream.clone(), Job::new(), Mutex::new(None));
-        Ok(StagedTransfer { host, device, stream, priority, job, asked: caller(), last })
+        let before = stream.tick();
+        if !own.is_ordered_after(&before) {
+            before.cover()?;
+        }
+        // A thread that waits for the stream may hold an access guard that a download needs, but
+        // none that an upload does.
+        let expected = matches!(host, HostEndpoint::Source(_)).then(|| stream.expect_work());
+        let (stream, own, job, last) = (stream.clone(), own.clone(), Job::new(), Mutex::new(None));
+        Ok(StagedTransfer { host, device, stream, own, before, expected, priority, job, asked: caller(), last })
     }
 
     /// The length of either end.
@@ -129,14 +141,20 @@ impl StagedTransfer {
     /// Ends the job. The reservation and the host end are dropped before the job is settled, except
     /// for an owner whose drop is foreign code.
     pub(super) fn end(self, result: Result<(), TransferError>) {
-        let StagedTransfer { host, device, stream, job, last, .. } = self;
-        let upload = matches!(host, HostEndpoint::Source(_));
+        let StagedTransfer { host, device, stream, mut expected, job, last, .. } = self;
+        let last = last.into_inner();
+        if let (Err(error), HostEndpoint::Source(_)) = (&result, &host) {
+            let (job, error) = (job.clone(), error.clone());
+            device.reserved.note_failure(move || job.report_in_place().then(|| error.clone().into_cause()));
+        }
+        expected.iter_mut().for_each(|expected| expected.tick.clone_from(&last));
         drop(device);
         drop(host);
         match result {
-            Ok(()) if upload => job.enqueued(last.into_inner().unwrap_or_else(|| stream.tick())),
+            Ok(()) if expected.is_some() => job.enqueued(last.unwrap_or_else(|| stream.tick())),
             result => job.finish(result),
         }
+        drop(expected);
     }
 
     /// Whether reading the source waits for storage.
@@ -162,13 +180,18 @@ pub(super) fn fill(piece: &mut Piece) -> Result<(), TransferError> {
 /// Enqueues the copy of a filled chunk to the device, or of the device's bytes to a chunk. An event
 /// covers the tick after it.
 pub(super) fn send(piece: &mut Piece, way: Way) -> Result<(), TransferError> {
-    piece.work.check_wanted()?;
-    let tick = enqueue(piece, way)?;
-    let mut last = piece.work.last.lock();
-    if last.as_ref().is_none_or(|last| last.n() < tick.n()) {
-        *last = Some(tick);
+    let transfer = piece.work.clone();
+    transfer.check_wanted()?;
+    let StagedTransfer { stream, own, before, .. } = &*transfer;
+    if stream.raw() != RawStream::PER_THREAD {
+        let enqueued = enqueue(piece, way, stream);
+        let captures = |error: &TransferError| error.device().is_some_and(|error| error.kind == ErrorKind::Capture);
+        if !enqueued.as_ref().is_err_and(|error| captures(error) || !stream.timeline().is_open()) {
+            return enqueued;
+        }
     }
-    Ok(())
+    own.wait_for(before)?;
+    enqueue(piece, way, own)
 }
 
 /// Stores the bytes that arrived in a chunk in the target.
@@ -181,27 +204,38 @@ pub(super) fn store(piece: &Piece) -> Result<(), TransferError> {
 }
 
 #[allow(unsafe_code, reason = "a copy goes on after the call")]
-fn enqueue(piece: &mut Piece, way: Way) -> Result<Tick, TransferError> {
+fn enqueue(piece: &mut Piece, way: Way, stream: &Stream) -> Result<(), TransferError> {
     let bytes = piece.bytes();
     let Piece { work: transfer, range, chunk, .. } = piece;
-    refuse_capture(&transfer.stream, CAPTURES_NOW)?;
-    let _place = transfer.asked.and_then(|asked| transfer.stream.called_from(asked));
-    let on_device = transfer.device.reserved.access(&transfer.stream)?;
+    let hold_off = || -> Result<_, TransferError> {
+        let held_off = hold_off_captures(stream, CAPTURES_NOW)?;
+        stream.timeline().refuse_unannounced_capture()?;
+        Ok(held_off)
+    };
+    // Before an access is noted for the stream: other streams could not wait for it during a
+    // capture. But no other thread keeps the memory of an upload meanwhile, and for a download the
+    // access may wait for a thread that is about to capture.
+    let _held_off = (way == Way::Up).then(&hold_off).transpose()?;
+    let _place = transfer.asked.and_then(|asked| stream.called_from(asked));
+    let on_device = transfer.device.reserved.access(stream)?;
+    let _held_off = (way == Way::Down).then(hold_off).transpose()?;
     let (part, kind) = match way {
         Way::Up => (chunk.part(0..bytes)?.host(), AccessKind::Read),
         Way::Down => (chunk.all_mut().into_part(0..bytes)?.host(), AccessKind::Write),
     };
-    let in_chunk = part.memory.access(&transfer.stream, kind)?;
-    let _held_off = hold_off_captures(&transfer.stream, CAPTURES_NOW)?;
+    let in_chunk = part.memory.access(stream, kind)?;
     let enqueued = transfer.device.rows.blocks(range.clone(), |block| {
         // SAFETY: the blocks of the range fill the part. The access to the chunk notes the copies.
         // Until they are done nothing touches the bytes that they write, writes those that they
         // read, or reuses the memory.
-        unsafe { transfer.device.enqueue(&transfer.stream, block, part.ptr, way) }
+        unsafe { transfer.device.enqueue(stream, block, part.ptr, way) }
     });
+    // With access to the memory, so that copies on two streams leave the tick of the later one.
+    *transfer.last.lock() = Some(stream.tick());
     drop((in_chunk, on_device));
     enqueued?;
-    Ok(covered_tick(&transfer.stream))
+    covered_tick(stream);
+    Ok(())
 }
 
 impl Piece {

@@ -5,7 +5,7 @@ use std::thread;
 use std::time::Instant;
 
 use aquifer_device::fork::{self, Mutex};
-use aquifer_device::internal::defer_panics_here;
+use aquifer_device::internal::{defer_panics_here, enqueues_expected_work};
 use aquifer_device::{Operation, Stream, executor};
 
 use super::config::{StagingConfig, StagingStats};
@@ -41,8 +41,8 @@ impl Staging {
     }
 
     /// Begins to copy all bytes between a host end and a device end of one length, by copies on
-    /// `stream`, which must be a stream of the memory's device for all threads. Transfers of lower
-    /// `priority` go first. An upload's reservation ends when the last copy is enqueued, that of a
+    /// `stream`, or on `own` where another thread cannot enqueue them there. Both must be streams
+    /// of the memory's device, and `own` must not capture. Transfers of lower `priority` go first. An upload's reservation ends when the last copy is enqueued, that of a
     /// download when the bytes are in the target.
     ///
     /// # Errors
@@ -52,10 +52,11 @@ impl Staging {
         host: HostEndpoint,
         device: DeviceEndpoint,
         stream: &Stream,
+        own: &Stream,
         priority: i32,
     ) -> Result<Arc<Job>, TransferError> {
         fork::check(Operation::CopyToDevice)?;
-        let transfer = StagedTransfer::new(host, device, stream, priority)?;
+        let transfer = StagedTransfer::new(host, device, (stream, own), priority)?;
         let job = transfer.job().clone();
         if transfer.bytes() == 0 {
             transfer.end(Ok(()));
@@ -185,6 +186,7 @@ impl Executor<Arc<StagedTransfer>, Chunk> for Arc<Workers> {
         let workers = self.clone();
         let started = executor::spawn(thread::Builder::new().name("aquifer-staging".to_owned()), move || {
             defer_panics_here();
+            enqueues_expected_work();
             foreign_code::with_deferring(true, || {
                 workers.scheduler.work(&workers);
                 drop(workers);

@@ -6,8 +6,10 @@ use std::time::Duration;
 use aquifer::memory::Config;
 use aquifer::transfer::Transfer;
 use aquifer::{Allocator, Tensor};
-use aquifer_device::Device;
+use aquifer_device::{Device, Operation};
 use aquifer_sim::{SimConfig, SimDriver};
+
+use super::{content, runtime, small};
 
 /// A copy that was done before the wait, and one that a task awaited, blocked no thread.
 #[test]
@@ -54,4 +56,30 @@ fn reading_one_element_always_counts_as_waiting() {
     assert_eq!(transfer.counters().synchronisations - before, 1000);
     Tensor::scalar(1u8).unwrap().item::<u8>().unwrap();
     assert_eq!(transfer.counters().synchronisations - before, 1000, "there is nothing to wait for");
+}
+
+/// However far the device is behind: a copy and an event each, and few events that are not known to
+/// be complete.
+#[test]
+fn small_uploads_cost_two_driver_calls_each_and_leave_few_events() {
+    const UPLOADS: usize = 10_000;
+    for waits in [0, 1000, 100, 1] {
+        let (sim, transfer) = runtime(small());
+        let stream = transfer.device().stream().unwrap();
+        let mut buffer = transfer.allocator().alloc_zeros::<u8>(4096, &stream).unwrap();
+        let on = transfer.on(&stream).unwrap();
+        let (before, mut events) = (transfer.device().driver_calls(), 0);
+        for nth in 1..=UPLOADS {
+            drop(on.upload(content(4096, nth), &mut buffer).unwrap());
+            if waits > 0 && nth % waits == 0 {
+                stream.synchronize().unwrap();
+            }
+            events = events.max(sim.live_objects().events);
+        }
+        let calls = transfer.device().driver_calls().since(&before);
+        let others = calls.total() - calls.of(Operation::SynchronizeStream);
+        assert!(others * 100 <= UPLOADS as u64 * 215 && events <= 80, "waits {waits}: {events} events, {calls:?}");
+        assert_eq!(transfer.to_vec(&buffer).unwrap().wait().unwrap(), content(4096, UPLOADS));
+        assert_eq!(sim.take_violations(), []);
+    }
 }

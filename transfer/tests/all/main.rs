@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 
 mod counters;
+mod dropped;
 mod files;
 mod memory;
 mod on_host;

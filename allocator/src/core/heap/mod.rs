@@ -347,6 +347,11 @@ impl Heap {
         self.free
     }
 
+    /// Bytes of the largest free block. Looks at all of them.
+    pub fn largest_free(&self) -> u64 {
+        self.pools().flat_map(|pool| self.free_blocks(pool)).map(|key| key.size).max().unwrap_or(0)
+    }
+
     /// Every region, in no particular order.
     pub fn regions(&self) -> impl Iterator<Item = &Region> + '_ {
         self.regions.iter().flatten()

@@ -1,5 +1,7 @@
 //! Memory that the pool holds and releases.
 
+use std::collections::VecDeque;
+
 use aquifer_device::{Code, RequestError};
 use aquifer_sim::Fault;
 
@@ -22,9 +24,11 @@ fn the_limit_holds_and_the_error_has_the_facts() {
     let bench = Bench::new(PinnedConfig::default().limit_bytes(8 * MIB));
     let first = bench.pool.alloc(5 << 20, 1).unwrap();
     let error = bench.pool.alloc(4 << 20, 1).unwrap_err();
-    let TransferError::OutOfPinned { requested, reserved, free, limit, source } = error else { panic!("{error}") };
-    assert_eq!((requested, reserved, free, limit), (4 * MIB, 6 * MIB, MIB, Some(8 * MIB)));
+    let text = error.to_string();
+    let TransferError::OutOfPinned { requested, reserved, free, limit, source, .. } = error else { panic!("{text}") };
+    assert_eq!((requested, reserved, free, limit), (4 * MIB, 5 * MIB, 0, Some(8 * MIB)));
     assert!(source.is_none(), "the driver was not asked");
+    assert!(text.contains("0 of them unused in pieces of at most 0, 0 dropped and still used by copies"), "{text}");
     assert_eq!(bench.pool.stats().num_ooms, 1);
     let second = bench.pool.alloc(2 << 20, 1).expect("this fits");
     bench.pool.set_limit(None);
@@ -56,7 +60,7 @@ fn under_a_limit_unused_slabs_of_other_sizes_are_released_before_a_wait() {
     assert_eq!((stats.num_host_free, stats.num_waits), (1, 0));
     let waited_for = bench.pool.alloc(20 << 20, 1).unwrap();
     let stats = bench.pool.stats();
-    assert_eq!((stats.num_host_free, stats.num_waits, stats.num_ooms), (1, 1, 0));
+    assert_eq!((stats.num_host_free, stats.num_waits, stats.num_ooms), (2, 1, 0), "one of its size takes its place");
     assert!(stats.allocated_bytes.peak <= 64 * MIB);
     drop((wanted, waited_for));
     bench.check_over();
@@ -182,4 +186,42 @@ fn a_refused_prewarming_is_an_error() {
     bench.sim.clear_faults();
     bench.pool.prewarm(2 * MIB).unwrap();
     bench.check_over();
+}
+
+/// A request is refused only where buffers that are alive, and what their sizes are rounded up by,
+/// leave no room.
+#[test]
+fn under_a_limit_idle_memory_is_made_anew_before_a_request_is_refused() {
+    for (copies, waits) in [(false, false), (true, false), (true, true)] {
+        let bench = Bench::new(PinnedConfig::default().limit_bytes(64 * MIB));
+        let (mut random, mut live, mut refused, mut unfair) = (12345_u64, VecDeque::new(), 0, 0);
+        for _ in 0..1000 {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let bytes = 1 + (random >> 33) % (20 * MIB);
+            match bench.pool.alloc(usize::try_from(bytes).unwrap(), 1) {
+                Ok(block) => {
+                    if copies {
+                        bench.upload(&block).unwrap();
+                    }
+                    live.push_back((bytes, block));
+                }
+                Err(error) => {
+                    assert!(matches!(error, TransferError::OutOfPinned { .. }), "{error}");
+                    refused += 1;
+                    let used: u64 = live.iter().map(|(bytes, _)| bytes).sum();
+                    unfair += u64::from((used + bytes) * 9 / 8 <= 64 * MIB);
+                    live.pop_front();
+                }
+            }
+            if random & 7 == 0 {
+                live.pop_front();
+            }
+            if waits {
+                bench.stream.synchronize().unwrap();
+            }
+        }
+        assert!(refused > 100 && unfair == 0, "copies {copies}, waits {waits}: {unfair} of {refused}");
+        live.clear();
+        bench.check_over();
+    }
 }

@@ -59,7 +59,7 @@ impl World {
         to: &Arc<Storage>,
         stream: &Stream,
     ) -> Result<Arc<Job>, TransferError> {
-        self.staging().begin(HostEndpoint::Source(source), device_end(to, AccessKind::Write)?, stream, 0)
+        self.staging().begin(HostEndpoint::Source(source), device_end(to, AccessKind::Write)?, stream, stream, 0)
     }
 
     fn download(
@@ -68,7 +68,7 @@ impl World {
         to: Arc<dyn HostTarget>,
         stream: &Stream,
     ) -> Result<Arc<Job>, TransferError> {
-        self.staging().begin(HostEndpoint::Target(to), device_end(from, AccessKind::Read)?, stream, 0)
+        self.staging().begin(HostEndpoint::Target(to), device_end(from, AccessKind::Read)?, stream, stream, 0)
     }
 
     /// Uploads and downloads again; the bytes must be the same unless there is an error.
@@ -391,7 +391,7 @@ fn the_last_handle_may_be_dropped_by_a_thread_of_the_ring() {
     let workers = staging.0.clone();
     let source = Arc::new(Holds(Mutex::new(None)));
     let mut held = source.0.lock();
-    let job = staging.begin(HostEndpoint::Source(source.clone()), end, &stream, 0).unwrap();
+    let job = staging.begin(HostEndpoint::Source(source.clone()), end, &stream, &stream, 0).unwrap();
     *held = Some(staging);
     drop(held);
     settled(&job).unwrap();

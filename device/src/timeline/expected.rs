@@ -1,0 +1,87 @@
+//! Work that threads are to enqueue for a stream, after a call that began it has returned.
+//!
+//! No tick stands for it yet, so waiting for the stream on the host first waits until the threads
+//! have enqueued it or given it up. Threads enqueue it on another stream where a capture is in the
+//! way, so it leaves the tick after it.
+
+use std::cell::Cell;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use super::{Tick, Timeline};
+use crate::fork;
+
+thread_local! {
+    /// True on threads that enqueue expected work.
+    static ENQUEUES: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Makes this thread one that enqueues expected work: it waits for none, which may be its own.
+pub fn enqueues_expected_work() {
+    ENQUEUES.set(true);
+}
+
+/// The expected work of a stream.
+#[derive(Debug, Default)]
+pub(super) struct Expected {
+    /// Numbers of what is not enqueued, and the next number.
+    open: BTreeSet<u64>,
+    next: u64,
+    /// The ticks after work on other streams that was not known to be done.
+    elsewhere: Vec<Tick>,
+}
+
+/// Work that threads will enqueue for a stream. It ends when this is dropped.
+#[derive(Debug)]
+#[must_use = "the work counts as enqueued once it is dropped"]
+pub struct ExpectedWork {
+    timeline: Arc<Timeline>,
+    number: u64,
+    /// The tick after the work.
+    pub tick: Option<Tick>,
+}
+
+impl Timeline {
+    /// As [`crate::Stream::expect_work`].
+    pub(crate) fn expect_work(self: &Arc<Self>) -> ExpectedWork {
+        let mut state = self.state.lock();
+        let number = state.expected.next;
+        state.expected.next += 1;
+        state.expected.open.insert(number);
+        ExpectedWork { timeline: self.clone(), number, tick: None }
+    }
+
+    /// True if all expected work is enqueued on the stream, or known to be done.
+    pub(crate) fn expects_nothing(&self) -> bool {
+        let expected = &self.state.lock().expected;
+        expected.open.is_empty() && expected.elsewhere.iter().all(|tick| tick.timeline.is_known_done(tick.n))
+    }
+
+    /// Waits until the work that is expected now is enqueued, or was given up. Returns the ticks
+    /// after work on other streams. Call it without a lock.
+    pub(crate) fn wait_for_expected(&self) -> Vec<Tick> {
+        let mut state = self.state.lock();
+        let next = state.expected.next;
+        while !ENQUEUES.get() && state.expected.open.first().is_some_and(|&first| first < next) {
+            state = self.changed.wait(state);
+        }
+        state.expected.elsewhere.clone()
+    }
+}
+
+impl Drop for ExpectedWork {
+    fn drop(&mut self) {
+        if fork::is_child() {
+            return;
+        }
+        let mut state = self.timeline.state.lock();
+        let Expected { open, elsewhere, .. } = &mut state.expected;
+        open.remove(&self.number);
+        if let Some(tick) = self.tick.take().filter(|tick| !Arc::ptr_eq(&tick.timeline, &self.timeline)) {
+            elsewhere.retain(|known| !known.timeline.is_known_done(known.n));
+            elsewhere.push(tick);
+        }
+        drop(state);
+        self.timeline.changed.notify_all();
+    }
+}
