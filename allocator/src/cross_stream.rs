@@ -96,6 +96,7 @@ pub(crate) fn synchronize_pending(allocator: &Allocator, which: Which) -> Result
     let (mut waited, mut last) = (false, usize::MAX);
     loop {
         let mut guard = allocator.state().lock();
+        guard.end_quarantine();
         // A block that waited may become a stray, with a tick of its own stream.
         let left = 2 * guard.waiting().len() + guard.heap().noted_strays();
         if left == 0 || left >= last {

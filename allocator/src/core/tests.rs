@@ -72,7 +72,7 @@ impl World {
     fn new(crosses_streams: bool) -> World {
         let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
         let streams: Vec<Stream> = (0..STREAMS).map(|_| device.stream().unwrap()).collect();
-        let mut core = Core::new(crosses_streams, History::default(), None);
+        let mut core = Core::new(crosses_streams, 0, History::default(), None);
         for stream in &streams {
             core.stream(stream);
         }

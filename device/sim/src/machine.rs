@@ -15,7 +15,7 @@ use std::sync::Arc;
 use aquifer_device::internal::caller;
 use aquifer_device::{Code, ErrorKind, Operation, PoolUsage};
 
-use crate::address::AddressSpace;
+use crate::address::{AddressSpace, QUARANTINED};
 use crate::checks::{Checks, Misuse, Needed, Unwritten};
 use crate::conditional::ConditionalNode;
 use crate::config::SimConfig;
@@ -104,6 +104,7 @@ impl Machine {
         // Handles of different kinds and devices differ, so that mixing them up is noticed.
         let handles = |kind: u64| (u64::from(config.ordinal & 0xff_ffff) << 40) + (kind << 32);
         let checks = config.checks.then(|| Arc::new(Checks::default()));
+        let quarantined = if config.checks { QUARANTINED } else { 0 };
         let detector = Detector::new(checks);
         Machine {
             now: 0,
@@ -119,7 +120,7 @@ impl Machine {
             faults: FaultPlan::new(&config.faults, config.seed),
             engine: Engine::new(config.card(), config.seed, config.jitter),
             memory: Memory::new(config.capacity_bytes, config.other_process_bytes),
-            address: AddressSpace::new(config.ordinal, config.capacity_bytes, config.reuse),
+            address: AddressSpace::new(config.ordinal, config.capacity_bytes, config.reuse, quarantined),
             physicals: PhysicalTable::new(handles(3)),
             host: HostBlocks::default(),
             streams: StreamSet::new(detector.known.device, handles(1)),
