@@ -1,11 +1,11 @@
 //! Quarantine: freed blocks that serve no request for a while, so that work which still uses them is
 //! found.
 //!
-//! A driver that checks programs knows a stale address only while no other block has it. So a freed
-//! block is kept from requests, the oldest leaving first: when there are too many, when its pool has
-//! no other block for a request, and when its granule, or its segment, would be wholly free without
-//! it. The latter counts for each slow path ([`Heap::coalesce_all`]). So no memory is bought, no
-//! request is refused, and none stays here, because of quarantined blocks.
+//! A driver that checks programs finds the use of a stale address only while no other block has it.
+//! So a freed block is kept from requests. The oldest leaves first, when there are too many, or when
+//! no other block of its pool serves a request. Each slow path ends the quarantine of blocks without
+//! which a granule, or a segment, would be wholly free ([`Heap::coalesce_all`]). So nothing is bought,
+//! refused or kept from the device because of the quarantine.
 //!
 //! A quarantined block is free memory: it counts as free, and has the owner and the tick of a free
 //! block. It is in no index, and its neighbours do not merge with it.
@@ -92,7 +92,8 @@ impl Heap {
                 stretch = self.free_stretch(id);
             }
             let region = self.region(region);
-            let (granule, start) = if region.is_paged() { (region.granules.granule(), 0) } else { (region.bytes, region.addr) };
+            let (granule, start) =
+                if region.is_paged() { (region.granules.granule(), 0) } else { (region.bytes, region.addr) };
             // The granules that the block touches, as far as they are free.
             let from = (addr - start) / granule * granule + start;
             let to = (addr + size - start).next_multiple_of(granule) + start;
@@ -111,5 +112,137 @@ impl Heap {
         let below = std::iter::successors(Some(id), |&id| Some(self.blocks[id].prev).filter(is_free)).last();
         let above = std::iter::successors(Some(id), |&id| Some(self.blocks[id].next).filter(is_free)).last();
         self.blocks[below.unwrap_or(id)].addr..self.blocks[above.unwrap_or(id)].range().end
+    }
+}
+
+#[cfg(test)]
+impl Heap {
+    /// The blocks of a pool that are in quarantine.
+    pub(crate) fn quarantined(&self, pool: PoolId) -> usize {
+        self.quarantine.blocks.iter().filter(|&&id| self.blocks[id].pool == pool).count()
+    }
+}
+
+#[cfg(all(test, not(aquifer_shuttle)))]
+mod tests {
+    use aquifer_device::{Device, Stream};
+    use aquifer_sim::{SimConfig, SimDriver};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::allocator::Allocator;
+    use crate::core::heap::Owner;
+    use crate::size_class::{PoolKind, round};
+    use crate::types::ticks;
+
+    const MIB: u64 = 1 << 20;
+
+    /// A heap with a segment of four blocks, which are live, and a quarantine of two.
+    fn heap() -> (Heap, [BlockId; 4]) {
+        let mut heap = Heap::new(true);
+        heap.set_quarantine(2 * MIB);
+        heap.add_region(MIB, 4 * MIB, StreamId(0), PoolId::LARGE);
+        let take = |_| heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::LARGE, MIB, MIB).unwrap();
+        let blocks = std::array::from_fn(take);
+        (heap, blocks)
+    }
+
+    #[test]
+    fn the_oldest_blocks_leave_first_and_keep_owner_and_tick() {
+        let (mut heap, blocks) = heap();
+        assert!(heap.quarantines(2 * MIB) && !heap.quarantines(2 * MIB + 1));
+        for (tick, &block) in (5..).zip(&blocks[..3]) {
+            heap.give_quarantined(block, StreamId(1), ticks(tick));
+        }
+        let states = blocks.map(|id| heap.block(id).state);
+        assert_eq!(states, [State::Free, State::Quarantined, State::Quarantined, State::Live]);
+        let Block { owner, after, .. } = *heap.block(blocks[0]);
+        assert_eq!((owner, after, heap.free_bytes()), (StreamId(1), ticks(5), 3 * MIB));
+        assert!(!heap.end_oldest_quarantine(PoolId::SMALL, |_| true));
+        assert!(!heap.end_oldest_quarantine(PoolId::LARGE, |block| block.owner == StreamId(0)));
+        heap.end_quarantine_of(PoolId::LARGE);
+        assert_eq!((heap.block(blocks[0]).size, heap.block(blocks[0]).after), (3 * MIB, ticks(7)));
+        assert_eq!(heap.check(), Ok(()));
+    }
+
+    #[test]
+    fn a_segment_that_is_free_but_for_quarantined_blocks_is_free() {
+        let (mut heap, blocks) = heap();
+        blocks[..3].iter().for_each(|&block| heap.give_quarantined(block, StreamId(0), ticks(1)));
+        heap.coalesce_all();
+        assert_eq!(heap.quarantined(PoolId::LARGE), 2, "the fourth is live");
+        heap.give_quarantined(blocks[3], StreamId(0), ticks(2));
+        heap.coalesce_all();
+        assert_eq!((heap.quarantined(PoolId::LARGE), heap.all_blocks().count()), (0, 1));
+        assert_eq!(heap.check(), Ok(()));
+    }
+
+    struct World {
+        allocator: Allocator,
+        streams: [Stream; 2],
+    }
+
+    fn world(options: &str) -> World {
+        let device = Device::new(SimDriver::new(SimConfig::new(256 * MIB)));
+        let streams = [device.stream().unwrap(), device.stream().unwrap()];
+        World { allocator: Allocator::new(&device, options).unwrap(), streams }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+        /// Memory is bought only when no quarantined block would serve the request, alone or merged,
+        /// and when no quarantined block keeps a granule or a segment from being used elsewhere.
+        #[test]
+        fn nothing_is_bought_or_refused_because_of_the_quarantine(
+            options in prop::sample::select(vec!["", "backing:segments", "granule_mb:4", "cross_stream:wait"]),
+            steps in prop::collection::vec((0..5u8, 1..24u64, any::<prop::sample::Index>()), 1..120),
+        ) {
+            let World { allocator, streams } = world(options);
+            let mut live = Vec::new();
+            for (what, n, which) in steps {
+                if what > 2 && !live.is_empty() {
+                    drop(live.swap_remove(which.index(live.len())));
+                    continue;
+                }
+                let bytes = if what == 0 { n * MIB } else { n * 40_000 };
+                let before = allocator.memory_reserved();
+                let served = allocator.alloc_bytes(bytes, &streams[which.index(2)]);
+                if allocator.memory_reserved() > before || served.is_err() {
+                    let pool = PoolId::default_of(PoolKind::of(round(bytes)));
+                    let mut shared = allocator.state().shared();
+                    prop_assert_eq!(shared.heap().quarantined(pool), 0);
+                    let other = PoolId::default_of(PoolKind::of(if what == 0 { 1 } else { 2 * MIB }));
+                    let kept = shared.heap().quarantined(other);
+                    shared.coalesce_all();
+                    prop_assert_eq!(shared.heap().quarantined(other), kept);
+                    prop_assert_eq!(shared.heap().check(), Ok(()));
+                }
+                live.extend(served);
+            }
+        }
+
+        /// Where all blocks have one size, it does not matter which of them serves a request.
+        #[test]
+        fn programs_of_one_size_hold_as_much_as_without_a_quarantine(
+            backing in prop::sample::select(vec!["paged", "segments"]),
+            bytes in prop::sample::select(vec![500, 4000, 300_000, MIB, 3 * MIB, 10 * MIB]),
+            steps in prop::collection::vec((0..2u8, any::<prop::sample::Index>()), 1..150),
+        ) {
+            let run = |quarantine_mb: u64| -> Vec<u64> {
+                let World { allocator, streams: [stream, _] } =
+                    world(&format!("backing:{backing},quarantine_mb:{quarantine_mb}"));
+                let mut live = Vec::new();
+                let held = steps.iter().map(|(frees, which)| {
+                    if *frees > 0 && !live.is_empty() {
+                        drop(live.swap_remove(which.index(live.len())));
+                    } else {
+                        live.extend(allocator.alloc_bytes(bytes, &stream));
+                    }
+                    allocator.memory_reserved()
+                });
+                held.collect()
+            };
+            prop_assert_eq!(run(64), run(0));
+        }
     }
 }
