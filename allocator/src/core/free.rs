@@ -91,11 +91,7 @@ impl Core {
     pub(super) fn complete(&mut self, id: BlockId, owner: StreamId, after: After, last_use: After) {
         self.heap.coalesce(owner);
         self.heap.note_last_use(id, owner, last_use);
-        if self.heap.quarantines(self.heap.block(id).size) {
-            self.heap.give_quarantined(id, owner, after);
-        } else {
-            self.heap.give(id, owner, after);
-        }
+        self.heap.give_quarantined(id, owner, after);
         self.debug_check();
     }
 

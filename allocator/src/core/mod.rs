@@ -110,7 +110,7 @@ impl Core {
 
     /// Lets requests have all blocks in quarantine.
     pub(crate) fn end_quarantine(&mut self) {
-        self.heap.end_quarantine();
+        self.heap.end_quarantine(|_| true);
     }
 
     /// The state of mapped memory; `None` where memory comes in segments.

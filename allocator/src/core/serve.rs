@@ -49,7 +49,7 @@ impl Core {
         let heap = &mut self.heap;
         let merged = heap.coalesce(stream).then(|| heap.take_best(own, pool, size, requested)).flatten();
         let mut found = merged.or_else(|| heap.take_best(strays, pool, size, requested));
-        while found.is_none() && heap.end_oldest_quarantine(pool, |block| block.owner == stream) {
+        while found.is_none() && heap.end_oldest_quarantine(|block| block.pool == pool && block.owner == stream) {
             let of_own = heap.take_best(own, pool, size, requested);
             found = of_own.or_else(|| heap.take_best(strays, pool, size, requested));
         }
@@ -97,7 +97,7 @@ impl Core {
     /// Takes the best block of another stream whose last use is before what `until` gives for its
     /// owner.
     fn take_of_others(&mut self, request: &Request, until: impl Fn(&Streams, StreamId) -> After) -> Option<Granted> {
-        self.heap.end_quarantine_of(request.pool);
+        self.heap.end_quarantine(|block| block.pool == request.pool);
         let until = |owner| until(&self.streams, owner);
         let best = self.heap.best_of_others(request.stream, request.pool, request.size, until)?;
         self.counters.events.cross_stream_reuses += 1;

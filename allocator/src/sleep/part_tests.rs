@@ -9,8 +9,8 @@ use aquifer_sim::{Fault, Preset, SimConfig, SimDriver};
 use proptest::prelude::*;
 
 use crate::{
-    AccessGuard, AllocError, Allocation, Allocator, Config, Contents, Part, PoolOptions, Reservation, SleepOptions,
-    Storage, TagScope,
+    AccessGuard, AllocError, Allocation, Allocator, Contents, Part, PoolOptions, Reservation, SleepOptions, Storage,
+    TagScope,
 };
 
 const MIB: u64 = 1 << 20;

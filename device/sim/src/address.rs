@@ -56,18 +56,15 @@ impl Zone {
     /// Takes `bytes` at the lowest free multiple of `alignment` from an address on. If there is none,
     /// all addresses that were given back are free.
     fn take(&mut self, from: u64, bytes: u64, alignment: u64) -> Option<u64> {
-        self.take_free(from, bytes, alignment).or_else(|| {
-            self.quarantine.drain(..).for_each(|range| self.free.insert(range, ()));
-            self.take_free(from, bytes, alignment)
-        })
-    }
-
-    fn take_free(&mut self, from: u64, bytes: u64, alignment: u64) -> Option<u64> {
         let fits = |(range, ()): (Range<u64>, &())| {
             let at = range.start.max(from).checked_next_multiple_of(alignment)?;
             (at.checked_add(bytes)? <= range.end).then_some(at)
         };
-        let at = self.free.overlapping(from..u64::MAX).find_map(fits)?;
+        let Some(at) = self.free.overlapping(from..u64::MAX).find_map(fits) else {
+            let given = std::mem::take(&mut self.quarantine);
+            given.iter().for_each(|range| self.free.insert(range.clone(), ()));
+            return if given.is_empty() { None } else { self.take(from, bytes, alignment) };
+        };
         self.free.remove(at..at + bytes);
         Some(at)
     }
@@ -75,7 +72,7 @@ impl Zone {
     /// Gives a range back. Returns the one that is free now instead, if there is one.
     fn give(&mut self, range: Range<u64>) -> Option<Range<u64>> {
         self.quarantine.push_back(range);
-        let freed = (self.quarantine.len() > self.quarantined_max).then(|| self.quarantine.pop_front()).flatten()?;
+        let freed = if self.quarantine.len() > self.quarantined_max { self.quarantine.pop_front() } else { None }?;
         self.free.insert(freed.clone(), ());
         Some(freed)
     }

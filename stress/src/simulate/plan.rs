@@ -210,11 +210,7 @@ impl Plan {
             alone: count == 1,
         };
         let splits = kind.alone && !kind.faults && !kind.lost;
-        let (mut options, second) = (options(random, splits), options(random, splits));
-        // Mostly as on a GPU.
-        if !seed.is_multiple_of(4) {
-            options = format!("quarantine_mb:0,{options}").trim_end_matches(',').to_owned();
-        }
+        let (options, second) = (options(random, splits), options(random, splits));
         let lag = if random.below(3) == 0 { random.size(1, 200) } else { 0 };
         let (chunk_bytes, copiers) = (4096 << random.below(6), 1 + random.below(3) as usize);
         let steps = 10 + random.below(70);

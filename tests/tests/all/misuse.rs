@@ -128,6 +128,7 @@ fn a_free_with_a_place_is_named_though_equal_blocks_were_allocated_since() {
     for options in BACKINGS {
         let bench = bench(options);
         let other = bench.device.stream().unwrap();
+        let _its_region = bench.allocator.alloc_bytes(4000, &other).unwrap();
         let block = bench.allocator.alloc_bytes(4000, &bench.stream).unwrap();
         let stale = block.ptr();
         block.drop_on(&other).unwrap();

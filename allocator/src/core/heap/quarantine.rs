@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::{Block, Heap, State};
-use crate::types::{After, BlockId, PoolId, StreamId};
+use crate::types::{After, BlockId, StreamId};
 
 /// The most blocks in quarantine. They are looked at one by one.
 const BLOCKS_MAX: usize = 1024;
@@ -41,8 +41,11 @@ impl Heap {
         size <= self.quarantine.bytes_max
     }
 
-    /// Frees a live or waiting block as [`Heap::give`] does, and quarantines it.
+    /// Frees a live or waiting block as [`Heap::give`] does, and quarantines it unless it is too large.
     pub(crate) fn give_quarantined(&mut self, id: BlockId, owner: StreamId, after: After) {
+        if !self.quarantines(self.blocks[id].size) {
+            return drop(self.give(id, owner, after));
+        }
         let block = &mut self.blocks[id];
         debug_assert!(matches!(block.state, State::Live | State::Waiting));
         (block.state, block.owner, block.after, block.used_elsewhere) = (State::Quarantined, owner, after, false);
@@ -63,24 +66,16 @@ impl Heap {
         self.give(id, owner, after);
     }
 
-    /// Lets requests have the oldest block of a pool in quarantine that a condition is true of.
-    /// Returns false if there is none.
-    pub(crate) fn end_oldest_quarantine(&mut self, pool: PoolId, condition: impl Fn(&Block) -> bool) -> bool {
-        let is_wanted = |&id: &BlockId| self.blocks[id].pool == pool && condition(&self.blocks[id]);
-        let place = self.quarantine.blocks.iter().position(is_wanted);
+    /// Lets requests have the oldest block in quarantine that a condition is true of. Returns false if
+    /// there is none.
+    pub(crate) fn end_oldest_quarantine(&mut self, condition: impl Fn(&Block) -> bool) -> bool {
+        let place = self.quarantine.blocks.iter().position(|&id| condition(&self.blocks[id]));
         place.inspect(|&place| self.end_quarantine_at(place)).is_some()
     }
 
-    /// Ends the quarantine of a pool.
-    pub(crate) fn end_quarantine_of(&mut self, pool: PoolId) {
-        while self.end_oldest_quarantine(pool, |_| true) {}
-    }
-
-    /// Ends the quarantine of all blocks.
-    pub(crate) fn end_quarantine(&mut self) {
-        while !self.quarantine.blocks.is_empty() {
-            self.end_quarantine_at(0);
-        }
+    /// Ends the quarantine of all blocks that a condition is true of.
+    pub(crate) fn end_quarantine(&mut self, condition: impl Fn(&Block) -> bool) {
+        while self.end_oldest_quarantine(&condition) {}
     }
 
     /// Ends the quarantine of blocks without which a granule, or a segment, would be wholly free.
@@ -92,13 +87,11 @@ impl Heap {
                 stretch = self.free_stretch(id);
             }
             let region = self.region(region);
-            let (granule, start) =
-                if region.is_paged() { (region.granules.granule(), 0) } else { (region.bytes, region.addr) };
-            // The granules that the block touches, as far as they are free.
-            let from = (addr - start) / granule * granule + start;
-            let to = (addr + size - start).next_multiple_of(granule) + start;
-            let (from, to) = (from.max(stretch.start), to.min(stretch.end));
-            if (from - start).next_multiple_of(granule) + granule <= to - start {
+            let granule = if region.is_paged() { region.granules.granule() } else { region.bytes };
+            // The granules that the block touches, as far as they are free, from the region's start.
+            let from = ((addr - region.addr) / granule * granule).max(stretch.start - region.addr);
+            let to = (addr + size - region.addr).next_multiple_of(granule).min(stretch.end - region.addr);
+            if from.next_multiple_of(granule) + granule <= to {
                 self.end_quarantine_at(place);
             } else {
                 place += 1;
@@ -117,8 +110,8 @@ impl Heap {
 
 #[cfg(test)]
 impl Heap {
-    /// The blocks of a pool that are in quarantine.
-    pub(crate) fn quarantined(&self, pool: PoolId) -> usize {
+    /// Number of blocks of a pool that are in quarantine.
+    pub(crate) fn quarantined(&self, pool: crate::types::PoolId) -> usize {
         self.quarantine.blocks.iter().filter(|&&id| self.blocks[id].pool == pool).count()
     }
 }
@@ -133,7 +126,7 @@ mod tests {
     use crate::allocator::Allocator;
     use crate::core::heap::Owner;
     use crate::size_class::{PoolKind, round};
-    use crate::types::ticks;
+    use crate::types::{PoolId, ticks};
 
     const MIB: u64 = 1 << 20;
 
@@ -158,9 +151,9 @@ mod tests {
         assert_eq!(states, [State::Free, State::Quarantined, State::Quarantined, State::Live]);
         let Block { owner, after, .. } = *heap.block(blocks[0]);
         assert_eq!((owner, after, heap.free_bytes()), (StreamId(1), ticks(5), 3 * MIB));
-        assert!(!heap.end_oldest_quarantine(PoolId::SMALL, |_| true));
-        assert!(!heap.end_oldest_quarantine(PoolId::LARGE, |block| block.owner == StreamId(0)));
-        heap.end_quarantine_of(PoolId::LARGE);
+        assert!(!heap.end_oldest_quarantine(|block| block.pool == PoolId::SMALL));
+        assert!(!heap.end_oldest_quarantine(|block| block.owner == StreamId(0)));
+        heap.end_quarantine(|block| block.pool == PoolId::LARGE);
         assert_eq!((heap.block(blocks[0]).size, heap.block(blocks[0]).after), (3 * MIB, ticks(7)));
         assert_eq!(heap.check(), Ok(()));
     }

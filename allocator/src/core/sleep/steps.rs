@@ -262,7 +262,7 @@ impl Core {
         if sleeping.is_empty() {
             return;
         }
-        self.heap.end_quarantine();
+        self.heap.end_quarantine(|_| true);
         let (mut live, mut free) = (Vec::new(), Vec::new());
         let touches = |range: &Range<u64>| !within(&sleeping, range).is_empty();
         let heap = &self.heap;
