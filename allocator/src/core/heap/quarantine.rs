@@ -44,7 +44,8 @@ impl Heap {
     /// Frees a live or waiting block as [`Heap::give`] does, and quarantines it unless it is too large.
     pub(crate) fn give_quarantined(&mut self, id: BlockId, owner: StreamId, after: After) {
         if !self.quarantines(self.blocks[id].size) {
-            return drop(self.give(id, owner, after));
+            self.give(id, owner, after);
+            return;
         }
         let block = &mut self.blocks[id];
         debug_assert!(matches!(block.state, State::Live | State::Waiting));
@@ -117,6 +118,7 @@ impl Heap {
 }
 
 #[cfg(all(test, not(aquifer_shuttle)))]
+#[allow(clippy::unwrap_used, reason = "a failed call fails the test")]
 mod tests {
     use aquifer_device::{Device, Stream};
     use aquifer_sim::{SimConfig, SimDriver};
