@@ -25,6 +25,9 @@ use crate::types::Request;
 /// The alignment that every allocation has, in bytes.
 pub const ALIGNMENT: u64 = MIN_BLOCK;
 
+/// The bytes in quarantine on a device that checks programs ([`Config::quarantine`]).
+const QUARANTINE: u64 = 64 << 20;
+
 /// A caching, stream-ordered allocator for the memory of one device. Cloning gives another handle
 /// of the same allocator.
 ///
@@ -212,7 +215,9 @@ impl Allocator {
         bits |= if config.no_cache { special::NO_CACHE } else { 0 };
         let mut history = History::default();
         history.record(config.history as usize, &[]);
-        let core = Core::new(crosses_streams, history, paged);
+        let is_watched = device.witness().is_some_and(|witness| witness.watches_blocks());
+        let quarantine = config.quarantine.unwrap_or(if is_watched { QUARANTINE } else { 0 });
+        let core = Core::new(crosses_streams, quarantine, history, paged);
         let state = AllocatorState::open(device.for_memory(), core, bits);
         let hooks = Arc::new(Hooks::default());
         let tagged = config.tags != TagSource::Off;

@@ -96,6 +96,7 @@ pub(crate) fn synchronize_pending(allocator: &Allocator, which: Which) -> Result
     let (mut waited, mut last) = (false, usize::MAX);
     loop {
         let mut guard = allocator.state().lock();
+        guard.end_quarantine();
         // A block that waited may become a stray, with a tick of its own stream.
         let left = 2 * guard.waiting().len() + guard.heap().noted_strays();
         if left == 0 || left >= last {
@@ -206,7 +207,7 @@ mod tests {
     #[test]
     fn free_memory_of_a_pool_is_waited_for_beside_any_number_of_other_strays() {
         let device = Device::new(SimDriver::new(SimConfig::new(4 << 30)));
-        let allocator = Allocator::new(&device, Config::parse("backing:segments").unwrap()).unwrap();
+        let allocator = Allocator::new(&device, Config::parse("backing:segments,quarantine_mb:0").unwrap()).unwrap();
         let pool = allocator.create_pool(Default::default()).unwrap();
         let [one, two, three] = [(); 3].map(|()| device.stream().unwrap());
         let blocks = |stream| (0..200).map(|_| allocator.alloc_bytes(2 << 20, stream).unwrap()).collect::<Vec<_>>();

@@ -343,7 +343,10 @@ impl Session {
     /// Those of the allocator.
     pub fn allocator(&self, device: &Device, config: &ConfigArg) -> Result<Allocator, Failure> {
         config.refuse_pytorch()?;
-        let make = || Allocator::new(device, config.config.clone());
+        let mut options = config.config.clone();
+        // What is measured is what a GPU does.
+        options.quarantine.get_or_insert(0);
+        let make = || Allocator::new(device, options.clone());
         if config.is_trial {
             return Ok(Reported::default().once(make, |_| {})?);
         }

@@ -41,8 +41,10 @@ impl Bench {
         Bench::with(driver, Config::parse(options).unwrap_or_else(|error| panic!("{options}: {error}")))
     }
 
-    /// An allocator with the given configuration on a device of the test's own.
-    pub fn with(driver: Subject, config: Config) -> Bench {
+    /// An allocator with the given configuration on a device of the test's own. Freed blocks are not
+    /// quarantined unless it says so: as on a GPU, the next request gets what was just freed.
+    pub fn with(driver: Subject, mut config: Config) -> Bench {
+        config.quarantine.get_or_insert(0);
         let device = driver.device();
         let opened = Allocator::new(&device, config).and_then(|allocator| {
             Ok((allocator, device.stream()?, device.stream()?)) // made before any fault is injected

@@ -122,7 +122,7 @@ fn add_block(core: &Core, found: &mut Fragmentation, free: &mut Free, passed: &P
             found.internal_waste += block.size.saturating_sub(block.requested);
         }
         State::Waiting => found.waiting_bytes += block.size,
-        State::Free => free.add(block.size, &releasable_part(core, block)),
+        State::Free | State::Quarantined => free.add(block.size, &releasable_part(core, block)),
         State::Hole => {
             found.address_holes += 1;
             found.largest_address_hole = found.largest_address_hole.max(block.size);

@@ -114,6 +114,12 @@ pub struct Config {
     /// memory goes back when the allocator next allocates, or with `empty_cache`. Private pools
     /// keep their memory. Default `false`. Option `no_cache`.
     pub no_cache: bool,
+    /// The most bytes of freed blocks in quarantine: blocks that serve no request while there is
+    /// other memory for it, so that work which uses them after they were freed is found. Memory in
+    /// quarantine counts as free, and none is bought or kept from the device because of it. `None`,
+    /// the default, is 64 MiB on a device with a [`Witness`](aquifer_device::Witness) that watches
+    /// blocks, and 0, which is off, on others. Option `quarantine_mb`.
+    pub quarantine: Option<u64>,
     /// The inert options that were given and would change something if they were not inert, with
     /// their values.
     pub(crate) inert: options::Inert,
@@ -136,6 +142,7 @@ impl Default for Config {
             oom_snapshot: None,
             tags: TagSource::default(),
             no_cache: false,
+            quarantine: None,
             inert: options::Inert::default(),
         }
     }

@@ -158,6 +158,8 @@ options! {
     "tags" => tags, "`off`, `scope` or `span`", "`scope`", "where names of allocations come from: [`TagSource`]";
     "no_cache" => no_cache, "`True` or `False`", "`False`", "every allocation goes straight to the driver, and what \
         was dropped goes back at the next one; private pools keep theirs";
+    "quarantine_mb" => quarantine, "MiB, such as 64 or 0.5", "64 on a device that checks programs, else 0",
+        "freed memory that serves no request while there is other: [`Config::quarantine`]";
 
     inert "the driver's pool is never used, and `cudaMallocAsync` is an error" {
         "backend" => backend, "`native`", "`native`";

@@ -67,6 +67,9 @@ impl Core {
         self.note(Actions::FREE, id);
         self.given_back(stream, kind, size, requested);
         let after = self.streams.enqueued(stream);
+        if self.heap.quarantines(size) {
+            return self.complete(id, stream, after, after);
+        }
         if self.heap.give_deferred(stream, id, size, after) {
             self.thin_recent_uses(stream);
         }
@@ -88,7 +91,7 @@ impl Core {
     pub(super) fn complete(&mut self, id: BlockId, owner: StreamId, after: After, last_use: After) {
         self.heap.coalesce(owner);
         self.heap.note_last_use(id, owner, last_use);
-        self.heap.give(id, owner, after);
+        self.heap.give_quarantined(id, owner, after);
         self.debug_check();
     }
 

@@ -87,9 +87,11 @@ pub(crate) struct Core {
 
 impl Core {
     /// A core that nothing was allocated from. `crosses_streams` says whether free blocks serve
-    /// other streams than their owners.
-    pub(crate) fn new(crosses_streams: bool, history: History, paged: Option<Paged>) -> Core {
-        Core { crosses_streams, heap: Heap::new(crosses_streams), history, paged, ..Core::default() }
+    /// other streams than their owners. At most `quarantine` bytes are quarantined.
+    pub(crate) fn new(crosses_streams: bool, quarantine: u64, history: History, paged: Option<Paged>) -> Core {
+        let mut heap = Heap::new(crosses_streams);
+        heap.set_quarantine(quarantine);
+        Core { crosses_streams, heap, history, paged, ..Core::default() }
     }
 
     pub(crate) fn heap(&self) -> &Heap {
@@ -104,6 +106,11 @@ impl Core {
     /// Merges all deferred blocks, so that free blocks are what they seem.
     pub(crate) fn coalesce_all(&mut self) {
         self.heap.coalesce_all();
+    }
+
+    /// Lets requests have all blocks in quarantine.
+    pub(crate) fn end_quarantine(&mut self) {
+        self.heap.end_quarantine(|_| true);
     }
 
     /// The state of mapped memory; `None` where memory comes in segments.

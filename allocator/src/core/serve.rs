@@ -38,14 +38,22 @@ impl Core {
     }
 
     /// Serves a request that no free block in its stream's regions serves: after merging the
-    /// stream's deferred blocks, and from its strays.
+    /// stream's deferred blocks, from its strays, and from those of its blocks that are in quarantine,
+    /// the oldest first.
     #[cold]
     #[inline(never)]
     fn take_further(&mut self, request: &Request) -> Option<BlockId> {
         let &Request { stream, pool, size, requested, .. } = request;
         let own = Owner::in_own_regions(stream);
-        let merged = self.heap.coalesce(stream).then(|| self.heap.take_best(own, pool, size, requested)).flatten();
-        merged.or_else(|| self.heap.take_best(Owner { has_strays: true, ..own }, pool, size, requested))
+        let strays = Owner { has_strays: true, ..own };
+        let heap = &mut self.heap;
+        let merged = heap.coalesce(stream).then(|| heap.take_best(own, pool, size, requested)).flatten();
+        let mut found = merged.or_else(|| heap.take_best(strays, pool, size, requested));
+        while found.is_none() && heap.end_oldest_quarantine(|block| block.pool == pool && block.owner == stream) {
+            let of_own = heap.take_best(own, pool, size, requested);
+            found = of_own.or_else(|| heap.take_best(strays, pool, size, requested));
+        }
+        found
     }
 
     /// Takes the request's bytes from a free block that its stream may use.
@@ -97,6 +105,7 @@ impl Core {
     /// Takes the best block of another stream whose last use is before what `until` gives for its
     /// owner.
     fn take_of_others(&mut self, request: &Request, until: impl Fn(&Streams, StreamId) -> After) -> Option<Granted> {
+        self.heap.end_quarantine(|block| block.pool == request.pool);
         let until = |owner| until(&self.streams, owner);
         let best = self.heap.best_of_others(request.stream, request.pool, request.size, until)?;
         self.counters.events.cross_stream_reuses += 1;

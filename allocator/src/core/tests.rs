@@ -69,10 +69,10 @@ struct World {
 }
 
 impl World {
-    fn new(crosses_streams: bool) -> World {
+    fn new(crosses_streams: bool, quarantine: u64) -> World {
         let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
         let streams: Vec<Stream> = (0..STREAMS).map(|_| device.stream().unwrap()).collect();
-        let mut core = Core::new(crosses_streams, History::default(), None);
+        let mut core = Core::new(crosses_streams, quarantine, History::default(), None);
         for stream in &streams {
             core.stream(stream);
         }
@@ -85,6 +85,7 @@ impl World {
         let stream = StreamId::of(&self.streams[stream]);
         let request = Request { requested: bytes, size, pool, stream, tag: Tag::default(), is_regular: true };
         let granted = self.core.take_own(&request).or_else(|| self.core.take_done(&request));
+        prop_assert!(granted.is_some() || self.core.heap().quarantined(pool) == 0, "a block was in quarantine");
         let granted = granted.unwrap_or_else(|| {
             self.segments += 1;
             let first = self.core.add_segment(&request, self.segments << 32, SEGMENT);
@@ -139,9 +140,10 @@ proptest! {
     #[test]
     fn memory_is_reused_only_once_its_uses_are_done(
         crosses_streams in any::<bool>(),
+        quarantine in prop::sample::select(vec![0, SEGMENT / 2, 64 * SEGMENT]),
         steps in prop::collection::vec(step(), 1..150),
     ) {
-        let mut world = World::new(crosses_streams);
+        let mut world = World::new(crosses_streams, quarantine);
         for step in steps {
             let count = world.live.len();
             match step {

@@ -88,7 +88,7 @@ fn a_free_in_another_streams_order_keeps_the_uses_of_others() {
 
 #[test]
 fn a_free_in_the_order_of_its_own_stream_is_a_free() {
-    let world = world(64 * MIB, "");
+    let world = world(64 * MIB, "quarantine_mb:0");
     let [one] = world.streams();
     let ptr = world.memory.alloc_raw(MIB, &one).unwrap();
     world.memory.free_raw_on(ptr, &one).unwrap();
@@ -135,8 +135,9 @@ fn a_free_that_is_refused_leaves_the_pointer_live() {
 /// refused.
 #[test]
 fn ready_memory_is_unused_and_is_waited_for_only_if_it_must() {
-    for config in ["", "cross_stream:wait", "cross_stream:off", "backing:segments"] {
-        let world = world(64 * MIB, config);
+    // In quarantine, the memory of a pair would not be the next one's.
+    for config in ["cross_stream:ready", "cross_stream:wait", "cross_stream:off", "backing:segments"] {
+        let world = world(64 * MIB, &format!("quarantine_mb:0,{config}"));
         let [one, two] = world.streams();
         let busy = world.memory.alloc_raw(40 * MIB, &one).unwrap();
         world.fill_late(busy, 40 * MIB, &one);

@@ -9,8 +9,8 @@ use aquifer_sim::{Fault, Preset, SimConfig, SimDriver};
 use proptest::prelude::*;
 
 use crate::{
-    AccessGuard, AllocError, Allocation, Allocator, Config, Contents, Part, PoolOptions, Reservation, SleepOptions,
-    Storage, TagScope,
+    AccessGuard, AllocError, Allocation, Allocator, Contents, Part, PoolOptions, Reservation, SleepOptions, Storage,
+    TagScope,
 };
 
 const MIB: u64 = 1 << 20;
@@ -23,16 +23,16 @@ struct Setup {
     stream: Stream,
 }
 
-fn setup_with(config: SimConfig) -> Setup {
+fn setup_with(config: SimConfig, options: &str) -> Setup {
     let sim = SimDriver::new(config);
     let device = Device::new(sim.clone());
-    let allocator = Allocator::new(&device, Config::default()).unwrap();
+    let allocator = Allocator::new(&device, options).unwrap();
     let stream = device.stream().unwrap();
     Setup { sim, device, allocator, stream }
 }
 
 fn setup() -> Setup {
-    setup_with(SimConfig::new(CAPACITY))
+    setup_with(SimConfig::new(CAPACITY), "")
 }
 
 /// A number as a byte.
@@ -407,7 +407,7 @@ fn no_failing_call_loses_a_part() {
 /// contents.
 #[test]
 fn contents_move_as_fast_as_the_link() {
-    let setup = setup_with(SimConfig::preset(Preset::H100));
+    let setup = setup_with(SimConfig::preset(Preset::H100), "");
     let block = setup.alloc("", 512 * MIB, 7);
     let timed = |contents: Contents| {
         setup.device.synchronize().unwrap();
@@ -448,10 +448,11 @@ proptest! {
     /// Programs of several tags of which parts and the whole sleep and wake up.
     #[test]
     fn parts_sleep_and_wake_in_any_order(
+        options in prop::sample::select(vec!["", "quarantine_mb:0"]),
         steps in prop::collection::vec((0..14u8, 0..3usize, 1..40u64, any::<prop::sample::Index>()), 1..90),
     ) {
         const TAGS: [&str; 3] = ["a", "b", "c"];
-        let setup = setup();
+        let setup = setup_with(SimConfig::new(CAPACITY), options);
         let side = setup.device.stream().unwrap();
         let mut live: Vec<(usize, Allocation, Expected)> = Vec::new();
         let mut next = 0_u8;

@@ -106,7 +106,7 @@ fn a_guard_that_waits_for_a_reservation_holds_no_other_memory() {
 #[test]
 fn memory_is_not_reused_while_it_is_reserved() {
     let (device, _, [one, _]) = bench();
-    let allocator = Allocator::new(&device, Config::default()).unwrap();
+    let allocator = Allocator::new(&device, "quarantine_mb:0").unwrap();
     let alloc = || -> Arc<Storage> { allocator.alloc_storage(BYTES, 1, &one).unwrap() };
     let buffer = alloc();
     let ptr = buffer.ptr();

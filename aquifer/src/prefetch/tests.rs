@@ -3,7 +3,6 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use aquifer_allocator::Config;
 use aquifer_device::{Code, Device, RequestError};
 use aquifer_kernels::Kernels;
 use aquifer_sim::{Fault, SimConfig, SimDriver};
@@ -28,7 +27,7 @@ struct Stand {
 fn stand(config: SimConfig) -> Stand {
     let driver = SimDriver::new(config);
     let device = Device::new(driver.clone());
-    let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
+    let transfer = Transfer::new(&Allocator::new(&device, "quarantine_mb:0").unwrap()).unwrap();
     let (stream, kernels) = (device.stream().unwrap(), transfer.allocator().kernels().unwrap());
     Stand { driver, device, transfer, stream, kernels }
 }

@@ -21,7 +21,7 @@ struct Stand {
 }
 
 fn stand(mib: u64) -> Stand {
-    stand_with(SimConfig::new(mib * MIB), Config::default())
+    stand_with(SimConfig::new(mib * MIB), Config::parse("quarantine_mb:0").unwrap())
 }
 
 fn stand_with(sim: SimConfig, config: Config) -> Stand {

@@ -21,7 +21,7 @@ pub(super) struct Bench {
 
 pub(super) fn bench(device: &str) -> Bench {
     let device = aquifer::open(device).unwrap();
-    let memory = Allocator::new(&device, "").unwrap();
+    let memory = Allocator::new(&device, "quarantine_mb:0").unwrap();
     let (stream, side) = (device.stream().unwrap(), device.stream().unwrap());
     Bench { device, memory, stream, side }
 }

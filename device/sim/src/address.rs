@@ -2,13 +2,14 @@
 //!
 //! Plain allocations start at multiples of 2 MiB in a zone of their own, at the lowest address that
 //! is free or, if asked for, that was never used. Reservations are in another zone, at the lowest
-//! that is free. A range is live while the *program* may use it: one freed
+//! that is free. Where misuse is looked for, the addresses given back last are not free yet, so that
+//! work which still uses them is found. A range is live while the *program* may use it: one freed
 //! on a stream is marked at the call, and goes when the stream gets there.
 //!
 //! Invariants: nothing overlaps; every mapping lies in one reservation; every allocation and
 //! mapping has a store.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
 use aquifer_device::Code;
@@ -34,24 +35,48 @@ const ADDRESSES_FOR_MEMORY: u64 = 64;
 /// Distance between the zones of two devices.
 const DEVICE_SHIFT: u32 = 51;
 
-/// The free addresses of a zone.
-type Zone = IntervalMap<()>;
+/// How many ranges of a zone that were given back last are not free yet.
+const QUARANTINED: usize = 64;
 
-fn zone(base: u64) -> Zone {
-    let mut free = Zone::default();
-    free.insert(base..base + ZONE_BYTES, ());
-    free
+/// The addresses of a zone that are not in use.
+#[derive(Debug)]
+struct Zone {
+    free: IntervalMap<()>,
+    /// Ranges that were given back last, in that order, and how many there may be.
+    quarantine: VecDeque<Range<u64>>,
+    quarantined_max: usize,
 }
 
-/// Takes `bytes` at the lowest free multiple of `alignment` from an address on.
-fn take(free: &mut Zone, from: u64, bytes: u64, alignment: u64) -> Option<u64> {
-    let fits = |(range, ()): (Range<u64>, &())| {
-        let at = range.start.max(from).checked_next_multiple_of(alignment)?;
-        (at.checked_add(bytes)? <= range.end).then_some(at)
-    };
-    let at = free.overlapping(from..u64::MAX).find_map(fits)?;
-    free.remove(at..at + bytes);
-    Some(at)
+impl Zone {
+    fn new(base: u64, quarantined_max: usize) -> Zone {
+        let mut free = IntervalMap::default();
+        free.insert(base..base + ZONE_BYTES, ());
+        Zone { free, quarantine: VecDeque::new(), quarantined_max }
+    }
+
+    /// Takes `bytes` at the lowest free multiple of `alignment` from an address on. If there is none,
+    /// all addresses that were given back are free.
+    fn take(&mut self, from: u64, bytes: u64, alignment: u64) -> Option<u64> {
+        let fits = |(range, ()): (Range<u64>, &())| {
+            let at = range.start.max(from).checked_next_multiple_of(alignment)?;
+            (at.checked_add(bytes)? <= range.end).then_some(at)
+        };
+        let Some(at) = self.free.overlapping(from..u64::MAX).find_map(fits) else {
+            let given = std::mem::take(&mut self.quarantine);
+            given.iter().for_each(|range| self.free.insert(range.clone(), ()));
+            return if given.is_empty() { None } else { self.take(from, bytes, alignment) };
+        };
+        self.free.remove(at..at + bytes);
+        Some(at)
+    }
+
+    /// Gives a range back. Returns the one that is free now instead, if there is one.
+    fn give(&mut self, range: Range<u64>) -> Option<Range<u64>> {
+        self.quarantine.push_back(range);
+        let freed = if self.quarantine.len() > self.quarantined_max { self.quarantine.pop_front() } else { None }?;
+        self.free.insert(freed.clone(), ());
+        Some(freed)
+    }
 }
 
 /// A plain allocation, or one of the driver's pool.
@@ -96,12 +121,13 @@ impl AddressSpace {
     pub(crate) fn new(config: &SimConfig) -> Self {
         let (ordinal, capacity) = (config.ordinal, config.capacity_bytes.next_multiple_of(GRANULARITY));
         let device = u64::from(ordinal & 0xfff) << DEVICE_SHIFT;
+        let quarantined = if config.checks { QUARANTINED } else { 0 };
         let reservable = config.addresses.unwrap_or(capacity.saturating_mul(ADDRESSES_FOR_MEMORY));
         AddressSpace {
             ordinal,
-            plain: zone(PLAIN_BASE + device),
+            plain: Zone::new(PLAIN_BASE + device, quarantined),
             unused: (!config.reuse).then_some(0),
-            reserved: zone(RESERVED_BASE + device),
+            reserved: Zone::new(RESERVED_BASE + device, quarantined),
             reservable: reservable.min(ZONE_BYTES),
             allocations: BTreeMap::new(),
             mappings: Mappings::default(),
@@ -113,8 +139,8 @@ impl AddressSpace {
     /// full.
     pub(crate) fn allocate(&mut self, bytes: u64, store: StoreId, pool: bool) -> Option<u64> {
         let rounded = bytes.checked_next_multiple_of(GRANULARITY)?;
-        let unused = self.unused.and_then(|unused| take(&mut self.plain, unused, rounded, GRANULARITY));
-        let ptr = unused.or_else(|| take(&mut self.plain, 0, rounded, GRANULARITY))?;
+        let unused = self.unused.and_then(|unused| self.plain.take(unused, rounded, GRANULARITY));
+        let ptr = unused.or_else(|| self.plain.take(0, rounded, GRANULARITY))?;
         self.unused = self.unused.map(|unused| unused.max(ptr + rounded));
         self.gone.remove(ptr..ptr + bytes);
         self.allocations.insert(ptr, Allocation { bytes, store, pool, freed: None, of_graph: false });
@@ -155,11 +181,10 @@ impl AddressSpace {
     /// Removes the allocation at `ptr`.
     pub(crate) fn remove_allocation(&mut self, ptr: u64, by: OpRef) -> Option<Allocation> {
         let allocation = self.allocations.remove(&ptr)?;
-        self.plain.insert(ptr..ptr + allocation.bytes.next_multiple_of(GRANULARITY), ());
+        self.gone.insert(ptr..ptr + allocation.bytes, by);
+        let free = self.plain.give(ptr..ptr + allocation.bytes.next_multiple_of(GRANULARITY));
         // Addresses that never return would be remembered forever.
-        if self.unused.is_none() {
-            self.gone.insert(ptr..ptr + allocation.bytes, by);
-        }
+        free.filter(|_| self.unused.is_some()).inspect(|free| self.gone.remove(free.clone()));
         Some(allocation)
     }
 
@@ -179,7 +204,7 @@ impl AddressSpace {
         if bytes > self.reservable {
             return Err(out(self.reservable));
         }
-        let ptr = take(&mut self.reserved, 0, bytes, alignment.max(GRANULARITY)).ok_or_else(|| out(self.reservable))?;
+        let ptr = self.reserved.take(0, bytes, alignment.max(GRANULARITY)).ok_or_else(|| out(self.reservable))?;
         self.reservable -= bytes;
         self.mappings.reserve(ptr, bytes);
         self.gone.remove(ptr..ptr + bytes);
@@ -189,7 +214,7 @@ impl AddressSpace {
     /// Gives a whole reservation back.
     pub(crate) fn unreserve(&mut self, ptr: u64, bytes: u64, by: OpRef) -> Answer<()> {
         self.mappings.unreserve(ptr, bytes)?;
-        self.reserved.insert(ptr..ptr + bytes, ());
+        self.reserved.give(ptr..ptr + bytes);
         self.reservable += bytes;
         self.gone.insert(ptr..ptr + bytes, by);
         Ok(())

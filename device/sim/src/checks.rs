@@ -24,6 +24,7 @@
 //! `unwritten`. The lock is a leaf, taken under that of the machine, so blocks may be dropped while
 //! a kernel runs.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -31,6 +32,7 @@ use aquifer_device::fork::Mutex;
 use aquifer_device::internal::{Caller, caller, last_caller, moves_contents};
 use aquifer_device::{AccessKind, DevicePtr, NewBlock, Witness};
 
+use crate::address::QUARANTINED;
 use crate::interval::IntervalMap;
 use crate::violation::{BlockRef, DropRef, ViolationKind};
 use crate::work::{Body, End};
@@ -68,6 +70,8 @@ struct ReportedMemory {
     /// Pinned memory with contents that were moved there and were never written, by host
     /// address.
     unwritten_host: IntervalMap<Origin>,
+    /// Memory that the driver took back last, whose dropped blocks are known still.
+    removed: VecDeque<Range<u64>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -159,12 +163,19 @@ impl Witness for Checks {
 }
 
 impl Checks {
-    /// The driver took addresses back.
+    /// The driver took addresses back. Blocks that were dropped there are known for as long as
+    /// nothing else gets the addresses.
     pub(crate) fn removed(&self, range: Range<u64>) {
         let mut state = self.state.lock();
         state.managed.remove(range.clone());
-        state.blocks.remove(range.clone());
-        state.unwritten.remove(range);
+        state.unwritten.remove(range.clone());
+        state.forget_blocks(range.clone(), Block::is_live);
+        state.removed.push_back(range);
+        if state.removed.len() > QUARANTINED
+            && let Some(oldest) = state.removed.pop_front()
+        {
+            state.forget_blocks(oldest, |block| !block.is_live());
+        }
     }
 
     /// Pinned memory was given back.
@@ -312,6 +323,13 @@ impl Checks {
 }
 
 impl ReportedMemory {
+    /// Forgets the blocks in a range that a condition is true of.
+    fn forget_blocks(&mut self, range: Range<u64>, condition: impl Fn(&Block) -> bool) {
+        let blocks = self.blocks.overlapping(range).filter(|(_, block)| condition(block));
+        let ranges: Vec<Range<u64>> = blocks.map(|(range, _)| range).collect();
+        ranges.into_iter().for_each(|range| self.blocks.remove(range));
+    }
+
     /// Ends the life of a block.
     fn end(&mut self, held: &Arc<Block>, at: Option<Caller>) {
         if !held.is_live() {

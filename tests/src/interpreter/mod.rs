@@ -60,7 +60,10 @@ impl Interpreter {
             }
         };
         let device = driver.device();
-        let allocator = Allocator::new(&device, setup.config.clone()).unwrap_or_else(|error| panic!("{error}"));
+        let mut config = setup.config.clone();
+        // Mostly as on a GPU.
+        config.quarantine = config.quarantine.or((setup.seed % 4 > 0).then_some(0));
+        let allocator = Allocator::new(&device, config).unwrap_or_else(|error| panic!("{error}"));
         let mut streams = vec![device.default_stream().clone(), device.per_thread_stream()];
         for _ in 0..2 {
             streams.push(device.stream().unwrap_or_else(|error| panic!("{error}")));

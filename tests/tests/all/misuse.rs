@@ -4,9 +4,12 @@ use aquifer::Tensor;
 use aquifer::kernels::{DType, Kernels};
 use aquifer::tensor::ParamSet;
 use aquifer::transfer::{Prefetcher, Spiller, Transfer};
+use aquifer_allocator::snapshot::BlockState;
 use aquifer_tests::prelude::*;
 
 const BACKINGS: [&str; 2] = ["", "backing:segments"];
+/// Where a request gets the memory that was just freed.
+const WITHOUT_QUARANTINE: [&str; 2] = ["quarantine_mb:0", "backing:segments,quarantine_mb:0"];
 
 struct Bench {
     device: Device,
@@ -101,8 +104,76 @@ fn use_after_drop_is_found_unless_it_was_enqueued_before() {
 }
 
 #[test]
-fn reading_unwritten_memory_is_found() {
+fn a_stale_address_is_found_where_an_equal_block_was_allocated_since() {
+    for (options, reuse) in ["", "no_cache:True", "backing:segments"].iter().flat_map(|of| [(of, "on"), (of, "off")]) {
+        let device = aquifer::open(&format!("sim:256MiB,reuse={reuse}")).unwrap();
+        let (allocator, stream) = (Allocator::new(&device, *options).unwrap(), device.stream().unwrap());
+        let bench = Bench { device, allocator, stream };
+        let _tag = TagScope::new("weights");
+        let block = bench.allocator.alloc_bytes(4000, &bench.stream).unwrap();
+        let allocated = format!("tag `weights`), allocated at {}", before());
+        let stale = block.ptr();
+        drop(block);
+        let equal = bench.allocator.alloc_bytes(4000, &bench.stream).unwrap();
+        bench.stream.fill(equal.ptr(), 1, 4000).unwrap();
+        bench.finds_nothing();
+        bench.stream.fill(stale, 7, 4000).unwrap();
+        let used = before();
+        bench.finds(&["use after free", &used, &allocated, "dropped by thread"]);
+    }
+}
+
+#[test]
+fn a_free_with_a_place_is_named_though_equal_blocks_were_allocated_since() {
     for options in BACKINGS {
+        let bench = bench(options);
+        let other = bench.device.stream().unwrap();
+        let _its_region = bench.allocator.alloc_bytes(4000, &other).unwrap();
+        let block = bench.allocator.alloc_bytes(4000, &bench.stream).unwrap();
+        let stale = block.ptr();
+        block.drop_on(&other).unwrap();
+        let dropped = format!("dropped at {}", before());
+        let raw = bench.allocator.alloc_raw(4000, &other).unwrap();
+        bench.allocator.free_raw(raw).unwrap();
+        let freed = format!("dropped at {}", before());
+        let equal = [(); 8].map(|()| bench.allocator.alloc_bytes(4000, &other).unwrap());
+        bench.finds_nothing();
+        for (stale, place) in [(stale, dropped), (raw, freed)] {
+            bench.stream.fill(stale, 7, 4000).unwrap();
+            bench.finds(&["use after free", &place]);
+        }
+        drop(equal);
+    }
+}
+
+#[test]
+fn a_block_in_quarantine_is_free_memory() {
+    for options in BACKINGS {
+        let Bench { device, allocator, stream } = bench(options);
+        let block = allocator.alloc_bytes(1000, &stream).unwrap();
+        let (keeps_the_granule, reserved) =
+            (allocator.alloc_bytes(1000, &stream).unwrap(), allocator.memory_reserved());
+        drop(block);
+        let states = || -> Vec<_> {
+            let segments = allocator.snapshot().segments;
+            segments.iter().flat_map(|segment| &segment.blocks).map(|block| (block.size, block.state)).collect()
+        };
+        let inactive = BlockState::Inactive;
+        let rest = reserved - 2048;
+        assert_eq!(states(), [(1024, inactive), (1024, BlockState::ActiveAllocated), (rest, inactive)], "{options}");
+        let stats = allocator.stats();
+        assert_eq!((stats.allocated_bytes.all.current, stats.active_bytes.all.current), (1024, 1024));
+        assert_eq!(allocator.fragmentation(0).free_bytes, reserved - 1024);
+        drop(keeps_the_granule);
+        allocator.empty_cache().unwrap();
+        assert_eq!(allocator.memory_reserved(), 0, "{options}");
+        device.assert_no_violations();
+    }
+}
+
+#[test]
+fn reading_unwritten_memory_is_found() {
+    for options in WITHOUT_QUARANTINE {
         let bench = bench(options);
         let first = bench.allocator.alloc_bytes(4096, &bench.stream).unwrap();
         bench.stream.fill(first.ptr(), 1, 4096).unwrap();
@@ -214,7 +285,7 @@ fn graphs_that_use_memory_a_growable_gave_up_are_found() {
 
 #[test]
 fn the_present_block_is_named_together_with_the_dropped_one() {
-    for options in BACKINGS {
+    for options in WITHOUT_QUARANTINE {
         let bench = bench(options);
         drop(bench.allocator.alloc_bytes(1000, &bench.stream).unwrap());
         let short = bench.allocator.alloc_bytes(600, &bench.stream).unwrap();

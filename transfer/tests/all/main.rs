@@ -13,7 +13,6 @@ mod regions;
 use std::sync::Arc;
 
 use aquifer::Allocator;
-use aquifer::memory::Config;
 use aquifer::transfer::{StagingConfig, Transfer, TransferConfig};
 use aquifer_device::Device;
 use aquifer_sim::{SimConfig, SimDriver};
@@ -30,7 +29,8 @@ fn sim() -> SimConfig {
 /// A runtime on a device of its own.
 fn runtime(config: StagingConfig) -> (Arc<SimDriver>, Transfer) {
     let sim = SimDriver::new(sim());
-    let allocator = Allocator::new(&Device::new(sim.clone()), Config::default()).unwrap();
+    // As on a GPU: the next request gets what was just freed.
+    let allocator = Allocator::new(&Device::new(sim.clone()), "quarantine_mb:0").unwrap();
     (sim, Transfer::with_config(&allocator, TransferConfig::default().staging(config)).unwrap())
 }
 

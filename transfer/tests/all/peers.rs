@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use aquifer::memory::Config;
 use aquifer::transfer::{Region, Route, Transfer};
 use aquifer::{Allocator, Buffer, Error};
 use aquifer_allocator::{AccessGuard, Reservation};
@@ -36,7 +35,7 @@ impl World {
     fn new(ordinal: u32) -> World {
         let sim = SimDriver::new(SimConfig::default().ordinal(ordinal));
         let device = Device::new(sim.clone());
-        let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
+        let transfer = Transfer::new(&Allocator::new(&device, "quarantine_mb:0").unwrap()).unwrap();
         World { sim, transfer, stream: device.stream().unwrap() }
     }
 

@@ -4,7 +4,6 @@
 use std::sync::Arc;
 
 use aquifer::Allocator;
-use aquifer::memory::Config;
 use aquifer::transfer::{PinnedConfig, PinnedPool, Region, Transfer, TransferConfig, TransferError};
 use aquifer::{Error, Pending};
 use aquifer_device::RequestError;
@@ -89,7 +88,7 @@ fn shapes() -> impl Strategy<Value = Shape> {
 fn world(seed: u64) -> (Arc<SimDriver>, Transfer, PinnedPool) {
     let sim = SimDriver::new(sim().seed(seed));
     let device = Device::new(sim.clone());
-    let allocator = Allocator::new(&device, Config::default()).unwrap();
+    let allocator = Allocator::new(&device, "quarantine_mb:0").unwrap();
     let config = TransferConfig::default().staging(small());
     let pool = PinnedPool::new(&device, PinnedConfig::default().limit_bytes(0)).unwrap();
     (sim, Transfer::with_config(&allocator, config).unwrap(), pool)

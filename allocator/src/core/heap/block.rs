@@ -21,6 +21,8 @@ pub(crate) enum State {
     Waiting,
     /// Free, and in the index of its owner.
     Free,
+    /// Free, and kept from requests for a while; in no index.
+    Quarantined,
     /// Addresses without memory behind them.
     Hole,
     /// Free memory that no request may take, because the driver is about to move it or to map more
@@ -35,6 +37,11 @@ impl State {
     /// True if memory is mapped at the block's addresses.
     pub(crate) fn has_memory(self) -> bool {
         !matches!(self, State::Vacant | State::Hole | State::Filling)
+    }
+
+    /// True if the block is free, quarantined or not.
+    pub(crate) fn is_free(self) -> bool {
+        matches!(self, State::Free | State::Quarantined)
     }
 }
 

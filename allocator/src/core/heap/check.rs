@@ -24,8 +24,10 @@ impl Heap {
                 if before.is_some_and(|(before, _)| self.mergeable(before, id)) {
                     return Err(format!("H3: {prev:?} and {id:?} should be one block"));
                 }
-                if block.state == State::Free {
+                if block.state.is_free() {
                     free += block.size;
+                }
+                if block.state == State::Free {
                     free_count += 1;
                     self.check_indexed(id, block)?;
                     if block.owner != region.stream && !self.strays.has(id) {

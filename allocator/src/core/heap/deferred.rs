@@ -150,6 +150,7 @@ impl Heap {
         for stream in self.active_streams.iter().map(StreamId).collect::<Vec<_>>() {
             self.coalesce(stream);
         }
+        self.end_quarantine_of_whole_granules();
         let records = self.blocks.records_count();
         self.defers_several = records >= MANY && self.total - self.hole_bytes < records as u64 * SMALL_SIZE;
         self.pools.forget_empty();

@@ -52,6 +52,11 @@ impl Granules {
         Granules { shift, levels, latest: After::NOTHING }
     }
 
+    /// The size of a granule in bytes.
+    pub(super) fn granule(&self) -> u64 {
+        1 << self.shift
+    }
+
     /// True if there are no granules.
     #[inline]
     pub(super) fn is_empty(&self) -> bool {

@@ -9,8 +9,8 @@
 //! * **H3** no two neighbours are holes, or free and of one owner. A free block in a region of another
 //!   stream than its owner is noted as a *stray*, and belongs to the region's stream once it is known
 //!   done;
-//! * **H4** a block is in an index if and only if it is free, and then in the index of its pool and
-//!   owner;
+//! * **H4** a block is in an index if and only if it is free and not in quarantine, and then in the
+//!   index of its pool and owner;
 //! * **H5** a free block's tick is the latest of all blocks that were merged into it, in whatever
 //!   order.
 //!
@@ -25,6 +25,7 @@ use deferred::Deferred;
 use last_use::{Granules, RecentUses};
 use moves::{Joined, Piece, Taken};
 use pools::Pools;
+use quarantine::Quarantine;
 
 use crate::tags::Tag;
 use crate::types::{After, BlockId, PoolId, StreamId};
@@ -47,6 +48,7 @@ mod index;
 mod last_use;
 mod moves;
 mod pools;
+mod quarantine;
 pub(crate) mod strays;
 mod walk;
 
@@ -95,6 +97,7 @@ pub struct Heap {
     /// Those of them that are a whole region.
     empty_reservations: BTreeSet<BlockId>,
     irregular: Members,
+    quarantine: Quarantine,
     /// Totals of identity H2, in bytes.
     total: u64,
     free: u64,
@@ -174,7 +177,7 @@ impl Heap {
     #[inline(never)]
     pub(crate) fn give(&mut self, id: BlockId, owner: StreamId, after: After) -> BlockId {
         let Block { pool, state, region, .. } = self.blocks[id];
-        debug_assert!(matches!(state, State::Live | State::Waiting));
+        debug_assert!(matches!(state, State::Live | State::Waiting | State::Quarantined));
         let of = Owner::in_region_of(owner, self.region(region).stream);
         let index = self.pools[pool].index_mut(of);
         let joined = moves::join(index, &mut self.blocks.records(), &mut self.free_blocks, id, owner, after);

@@ -30,6 +30,7 @@ impl Core {
     /// where others might move only if `may_buy_rather`. The device, and the limit, have `left`
     /// bytes as far as is known. `None` if the request's heap has no window.
     pub(crate) fn draft(&mut self, request: &Request, left: u64, may_buy_rather: bool) -> Option<Draft> {
+        self.heap.end_quarantine(|block| block.pool == request.pool);
         // Blocks that wait for other streams count.
         let live = self.in_use() + request.size;
         let held = self.reserved + self.growing.now;

@@ -70,7 +70,7 @@ impl Core {
         for (region, _, block) in self.heap.all_blocks() {
             let tag = match block.state {
                 State::Live => Some(Tag(block.tag)),
-                State::Free if !self.pools.is_among(block.pool, Which::Unpromised) => None,
+                state if state.is_free() && !self.pools.is_among(block.pool, Which::Unpromised) => None,
                 _ => continue,
             };
             match is_to_sleep(block.pool, tag) {

@@ -125,7 +125,7 @@ impl Core {
         for (_, _, block) in self.heap.all_blocks().filter(|(region, ..)| region.is_paged()) {
             match block.state {
                 State::Live => with(block, Some(Tag(block.tag))),
-                State::Free if self.is_promised(block.pool) => with(block, None),
+                state if state.is_free() && self.is_promised(block.pool) => with(block, None),
                 _ => {}
             }
         }
@@ -262,6 +262,7 @@ impl Core {
         if sleeping.is_empty() {
             return;
         }
+        self.heap.end_quarantine(|_| true);
         let (mut live, mut free) = (Vec::new(), Vec::new());
         let touches = |range: &Range<u64>| !within(&sleeping, range).is_empty();
         let heap = &self.heap;

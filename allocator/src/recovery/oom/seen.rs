@@ -103,15 +103,15 @@ impl Seen {
             *self.tags.entry(block.tag).or_default() += block.size;
             self.held.live_in_pools += if is_of_another { block.size } else { 0 };
         }
-        if matches!(block.state, State::Free | State::Waiting) && owner.is_none() {
+        if (block.state.is_free() || block.state == State::Waiting) && owner.is_none() {
             let part = releasable_part(core, block);
             self.kept_by_captures += if self.captures { part.bytes } else { 0 };
-            if block.state == State::Free {
+            if block.state.is_free() {
                 self.held.cached += part.bytes;
                 self.unused_in_part += block.size.saturating_sub(part.bytes + part.pinned);
             }
         }
-        if block.state == State::Free && block.pool == request.pool {
+        if block.state.is_free() && block.pool == request.pool {
             self.pieces += 1;
             self.free += block.size;
             self.largest = self.largest.max(block.size);

@@ -74,9 +74,10 @@ pub(crate) fn configs() -> impl Strategy<Value = Config> {
         "no_cache:True",
         "headroom_mb:32",
     ]);
-    (options, prop::sample::select(Backing::ALL)).prop_map(|(options, backing)| {
+    let quarantine = prop::sample::select(vec![Some(0), Some(0), None]);
+    (options, prop::sample::select(Backing::ALL), quarantine).prop_map(|(options, backing, quarantine)| {
         let mut config = Config::parse(options).unwrap();
-        config.backing = backing;
+        (config.backing, config.quarantine) = (backing, quarantine);
         config
     })
 }

@@ -16,6 +16,11 @@ pub(crate) fn device(seed: u64) -> Arc<SimDriver> {
     SimDriver::new(SimConfig::new(1 << 30).seed(seed))
 }
 
+/// The same, without checks of how memory is used: addresses are free as soon as they are given back.
+pub(crate) fn unchecked() -> Arc<SimDriver> {
+    SimDriver::new(SimConfig::new(1 << 30).checks(false))
+}
+
 pub(crate) fn code<T: std::fmt::Debug>(result: Result<T>) -> Code {
     result.map_err(|error: DeviceError| error.code).unwrap_err()
 }

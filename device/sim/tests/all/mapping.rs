@@ -5,7 +5,7 @@ use aquifer_device::{
 };
 use aquifer_sim::{SimConfig, SimDriver, ViolationKind};
 
-use crate::common::{GRANULE, Short, code, device};
+use crate::common::{GRANULE, Short, code, device, unchecked};
 
 #[test]
 fn data_stays_with_physical_memory_when_it_moves() {
@@ -136,7 +136,7 @@ fn mapping_calls_do_not_wait_for_work() {
 
 #[test]
 fn addresses_are_finite_and_their_exhaustion_is_its_own_error() {
-    let driver = device(0);
+    let driver = unchecked();
     let all = driver.reserve(64 << 30, 0).unwrap();
     let error = driver.reserve(GRANULE, 0).unwrap_err();
     assert_eq!((error.code, error.kind), (Code::OUT_OF_MEMORY, ErrorKind::OutOfAddresses));

@@ -9,13 +9,13 @@ use aquifer_device::{Code, DevicePtr, Driver, ErrorKind, HostPtr, RawStream};
 use aquifer_sim::{SimConfig, SimDriver, ViolationKind};
 use proptest::prelude::*;
 
-use crate::common::{MIB, Short, code, device};
+use crate::common::{MIB, Short, code, device, unchecked};
 
 const ALIGNMENT: u64 = 2 << 20;
 
 #[test]
 fn all_of_the_capacity_can_be_allocated_at_the_lowest_addresses() {
-    let driver = device(0);
+    let driver = unchecked();
     let first = driver.alloc(1).unwrap();
     let second = driver.alloc(3 * MIB).unwrap();
     let third = driver.alloc((1 << 30) - 3 * MIB - 512).unwrap();
@@ -212,7 +212,7 @@ fn page_locked_copies_take_effect_when_they_run() {
 
 #[test]
 fn memory_starts_clean_after_it_was_freed() {
-    let driver = device(0);
+    let driver = unchecked();
     let (one, two) = (driver.stream(), driver.stream());
     let memory = driver.alloc(MIB).unwrap();
     driver.memset(memory, 1, MIB, one).unwrap();
@@ -231,7 +231,7 @@ proptest! {
     fn plain_addresses_are_first_fit(
         steps in prop::collection::vec((any::<bool>(), 1u64..20 * MIB, any::<prop::sample::Index>()), 1..60),
     ) {
-        let driver = device(0);
+        let driver = unchecked();
         let mut live: BTreeMap<u64, u64> = BTreeMap::new();
         for (allocates, bytes, which) in steps {
             let used: u64 = live.values().map(|bytes| bytes.next_multiple_of(512)).sum();

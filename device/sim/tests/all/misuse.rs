@@ -79,10 +79,49 @@ fn only_work_enqueued_after_the_drop_is_use_after_free() {
     checks.begins(block(memory, 1024));
     driver.memset(memory, 1, 1024, stream).unwrap();
     driver.free(memory).unwrap();
-    let plain = driver.alloc(MIB).unwrap();
-    assert_eq!(plain, memory);
+    let plain = first_at(&driver, memory);
     driver.memset(plain, 1, MIB, stream).unwrap(); // not the allocator's any more
     assert_eq!(kinds(&driver), []);
+}
+
+/// Allocates memory, and gives it back, until it has an address that was free before.
+fn first_at(driver: &SimDriver, address: DevicePtr) -> DevicePtr {
+    loop {
+        let plain = driver.alloc(MIB).unwrap();
+        if plain == address {
+            return plain;
+        }
+        driver.free(plain).unwrap();
+    }
+}
+
+#[test]
+fn addresses_given_back_last_serve_nothing_else_and_name_the_block_that_they_had() {
+    for config in ["1GiB", "1GiB,reuse=off"] {
+        let driver = SimDriver::new(SimConfig::parse(config).unwrap());
+        let (checks, stream) = (driver.witness().unwrap(), driver.stream());
+        let (plain, reserved) = (driver.alloc(MIB).unwrap(), driver.reserve(2 * MIB, 0).unwrap());
+        for memory in [plain, reserved] {
+            checks.managed(memory.range(MIB));
+            checks.begins(NewBlock { tag: Some("weights".into()), ..block(memory, 512) });
+            checks.ends(memory, None);
+        }
+        driver.free(plain).unwrap();
+        driver.unreserve(reserved, 2 * MIB).unwrap();
+        for _ in 0..60 {
+            let other = driver.alloc(MIB).unwrap();
+            assert_ne!(other, plain, "{config}");
+            driver.free(other).unwrap();
+        }
+        assert_ne!(driver.reserve(2 * MIB, 0).unwrap(), reserved, "{config}");
+        driver.stall(stream, std::time::Duration::from_secs(1)).unwrap();
+        for memory in [plain, reserved] {
+            driver.memset(memory, 1, 8, stream).unwrap();
+            let found = driver.take_violations();
+            assert_eq!((found.len(), found[0].kind), (1, ViolationKind::UseAfterFree), "{config}");
+            assert!(found[0].to_string().contains("tag `weights`"), "{config}: {}", found[0]);
+        }
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, mpsc};
 
-use aquifer_allocator::{ALIGNMENT, Allocator, Config, Storage};
+use aquifer_allocator::{ALIGNMENT, Allocator, Storage};
 use aquifer_device::fork::parking_lot::Mutex;
 use aquifer_device::{AccessKind, Code, Device, RequestError, Stream, Tick};
 use aquifer_sim::{Fault, SimConfig, SimDriver};
@@ -39,7 +39,8 @@ impl World {
     fn with(config: SimConfig, staging: StagingConfig) -> World {
         let sim = SimDriver::new(config);
         let device = Device::new(sim.clone());
-        let allocator = Allocator::new(&device, Config::default()).unwrap();
+        // As on a GPU: the next request gets what was just freed.
+        let allocator = Allocator::new(&device, "quarantine_mb:0").unwrap();
         let pool = PinnedPool::new(&device, PinnedConfig::default()).unwrap();
         let staging = Some(Staging::new(&pool, staging));
         World { sim, device, allocator, pool, staging }
