@@ -29,7 +29,7 @@ use aquifer::device::sim::SimDriver;
 use aquifer_device::executor::{self, Body};
 use aquifer_device::fork::Mutex;
 
-pub use plan::{Asleep, Ending, Freeing, Plan, Step};
+pub use plan::{Asleep, Ending, Freeing, Plan, Sent, Step};
 use player::Player;
 use world::World;
 
@@ -109,7 +109,7 @@ pub fn run(plan: &Plan) -> Result<Counts, Failed> {
         is_stuck: !matches!(failure, executor::Failure::Panicked(_)),
     })?;
     let counts = std::mem::replace(&mut *result.lock(), Ok(Counts::default()))?;
-    if !plan.threads.iter().flatten().any(Step::injects_faults) {
+    if !plan.may_fail() {
         check_objects(&driver)?;
     }
     Ok(Counts { turns, calls: driver.calls_made(), time_ns: driver.now_ns(), ..counts })

@@ -10,9 +10,11 @@ const MIB: u64 = 1 << 20;
 
 /// Calls after whose failure there is something to undo or to try again, and that are too rare for
 /// a fault of any call to hit them.
-const AIMED_AT: [Operation; 6] = {
-    use Operation::{CreatePhysical, Free, Map, ReleasePhysical, SetAccess, Unmap};
-    [CreatePhysical, Free, Map, ReleasePhysical, SetAccess, Unmap]
+const AIMED_AT: [Operation; 9] = {
+    use Operation::{
+        BeginCapture, CreatePhysical, EndCapture, Free, LaunchGraph, Map, ReleasePhysical, SetAccess, Unmap,
+    };
+    [CreatePhysical, Free, Map, ReleasePhysical, SetAccess, Unmap, BeginCapture, EndCapture, LaunchGraph]
 };
 
 /// A program. The same plan always runs in the same way.
@@ -81,6 +83,18 @@ pub enum Freeing {
     Recorded,
 }
 
+/// What becomes of an upload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Sent {
+    /// The thread waits for its uploads.
+    Wait,
+    /// It is left to the buffer's next use.
+    Leave,
+    /// As that, and its handle is dropped.
+    Drop,
+}
+
 /// One step of a thread. Numbers pick streams, buffers, pools and graphs that the thread has when
 /// the step runs.
 #[derive(Debug, Clone, Copy)]
@@ -107,11 +121,9 @@ pub enum Step {
     Write { pick: u32, stream: u32 },
     /// Copies one buffer to another.
     Copy { from: u32, to: u32, stream: u32 },
-    /// Uploads new contents from ordinary memory, through the transfer runtime; either waits for
-    /// that, or leaves it to the buffer's next use.
-    Upload { pick: u32, stream: u32, waits: bool },
-    /// Uploads new contents from a file, through the transfer runtime.
-    UploadFile { pick: u32, stream: u32 },
+    /// Uploads new contents through the transfer runtime: from ordinary memory, or from a file,
+    /// which other threads read.
+    Upload { pick: u32, stream: u32, is_file: bool, sent: Sent },
     /// Copies a buffer to a vector, through the transfer runtime, and compares it.
     ToVec { pick: u32, stream: u32 },
     /// Leaves a buffer to the other threads.
@@ -130,15 +142,17 @@ pub enum Step {
     Capture { pool: u32, stream: u32, bytes: u64, ending: Ending },
     /// Launches a graph.
     Launch { graph: u32, stream: u32 },
-    /// Drops a graph.
+    /// Drops a graph of either kind.
     DropGraph(u32),
-    /// Leaves a graph to the other threads.
+    /// Leaves a graph of either kind to the other threads.
     GiveGraph(u32),
-    /// Captures a graph that orders itself, with memory of a private pool if the thread has one,
-    /// and with a temporary of its own.
+    /// Captures a graph that orders itself, with memory of a private pool or of its own, several
+    /// streams, temporaries, and bodies of a SWITCH.
     MakeGraph { pool: u32, stream: u32, bytes: u64, temporary: u64 },
-    /// Launches such a graph on two streams, with two parameters, and compares both outputs.
+    /// Launches such a graph on two streams, with new inputs, and compares the outputs.
     ReplayGraph { graph: u32, stream: u32 },
+    /// Drops the last handle of what such a graph reads, and allocates an equal buffer.
+    DropInput { graph: u32, stream: u32 },
     /// Makes a private pool. It lends free memory, or that of its graphs while they are idle.
     CreatePool { lends: bool, lends_when_idle: bool },
     /// Drops a private pool.
@@ -190,7 +204,7 @@ pub enum Step {
 
 impl Step {
     /// True if calls of the driver fail from then on.
-    pub(super) fn injects_faults(&self) -> bool {
+    fn injects_faults(&self) -> bool {
         let refuses = matches!(self, Step::Capture { ending: Ending::Refuse, .. });
         refuses || matches!(self, Step::Faults(_) | Step::Fault { .. } | Step::Lose(_))
     }
@@ -208,6 +222,7 @@ impl Plan {
             sleeps: random.below(4) == 0,
             others: random.below(2) == 0,
             alone: count == 1,
+            graphs: random.below(4) == 0,
         };
         let splits = kind.alone && !kind.faults && !kind.lost;
         let (options, second) = (options(random, splits), options(random, splits));
@@ -220,6 +235,11 @@ impl Plan {
         let thread = |random: &mut Random| first.into_iter().chain((0..steps).map(|_| step(random, &kind))).collect();
         let threads = (0..count).map(|_| thread(random)).collect();
         Plan { seed, capacity, options, second, lag, chunk_bytes, copiers, threads }
+    }
+
+    /// True if calls of the driver may fail.
+    pub(super) fn may_fail(&self) -> bool {
+        self.threads.iter().flatten().any(Step::injects_faults)
     }
 
     /// How many steps it has.
@@ -262,6 +282,8 @@ struct Kind {
     others: bool,
     /// There is one thread, so that it is known otherwise.
     alone: bool,
+    /// Most of it is about graphs that order themselves.
+    graphs: bool,
 }
 
 /// Options of an allocator. `splits` if memory that is in use may be copied elsewhere meanwhile: no
@@ -298,7 +320,8 @@ fn bytes(random: &mut Random) -> u64 {
 fn step(random: &mut Random, kind: &Kind) -> Step {
     let (pick, stream, other, bytes) = (random.below(1 << 16), random.below(4), random.below(4), bytes(random));
     let small = 1 + bytes % (64 << 10);
-    match random.below(186) {
+    let kinds = if kind.graphs && other > 0 { 174..194 } else { 0..188 };
+    match kinds.start + random.below(kinds.end - kinds.start) {
         0..=19 => Step::Alloc { stream, bytes, tag: pick % 3 },
         20..=24 => Step::AllocFrom { pool: pick, stream, bytes },
         25..=30 => Step::AllocRaw { stream, bytes },
@@ -312,8 +335,10 @@ fn step(random: &mut Random, kind: &Kind) -> Step {
         57..=64 => Step::Verify { pick, stream },
         65..=70 => Step::Write { pick, stream },
         71..=74 => Step::Copy { from: pick, to: random.below(1 << 16), stream },
-        75..=79 => Step::Upload { pick, stream, waits: other < 2 },
-        80 => Step::UploadFile { pick, stream },
+        75..=80 => {
+            let sent = [Sent::Wait, Sent::Leave, Sent::Drop][random.below(3) as usize];
+            Step::Upload { pick, stream, is_file: other == 0, sent }
+        }
         81..=83 => Step::ToVec { pick, stream },
         84..=87 => Step::Give(pick),
         88..=93 => Step::Take,
@@ -362,6 +387,8 @@ fn step(random: &mut Random, kind: &Kind) -> Step {
         }
         177..=179 => Step::MakeGraph { pool: pick, stream, bytes: small, temporary: bytes },
         180..=185 => Step::ReplayGraph { graph: pick, stream },
+        186 | 187 => Step::DropInput { graph: pick, stream },
+        188 | 189 => Step::Fill { second: other < 2, stream, bytes: MIB + bytes % (24 * MIB), keep: pick % 8 },
         _ => Step::Alloc { stream, bytes: small, tag: pick % 3 },
     }
 }
