@@ -336,7 +336,7 @@ impl<'a> Player<'a> {
         self.world.transfer.on(stream)?.to_vec(&self.owned[at].buffer)?.wait()
     }
 
-    fn upload(&mut self, pick: u32, stream: u32, is_file: bool, sent: Sent) {
+    pub(super) fn upload(&mut self, pick: u32, stream: u32, is_file: bool, sent: Sent) {
         let (world, stream, pattern) = (self.world, self.stream(stream), self.pattern());
         let Some(owned) = at(&self.owned, pick).map(|at| &mut self.owned[at]) else { return };
         if owned.buffer.is_empty() || owned.buffer.len() > WHOLE {
