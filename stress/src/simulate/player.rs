@@ -18,7 +18,7 @@ use aquifer_device::{HandleKind, executor};
 
 use super::bare::{Growing, Raw};
 use super::graphs::Replayed;
-use super::plan::{Sent, Step};
+use super::plan::Step;
 use super::sleep::TAGS;
 use super::world::{Dropping, Handed, World};
 
@@ -193,9 +193,9 @@ impl<'a> Player<'a> {
                 }
             }
             Step::Copy { from, to, stream } => self.copy(from, to, stream),
-            Step::Upload { pick, stream, is_file, sent } => {
-                self.upload(pick, stream, is_file, sent);
-                if sent == Sent::Wait {
+            Step::Upload { pick, stream, is_file, waits, is_kept } => {
+                self.upload(pick, stream, is_file, is_kept);
+                if waits {
                     let at = self.owned.len();
                     (0..at).for_each(|at| drop(self.contents(at)));
                 }
@@ -336,7 +336,7 @@ impl<'a> Player<'a> {
         self.world.transfer.on(stream)?.to_vec(&self.owned[at].buffer)?.wait()
     }
 
-    pub(super) fn upload(&mut self, pick: u32, stream: u32, is_file: bool, sent: Sent) {
+    pub(super) fn upload(&mut self, pick: u32, stream: u32, is_file: bool, is_kept: bool) {
         let (world, stream, pattern) = (self.world, self.stream(stream), self.pattern());
         let Some(owned) = at(&self.owned, pick).map(|at| &mut self.owned[at]) else { return };
         if owned.buffer.is_empty() || owned.buffer.len() > WHOLE {
@@ -364,7 +364,7 @@ impl<'a> Player<'a> {
         owned.pattern = Some(pattern);
         world.uploads.store(true, Ordering::Relaxed);
         // Only its handle has the error of an upload that failed.
-        owned.coming = Some(coming).filter(|_| sent != Sent::Drop || world.may_fail);
+        owned.coming = Some(coming).filter(|_| is_kept || world.may_fail);
     }
 
     fn verify(&mut self, pick: u32, stream: u32) {

@@ -18,7 +18,7 @@ use aquifer_sim::{Lagging, Violation, ViolationKind};
 use super::Counts;
 use super::bare::Raw;
 use super::graphs::Replayed;
-use super::plan::Plan;
+use super::plan::{Plan, Step};
 use super::player::Owned;
 use super::sleep::Sleeping;
 
@@ -136,7 +136,7 @@ impl World {
             lagging,
             judged,
             threads: plan.threads.iter().filter(|steps| !steps.is_empty()).count(),
-            may_fail: plan.may_fail(),
+            may_fail: plan.threads.iter().flatten().any(Step::injects_faults),
             asks_first: plan.seed.is_multiple_of(2),
             handed: Mutex::default(),
             faulty: false.into(),
