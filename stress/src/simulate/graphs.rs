@@ -15,8 +15,8 @@ pub(super) struct Replayed {
     parameter: Buffer<u8>,
     /// Each launch copies it to the second output. `None` once only the graph keeps it.
     constant: Option<Buffer<u8>>,
-    /// The contents of `constant`, if they are known.
-    pattern: Option<u8>,
+    /// The contents of `constant`, if they are known, and how often contents were lost before.
+    pattern: Option<(u8, u64)>,
     /// A SWITCH, whose first body copies the parameter to the second output.
     node: Option<u64>,
     /// Each launch downloads the first output to it.
@@ -75,7 +75,7 @@ impl Player<'_> {
         let Some(_awake) = world.keep_awake() else { return };
         let input = || world.request(memory, bytes, || memory.alloc_zeros::<u8>(length(bytes), &one));
         let (Some(parameter), Some(mut constant)) = (input(), input()) else { return };
-        let pattern = world.allow(constant.fill(pattern, &one)).map(|()| pattern);
+        let pattern = world.allow(constant.fill(pattern, &one)).map(|()| (pattern, world.sleeping.lost(0)));
         let events = (world.device.create_event(false), world.device.create_event(false));
         let (Some(fork), Some(join)) = (world.allow(events.0), world.allow(events.1)) else { return };
         let mut pinned = (pool % 3 == 0).then(|| world.allow(world.transfer.pinned().alloc(length(bytes)))).flatten();
@@ -93,7 +93,7 @@ impl Player<'_> {
             // The other stream still uses both, so they must not serve what comes now.
             drop(first);
             scratch.drop_on(&other)?;
-            for bytes in [bytes, bytes, temporary] {
+            for bytes in [bytes, temporary] {
                 memory.alloc::<u8>(length(bytes), stream)?.fill(3, stream)?;
             }
             join.record(&other)?;
@@ -134,7 +134,7 @@ impl Player<'_> {
         };
         world.end_uploads();
         let Some(_awake) = world.keep_awake() else { return };
-        let (patterns, condition) = ([self.pattern(), self.pattern()], pick / 4 % 3);
+        let (patterns, condition, lost) = ([self.pattern(), self.pattern()], pick / 4 % 3, world.sleeping.lost(0));
         let Replayed { graph, parameter, constant, pattern, node, pinned } = &mut self.replayed[at];
         if node.is_some_and(|node| world.allow(world.driver.set_condition(node, condition)).is_none()) {
             return;
@@ -143,11 +143,12 @@ impl Player<'_> {
             if let Some(constant) = constant {
                 *pattern = None;
                 constant.fill(!new, by)?;
-                *pattern = Some(!new);
+                *pattern = Some((!new, lost));
             }
             let _in_flight = graph.update(parameter, vec![new; parameter.len()], by)?;
             graph.launch(on)?;
-            let expected = [Some(new), if node.is_some() && condition == 0 { Some(new) } else { *pattern }];
+            let constant = pattern.filter(|&(_, before)| before == lost).map(|(pattern, _)| pattern);
+            let expected = [Some(new), if node.is_some() && condition == 0 { Some(new) } else { constant }];
             let [first, second] = graph.output();
             let read = |output: &Buffer<u8>| output.download(vec![new.wrapping_add(1); output.len()], by);
             Ok::<_, Error>((expected, [read(first)?, read(second)?]))
@@ -166,11 +167,8 @@ impl Player<'_> {
                 }
             }
         }
-        if let Some(pinned) = pinned.as_ref().filter(|_| is_last_known)
-            && let Some(found) = world.allow(pinned.read())
-        {
-            world.compare(found, patterns[1]);
-        }
+        let pinned = pinned.as_ref().filter(|_| is_last_known).and_then(|pinned| world.allow(pinned.read()));
+        pinned.into_iter().for_each(|found| world.compare(found, patterns[1]));
     }
 
     /// Drops the last handle of what a graph reads, and allocates an equal buffer.

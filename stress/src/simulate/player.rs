@@ -196,8 +196,7 @@ impl<'a> Player<'a> {
             Step::Upload { pick, stream, is_file, waits, is_kept } => {
                 self.upload(pick, stream, is_file, is_kept);
                 if waits {
-                    let at = self.owned.len();
-                    (0..at).for_each(|at| drop(self.contents(at)));
+                    (0..self.owned.len()).for_each(|at| drop(self.contents(at)));
                 }
             }
             Step::ToVec { pick, stream } => {
@@ -205,9 +204,11 @@ impl<'a> Player<'a> {
                 let Some(at) = at(&self.owned, pick) else { return };
                 if self.owned[at].buffer.len() <= WHOLE
                     && let Some((pattern, _awake)) = self.contents(at)
-                    && let Some(found) = world.allow(self.to_vec(at, &stream))
                 {
-                    world.compare(&found, pattern);
+                    let transfer = world.transfer.on(&stream);
+                    let found = transfer.and_then(|transfer| transfer.to_vec(&self.owned[at].buffer)?.wait());
+                    let lost = || self.owned[at].pattern = None;
+                    world.allow(found).map_or_else(lost, |found| world.compare(&found, pattern));
                 }
             }
             Step::Give(pick) => take(&mut self.owned, pick).into_iter().for_each(|one| world.hand(Handed::Buffer(one))),
@@ -332,10 +333,6 @@ impl<'a> Player<'a> {
         self.owned.truncate(first + keep as usize);
     }
 
-    fn to_vec(&self, at: usize, stream: &Stream) -> Result<Vec<u8>, Error> {
-        self.world.transfer.on(stream)?.to_vec(&self.owned[at].buffer)?.wait()
-    }
-
     pub(super) fn upload(&mut self, pick: u32, stream: u32, is_file: bool, is_kept: bool) {
         let (world, stream, pattern) = (self.world, self.stream(stream), self.pattern());
         let Some(owned) = at(&self.owned, pick).map(|at| &mut self.owned[at]) else { return };
@@ -377,9 +374,12 @@ impl<'a> Player<'a> {
         for offset in [0, end] {
             let read =
                 with(&stream, [read(buffer)], |raw, [x]| raw.download_blocking(&mut found, x.ptr().offset(offset)));
-            if world.allow(read).is_some() {
-                world.compare(&found, pattern);
+            if world.allow(read).is_none() {
+                // It may be the error of an upload whose handle was dropped.
+                self.owned[at].pattern = None;
+                return;
             }
+            world.compare(&found, pattern);
         }
     }
 
@@ -392,13 +392,16 @@ impl<'a> Player<'a> {
         let Some((pattern, _awake)) = self.contents(from) else { return };
         let mut target = self.owned.swap_remove(to);
         // The last one took the place of the one that was removed.
-        let source = &self.owned[if from == self.owned.len() { to } else { from }];
+        let from = if from == self.owned.len() { to } else { from };
+        let source = &self.owned[from];
         (target.pattern, target.coming) = (None, None);
         target.lost = world.sleeping.lost(target.kind);
         let runs = self.runs(&stream);
         let accesses = [read(&source.buffer), write(&mut target.buffer)];
         let copied = with(&stream, accesses, |raw, [from, to]| raw.copy(to.ptr(), from.ptr(), to.bytes()));
-        if world.allow(copied).is_some() && runs {
+        if world.allow(copied).is_none() {
+            self.owned[from].pattern = None;
+        } else if runs {
             target.pattern = Some(pattern);
         }
         self.owned.push(target);
