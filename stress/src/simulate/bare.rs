@@ -132,7 +132,7 @@ impl Player<'_> {
     }
 
     pub(super) fn capture(&mut self, pool: u32, stream: u32, bytes: u64, ending: Ending) {
-        if bytes % 4 == 0 {
+        if bytes.is_multiple_of(4) {
             // Under way when the capture begins.
             self.upload(pool, stream, true, false);
         }

@@ -71,14 +71,15 @@ impl Player<'_> {
         if !can_capture(&one) || !can_capture(&other) || one.id() == other.id() {
             return;
         }
-        let has_bodies = pool % 2 == 0 && can_capture(&side) && ![one.id(), other.id()].contains(&side.id());
+        let has_bodies = pool.is_multiple_of(2) && can_capture(&side) && ![one.id(), other.id()].contains(&side.id());
         let Some(_awake) = world.keep_awake() else { return };
         let input = || world.request(memory, bytes, || memory.alloc_zeros::<u8>(length(bytes), &one));
         let (Some(parameter), Some(mut constant)) = (input(), input()) else { return };
         let pattern = world.allow(constant.fill(pattern, &one)).map(|()| (pattern, world.sleeping.lost(0)));
         let events = (world.device.create_event(false), world.device.create_event(false));
         let (Some(fork), Some(join)) = (world.allow(events.0), world.allow(events.1)) else { return };
-        let mut pinned = (pool % 3 == 0).then(|| world.allow(world.transfer.pinned().alloc(length(bytes)))).flatten();
+        let mut pinned =
+            pool.is_multiple_of(3).then(|| world.allow(world.transfer.pinned().alloc(length(bytes)))).flatten();
         let mut node = None;
         let work = |stream: &Stream| {
             let mut first = parameter.like(stream)?;
@@ -115,7 +116,7 @@ impl Player<'_> {
         };
         world.note_graph();
         let captured = match at(&self.pools, pool) {
-            Some(at) if pool % 4 > 0 => memory.graph_in(&self.pools[at], &one, work),
+            Some(at) if !pool.is_multiple_of(4) => memory.graph_in(&self.pools[at], &one, work),
             _ => memory.graph(&one, work),
         };
         let Some(graph) = world.served(captured) else { return };
@@ -159,7 +160,7 @@ impl Player<'_> {
         for launched in launched {
             let Some((expected, found)) = world.launched(launched) else { continue };
             for (expected, found) in expected.into_iter().zip(found) {
-                if pick % 4 > 0
+                if !pick.is_multiple_of(4)
                     && let Some(found) = world.allow(found.wait())
                     && let Some(expected) = expected
                 {

@@ -209,7 +209,7 @@ impl Plan {
             sleeps: random.below(4) == 0,
             others: random.below(2) == 0,
             alone: count == 1,
-            graphs: random.below(12) == 0,
+            graphs: random.below(7) == 0,
         };
         let splits = kind.alone && !kind.faults && !kind.lost;
         let (options, second) = (options(random, splits), options(random, splits));
