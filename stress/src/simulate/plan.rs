@@ -209,7 +209,7 @@ impl Plan {
             sleeps: random.below(4) == 0,
             others: random.below(2) == 0,
             alone: count == 1,
-            graphs: random.below(7) == 0,
+            graphs: random.below(12) == 0,
         };
         let splits = kind.alone && !kind.faults && !kind.lost;
         let (options, second) = (options(random, splits), options(random, splits));
@@ -302,7 +302,7 @@ fn bytes(random: &mut Random) -> u64 {
 fn step(random: &mut Random, kind: &Kind) -> Step {
     let (pick, stream, other, bytes) = (random.below(1 << 16), random.below(4), random.below(4), bytes(random));
     let small = 1 + bytes % (64 << 10);
-    let kinds = if kind.graphs && other > 0 { 174..187 } else { 0..187 };
+    let kinds = if kind.graphs && other > 1 { 174..187 } else { 0..187 };
     match kinds.start + random.below(kinds.end - kinds.start) {
         0..=19 => Step::Alloc { stream, bytes, tag: pick % 3 },
         20..=24 => Step::AllocFrom { pool: pick, stream, bytes },
