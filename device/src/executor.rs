@@ -211,9 +211,8 @@ pub fn wait_until<T>(mut take: impl FnMut() -> Option<T>) -> Option<T> {
 /// Lets other threads run until the condition variable at this address is notified or, if `timed`,
 /// no thread can go on; returns true in the latter case. Returns `None` on a thread that is in no
 /// executor.
-pub(crate) fn wait_notified(at: usize, timed: bool, unlock: impl FnOnce()) -> Option<bool> {
+pub(crate) fn wait_notified(at: usize, timed: bool) -> Option<bool> {
     let (executor, number) = own()?;
-    unlock();
     Some(executor.pass(number, Status::Condition { at, timed }))
 }
 

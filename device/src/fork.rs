@@ -167,28 +167,38 @@ impl Condvar {
 
     /// Waits without the lock until notified; may return earlier.
     pub fn wait<'a, T>(&self, mut guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
-        if executor::is_own() {
-            return self.wait_in_executor(guard, false).0;
-        }
-        self.0.wait(&mut guard);
+        self.wait_in_place(&mut guard);
         guard
+    }
+
+    /// As [`Condvar::wait`], for a guard that stays where it is.
+    pub fn wait_in_place<T>(&self, guard: &mut MutexGuard<'_, T>) {
+        if executor::is_own() {
+            self.wait_in_executor(guard, false);
+        } else {
+            self.0.wait(guard);
+        }
     }
 
     /// As [`Condvar::wait`], for no longer than `time`. Returns true if that is over.
     pub fn wait_for<'a, T>(&self, mut guard: MutexGuard<'a, T>, time: Duration) -> (MutexGuard<'a, T>, bool) {
-        if executor::is_own() {
-            return self.wait_in_executor(guard, true);
-        }
-        let timed_out = self.0.wait_for(&mut guard, time).timed_out();
+        let timed_out = if executor::is_own() {
+            self.wait_in_executor(&mut guard, true)
+        } else {
+            self.0.wait_for(&mut guard, time).timed_out()
+        };
         (guard, timed_out)
     }
 
     #[cold]
-    fn wait_in_executor<'a, T>(&self, guard: MutexGuard<'a, T>, timed: bool) -> (MutexGuard<'a, T>, bool) {
-        let mutex = MutexGuard::mutex(&guard);
-        let timed_out = executor::wait_notified(self.address(), timed, || drop(guard)).unwrap_or(false);
-        let guard = mutex.try_lock().or_else(|| executor::wait_until(|| mutex.try_lock()));
-        (guard.unwrap_or_else(|| mutex.lock()), timed_out)
+    fn wait_in_executor<T>(&self, guard: &mut MutexGuard<'_, T>, timed: bool) -> bool {
+        let mutex = MutexGuard::mutex(guard);
+        MutexGuard::unlocked(guard, || {
+            let timed_out = executor::wait_notified(self.address(), timed).unwrap_or(false);
+            // This thread keeps its turn, so the lock stays free until the guard has it again.
+            executor::wait_until(|| mutex.try_lock().map(drop));
+            timed_out
+        })
     }
 
     /// Wakes a thread that waits.

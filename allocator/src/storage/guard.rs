@@ -400,7 +400,7 @@ impl LockedUses<'_> {
     pub(crate) fn wait_unreserved(&mut self, kind: AccessKind) {
         while self.uses.record.is_reserved_against(kind) {
             self.storage.holder.unmark();
-            self.storage.unreserved.wait(&mut self.uses);
+            self.storage.unreserved.wait_in_place(&mut self.uses);
             self.storage.holder.mark();
         }
     }

@@ -20,8 +20,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use aquifer_device::fork::Mutex;
-use aquifer_device::fork::parking_lot::Condvar;
+use aquifer_device::fork::{Condvar, Mutex};
 use aquifer_device::internal::Timeline;
 use aquifer_device::{AccessKind, DevicePtr, Stream, Tick};
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 
 use aquifer_allocator::{AccessGuard, Allocator, Config, Reservation, Storage};
-use aquifer_device::{AccessKind, Device, Stream};
+use aquifer_device::{AccessKind, Device, Stream, executor};
 use aquifer_sim::{SimConfig, SimDriver};
 
 const BYTES: u64 = 1 << 16;
@@ -115,4 +115,22 @@ fn memory_is_not_reused_while_it_is_reserved() {
     assert_ne!(alloc().ptr(), ptr);
     drop(reservation);
     assert_eq!(alloc().ptr(), ptr);
+}
+
+#[test]
+fn simulated_threads_wait_for_a_reservation_and_go_on_when_it_ends() {
+    for seed in 0..50 {
+        let (device, buffer, [one, two]) = bench();
+        let reservation = Reservation::acquire(&buffer, AccessKind::Write).unwrap();
+        let (filled, read_by) = (buffer.clone(), two.clone());
+        let bodies: Vec<executor::Body> = vec![
+            Box::new(move || assert_eq!(read(&read_by, &buffer), vec![7; 1 << 16])),
+            Box::new(move || {
+                fill(&one, &reservation, &filled, 7);
+                drop(reservation);
+            }),
+        ];
+        executor::run(seed, 10_000, bodies).unwrap();
+        assert_eq!(device.driver().take_violation(), None);
+    }
 }

@@ -132,6 +132,10 @@ impl Player<'_> {
     }
 
     pub(super) fn capture(&mut self, pool: u32, stream: u32, bytes: u64, ending: Ending) {
+        if bytes.is_multiple_of(4) {
+            // Under way when the capture begins.
+            self.upload(pool, stream, true, false);
+        }
         let (world, stream) = (self.world, self.stream(stream));
         let Some(_work) = world.sleeping.begin_bare_work() else { return };
         let Some(pool) = at(&self.pools, pool).map(|at| &self.pools[at]) else { return };

@@ -22,6 +22,7 @@ impl World {
     /// Makes a request of one of the allocators. In a program of one thread, without faults, limits
     /// or another process, it is served if it fits.
     pub(super) fn request<T>(&self, of: &Allocator, bytes: u64, ask: impl FnOnce() -> Result<T, Error>) -> Option<T> {
+        self.end_uploads();
         if !self.is_calm() {
             return self.served(ask());
         }
@@ -159,6 +160,9 @@ impl World {
         }
         if let Err(error) = woken {
             self.report_end("memory stays asleep", &error);
+        }
+        if let Err(error) = self.transfer.synchronize() {
+            self.report_end("transfers cannot be waited for", &error);
         }
         if let Err(error) = self.device.synchronize() {
             self.report_end("the device cannot be waited for", &error);

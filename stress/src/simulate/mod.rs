@@ -89,7 +89,7 @@ impl From<String> for Failed {
 /// How it fails.
 pub fn run(plan: &Plan) -> Result<Counts, Failed> {
     let world = Arc::new(World::new(plan)?);
-    let driver = world.driver.clone();
+    let (driver, may_fail) = (world.driver.clone(), world.may_fail);
     let result = Arc::new(Mutex::new(Ok(Counts::default())));
     let bodies = plan.threads.iter().cloned().enumerate().filter(|(_, steps)| !steps.is_empty());
     let bodies = bodies.map(|(number, steps)| {
@@ -109,7 +109,7 @@ pub fn run(plan: &Plan) -> Result<Counts, Failed> {
         is_stuck: !matches!(failure, executor::Failure::Panicked(_)),
     })?;
     let counts = std::mem::replace(&mut *result.lock(), Ok(Counts::default()))?;
-    if !plan.threads.iter().flatten().any(Step::injects_faults) {
+    if !may_fail {
         check_objects(&driver)?;
     }
     Ok(Counts { turns, calls: driver.calls_made(), time_ns: driver.now_ns(), ..counts })

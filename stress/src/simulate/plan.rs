@@ -10,9 +10,9 @@ const MIB: u64 = 1 << 20;
 
 /// Calls after whose failure there is something to undo or to try again, and that are too rare for
 /// a fault of any call to hit them.
-const AIMED_AT: [Operation; 6] = {
-    use Operation::{CreatePhysical, Free, Map, ReleasePhysical, SetAccess, Unmap};
-    [CreatePhysical, Free, Map, ReleasePhysical, SetAccess, Unmap]
+const AIMED_AT: [Operation; 8] = {
+    use Operation::{CreatePhysical, EndCapture, Free, LaunchGraph, Map, ReleasePhysical, SetAccess, Unmap};
+    [CreatePhysical, Free, Map, ReleasePhysical, SetAccess, Unmap, EndCapture, LaunchGraph]
 };
 
 /// A program. The same plan always runs in the same way.
@@ -107,11 +107,10 @@ pub enum Step {
     Write { pick: u32, stream: u32 },
     /// Copies one buffer to another.
     Copy { from: u32, to: u32, stream: u32 },
-    /// Uploads new contents from ordinary memory, through the transfer runtime; either waits for
-    /// that, or leaves it to the buffer's next use.
-    Upload { pick: u32, stream: u32, waits: bool },
-    /// Uploads new contents from a file, through the transfer runtime.
-    UploadFile { pick: u32, stream: u32 },
+    /// Uploads new contents through the transfer runtime: from ordinary memory, or from a file,
+    /// which other threads read. Waits for all uploads, or leaves them to the next use. Keeps the
+    /// handle of this one, or drops it.
+    Upload { pick: u32, stream: u32, is_file: bool, waits: bool, is_kept: bool },
     /// Copies a buffer to a vector, through the transfer runtime, and compares it.
     ToVec { pick: u32, stream: u32 },
     /// Leaves a buffer to the other threads.
@@ -130,15 +129,17 @@ pub enum Step {
     Capture { pool: u32, stream: u32, bytes: u64, ending: Ending },
     /// Launches a graph.
     Launch { graph: u32, stream: u32 },
-    /// Drops a graph.
+    /// Drops a graph of either kind.
     DropGraph(u32),
-    /// Leaves a graph to the other threads.
+    /// Leaves a graph of either kind to the other threads.
     GiveGraph(u32),
-    /// Captures a graph that orders itself, with memory of a private pool if the thread has one,
-    /// and with a temporary of its own.
+    /// Captures a graph that orders itself, with memory of a private pool or of its own, several
+    /// streams, temporaries, and bodies of a SWITCH.
     MakeGraph { pool: u32, stream: u32, bytes: u64, temporary: u64 },
-    /// Launches such a graph on two streams, with two parameters, and compares both outputs.
+    /// Launches such a graph on two streams, with new inputs, and compares the outputs.
     ReplayGraph { graph: u32, stream: u32 },
+    /// Drops the last handle of what such a graph reads, and allocates an equal buffer.
+    DropInput { graph: u32, stream: u32 },
     /// Makes a private pool. It lends free memory, or that of its graphs while they are idle.
     CreatePool { lends: bool, lends_when_idle: bool },
     /// Drops a private pool.
@@ -208,6 +209,7 @@ impl Plan {
             sleeps: random.below(4) == 0,
             others: random.below(2) == 0,
             alone: count == 1,
+            graphs: random.below(12) == 0,
         };
         let splits = kind.alone && !kind.faults && !kind.lost;
         let (options, second) = (options(random, splits), options(random, splits));
@@ -262,6 +264,8 @@ struct Kind {
     others: bool,
     /// There is one thread, so that it is known otherwise.
     alone: bool,
+    /// Most of it is about graphs that order themselves.
+    graphs: bool,
 }
 
 /// Options of an allocator. `splits` if memory that is in use may be copied elsewhere meanwhile: no
@@ -298,7 +302,8 @@ fn bytes(random: &mut Random) -> u64 {
 fn step(random: &mut Random, kind: &Kind) -> Step {
     let (pick, stream, other, bytes) = (random.below(1 << 16), random.below(4), random.below(4), bytes(random));
     let small = 1 + bytes % (64 << 10);
-    match random.below(186) {
+    let kinds = if kind.graphs && other > 1 { 174..187 } else { 0..187 };
+    match kinds.start + random.below(kinds.end - kinds.start) {
         0..=19 => Step::Alloc { stream, bytes, tag: pick % 3 },
         20..=24 => Step::AllocFrom { pool: pick, stream, bytes },
         25..=30 => Step::AllocRaw { stream, bytes },
@@ -312,8 +317,9 @@ fn step(random: &mut Random, kind: &Kind) -> Step {
         57..=64 => Step::Verify { pick, stream },
         65..=70 => Step::Write { pick, stream },
         71..=74 => Step::Copy { from: pick, to: random.below(1 << 16), stream },
-        75..=79 => Step::Upload { pick, stream, waits: other < 2 },
-        80 => Step::UploadFile { pick, stream },
+        75..=80 => {
+            Step::Upload { pick, stream, is_file: other == 0, waits: random.below(3) == 0, is_kept: pick % 2 == 0 }
+        }
         81..=83 => Step::ToVec { pick, stream },
         84..=87 => Step::Give(pick),
         88..=93 => Step::Take,
@@ -360,8 +366,9 @@ fn step(random: &mut Random, kind: &Kind) -> Step {
             let operation = AIMED_AT[pick as usize / 3 % AIMED_AT.len()];
             Step::Fault { nth: u64::from(1 + pick % 3), operation: Some(operation) }
         }
-        177..=179 => Step::MakeGraph { pool: pick, stream, bytes: small, temporary: bytes },
-        180..=185 => Step::ReplayGraph { graph: pick, stream },
+        177 | 178 => Step::MakeGraph { pool: pick, stream, bytes: 1 + bytes % (8 << 10), temporary: bytes },
+        179..=184 => Step::ReplayGraph { graph: pick, stream },
+        185 | 186 => Step::DropInput { graph: pick, stream },
         _ => Step::Alloc { stream, bytes: small, tag: pick % 3 },
     }
 }

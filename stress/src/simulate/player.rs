@@ -17,7 +17,7 @@ use aquifer_device::RawStream;
 use aquifer_device::{HandleKind, executor};
 
 use super::bare::{Growing, Raw};
-use super::graphs::Copying;
+use super::graphs::Replayed;
 use super::plan::Step;
 use super::sleep::TAGS;
 use super::world::{Dropping, Handed, World};
@@ -55,7 +55,7 @@ pub(super) struct Player<'a> {
     pub(super) pools: Vec<PrivatePool>,
     routes: Vec<PoolRoute>,
     pub(super) graphs: Vec<Graph>,
-    pub(super) copying: Vec<Copying>,
+    pub(super) replayed: Vec<Replayed>,
     pub(super) growables: Vec<Growing>,
     /// Captures of its streams that other threads drop, by stream.
     pub(super) handed: HashMap<u32, Arc<Dropping>>,
@@ -76,8 +76,8 @@ impl<'a> Player<'a> {
             streams.extend(world.allow(made));
         }
         let next_pattern = u8::try_from(number * 50 % 200).unwrap_or(0);
-        let (owned, raw, pools, routes, graphs, copying, growables, handed, dropped) = Default::default();
-        Player { world, streams, owned, raw, pools, routes, graphs, copying, growables, handed, dropped, next_pattern }
+        let (owned, raw, pools, routes, graphs, replayed, growables, handed, dropped) = Default::default();
+        Player { world, streams, owned, raw, pools, routes, graphs, replayed, growables, handed, dropped, next_pattern }
     }
 
     /// Makes all steps, and gives everything back that the thread has.
@@ -95,8 +95,8 @@ impl<'a> Player<'a> {
         for pick in 0..self.owned.len() {
             self.verify(u32::try_from(pick).unwrap_or(0), 0);
         }
-        let Player { world, owned, pools, routes, graphs, copying, growables, .. } = self;
-        drop((growables, graphs, copying, owned, routes));
+        let Player { world, owned, pools, routes, graphs, replayed, growables, .. } = self;
+        drop((growables, graphs, replayed, owned, routes));
         pools.into_iter().for_each(|pool| world.hand(Handed::Pool(pool)));
     }
 
@@ -193,33 +193,22 @@ impl<'a> Player<'a> {
                 }
             }
             Step::Copy { from, to, stream } => self.copy(from, to, stream),
-            Step::Upload { pick, stream, waits } => {
-                let (stream, pattern) = (self.stream(stream), self.pattern());
-                let Some(owned) = at(&self.owned, pick).map(|at| &mut self.owned[at]) else { return };
-                if owned.buffer.len() > WHOLE {
-                    return;
-                }
-                (owned.pattern, owned.coming) = (None, None);
-                owned.lost = world.sleeping.lost(owned.kind);
-                let contents = vec![pattern; owned.buffer.len()];
-                let sent = world.transfer.on(&stream).and_then(|transfer| transfer.upload(contents, &mut owned.buffer));
-                if let Some(pending) = world.allow(sent) {
-                    (owned.pattern, owned.coming) = (Some(pattern), Some(pending));
-                }
+            Step::Upload { pick, stream, is_file, waits, is_kept } => {
+                self.upload(pick, stream, is_file, is_kept);
                 if waits {
-                    let at = self.owned.len();
-                    (0..at).for_each(|at| drop(self.contents(at)));
+                    (0..self.owned.len()).for_each(|at| drop(self.contents(at)));
                 }
             }
-            Step::UploadFile { pick, stream } => self.upload_file(pick, stream),
             Step::ToVec { pick, stream } => {
                 let stream = self.stream(stream);
                 let Some(at) = at(&self.owned, pick) else { return };
                 if self.owned[at].buffer.len() <= WHOLE
                     && let Some((pattern, _awake)) = self.contents(at)
-                    && let Some(found) = world.allow(self.to_vec(at, &stream))
                 {
-                    world.compare(&found, pattern);
+                    let transfer = world.transfer.on(&stream);
+                    let found = transfer.and_then(|transfer| transfer.to_vec(&self.owned[at].buffer)?.wait());
+                    let lost = || self.owned[at].pattern = None;
+                    world.allow(found).map_or_else(lost, |found| world.compare(&found, pattern));
                 }
             }
             Step::Give(pick) => take(&mut self.owned, pick).into_iter().for_each(|one| world.hand(Handed::Buffer(one))),
@@ -228,6 +217,8 @@ impl<'a> Player<'a> {
             }
             Step::GiveGraph(pick) => {
                 take(&mut self.graphs, pick).into_iter().for_each(|one| world.hand(Handed::Graph(one)));
+                let replayed = take(&mut self.replayed, pick).map(Box::new);
+                replayed.into_iter().for_each(|one| world.hand(Handed::Replayed(one)));
             }
             Step::Take => match world.take_handed() {
                 None => {}
@@ -235,6 +226,7 @@ impl<'a> Player<'a> {
                 Some(Handed::Raw(raw)) => self.take_raw(raw, &self.stream(0)),
                 Some(Handed::Pool(pool)) => self.pools.push(pool),
                 Some(Handed::Graph(graph)) => self.graphs.push(graph),
+                Some(Handed::Replayed(graph)) => self.replayed.push(*graph),
                 Some(Handed::Capture(capture, dropping)) => dropping.finish(capture),
             },
             Step::Wait { stream, on } => drop(world.allow(self.stream(stream).wait_for(&self.stream(on).tick()))),
@@ -259,7 +251,8 @@ impl<'a> Player<'a> {
             Step::Launch { graph, stream } => self.launch(graph, stream),
             Step::MakeGraph { pool, stream, bytes, temporary } => self.make_graph(pool, stream, bytes, temporary),
             Step::ReplayGraph { graph, stream } => self.replay_graph(graph, stream),
-            Step::DropGraph(pick) => drop(take(&mut self.graphs, pick)),
+            Step::DropInput { graph, stream } => self.drop_input(graph, stream),
+            Step::DropGraph(pick) => drop((take(&mut self.graphs, pick), take(&mut self.replayed, pick))),
             Step::CreatePool { lends, lends_when_idle } => {
                 if self.pools.len() < 3 {
                     let options = PoolOptions { use_on_oom: lends, lends_when_idle, ..PoolOptions::default() };
@@ -306,7 +299,7 @@ impl<'a> Player<'a> {
 
     /// Asks for a buffer, writes it and keeps it, unless it was allocated in a capture: then it is
     /// the graph's, and other graphs of the pool write it, too.
-    fn add(
+    pub(super) fn add(
         &mut self,
         of: &Allocator,
         bytes: u64,
@@ -340,29 +333,35 @@ impl<'a> Player<'a> {
         self.owned.truncate(first + keep as usize);
     }
 
-    fn to_vec(&self, at: usize, stream: &Stream) -> Result<Vec<u8>, Error> {
-        self.world.transfer.on(stream)?.to_vec(&self.owned[at].buffer)?.wait()
-    }
-
-    fn upload_file(&mut self, pick: u32, stream: u32) {
+    pub(super) fn upload(&mut self, pick: u32, stream: u32, is_file: bool, is_kept: bool) {
         let (world, stream, pattern) = (self.world, self.stream(stream), self.pattern());
         let Some(owned) = at(&self.owned, pick).map(|at| &mut self.owned[at]) else { return };
         if owned.buffer.is_empty() || owned.buffer.len() > WHOLE {
             return;
         }
-        // Programs of several processes and threads have a file each.
-        let number = FILES.fetch_add(1, Ordering::Relaxed);
-        let path = env::temp_dir().join(format!("aquifer-simulate-{}-{number}", process::id()));
-        if let Err(error) = fs::write(&path, vec![pattern; owned.buffer.len()]) {
-            world.report(format!("{} cannot be written: {error}", path.display()));
-            return;
-        }
         (owned.pattern, owned.coming) = (None, None);
         owned.lost = world.sleeping.lost(owned.kind);
-        let transfer = world.transfer.on(&stream);
-        let sent = transfer.and_then(|transfer| transfer.upload(FilePart::new(&path), &mut owned.buffer)?.wait());
-        owned.pattern = world.allow(sent).map(|_| pattern);
-        drop(fs::remove_file(path));
+        let (contents, transfer) = (vec![pattern; owned.buffer.len()], world.transfer.on(&stream));
+        let coming = if is_file {
+            // Programs of several processes and threads have a file each.
+            let number = FILES.fetch_add(1, Ordering::Relaxed);
+            let path = env::temp_dir().join(format!("aquifer-simulate-{}-{number}", process::id()));
+            if let Err(error) = fs::write(&path, contents) {
+                world.report(format!("{} cannot be written: {error}", path.display()));
+                return;
+            }
+            let sent = transfer.and_then(|transfer| transfer.upload(FilePart::new(&path), &mut owned.buffer));
+            // The upload has opened it.
+            drop(fs::remove_file(path));
+            sent.map(|pending| pending.map(drop))
+        } else {
+            transfer.and_then(|transfer| transfer.upload(contents, &mut owned.buffer))
+        };
+        let Some(coming) = world.allow(coming) else { return };
+        owned.pattern = Some(pattern);
+        world.uploads.store(true, Ordering::Relaxed);
+        // Only its handle has the error of an upload that failed.
+        owned.coming = Some(coming).filter(|_| is_kept || world.may_fail);
     }
 
     fn verify(&mut self, pick: u32, stream: u32) {
@@ -375,9 +374,12 @@ impl<'a> Player<'a> {
         for offset in [0, end] {
             let read =
                 with(&stream, [read(buffer)], |raw, [x]| raw.download_blocking(&mut found, x.ptr().offset(offset)));
-            if world.allow(read).is_some() {
-                world.compare(&found, pattern);
+            if world.allow(read).is_none() {
+                // It may be the error of an upload whose handle was dropped.
+                self.owned[at].pattern = None;
+                return;
             }
+            world.compare(&found, pattern);
         }
     }
 
@@ -390,13 +392,16 @@ impl<'a> Player<'a> {
         let Some((pattern, _awake)) = self.contents(from) else { return };
         let mut target = self.owned.swap_remove(to);
         // The last one took the place of the one that was removed.
-        let source = &self.owned[if from == self.owned.len() { to } else { from }];
+        let from = if from == self.owned.len() { to } else { from };
+        let source = &self.owned[from];
         (target.pattern, target.coming) = (None, None);
         target.lost = world.sleeping.lost(target.kind);
         let runs = self.runs(&stream);
         let accesses = [read(&source.buffer), write(&mut target.buffer)];
         let copied = with(&stream, accesses, |raw, [from, to]| raw.copy(to.ptr(), from.ptr(), to.bytes()));
-        if world.allow(copied).is_some() && runs {
+        if world.allow(copied).is_none() {
+            self.owned[from].pattern = None;
+        } else if runs {
             target.pattern = Some(pattern);
         }
         self.owned.push(target);

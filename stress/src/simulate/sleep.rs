@@ -150,6 +150,7 @@ impl Player<'_> {
 
     pub(super) fn wake(&mut self, what: Asleep) {
         let (world, sleeping) = (self.world, &self.world.sleeping);
+        world.end_uploads();
         if let Some(part) = self.part(what) {
             self.judge_waking(world.memory.wake_parts(&[part]));
             return;

@@ -17,7 +17,8 @@ use aquifer_sim::{Lagging, Violation, ViolationKind};
 
 use super::Counts;
 use super::bare::Raw;
-use super::plan::Plan;
+use super::graphs::Replayed;
+use super::plan::{Plan, Step};
 use super::player::Owned;
 use super::sleep::Sleeping;
 
@@ -27,6 +28,7 @@ pub(super) enum Handed {
     Raw(Raw),
     Pool(PrivatePool),
     Graph(Graph),
+    Replayed(Box<Replayed>),
     /// To be dropped by a thread that may not be able to end it.
     Capture(Capture, Arc<Dropping>),
 }
@@ -59,8 +61,10 @@ pub(super) struct World {
     /// In front of it: the host sees the device as many steps behind as the plan says.
     lagging: Arc<Lagging>,
     /// In front of that.
-    judged: Arc<Judged>,
+    pub(super) judged: Arc<Judged>,
     pub(super) threads: usize,
+    /// Some step injects faults.
+    pub(super) may_fail: bool,
     /// Allocators are asked for all memory at the end before anything is emptied.
     pub(super) asks_first: bool,
     handed: Mutex<Vec<Handed>>,
@@ -75,6 +79,8 @@ pub(super) struct World {
     captured: AtomicBool,
     /// A graph was captured: memory of private pools may be its own.
     has_graphs: AtomicBool,
+    /// An upload goes on that no thread has waited for. It keeps memory that was dropped.
+    pub(super) uploads: AtomicBool,
     pub(super) sleeping: Sleeping,
     found: Mutex<Option<String>>,
     pub(super) counts: Counters,
@@ -132,6 +138,7 @@ impl World {
             lagging,
             judged,
             threads: plan.threads.iter().filter(|steps| !steps.is_empty()).count(),
+            may_fail: plan.threads.iter().flatten().any(Step::injects_faults),
             asks_first: plan.seed.is_multiple_of(2),
             handed: Mutex::default(),
             faulty: false.into(),
@@ -140,6 +147,7 @@ impl World {
             limited: false.into(),
             captured: false.into(),
             has_graphs: false.into(),
+            uploads: false.into(),
             sleeping: Sleeping::default(),
             found: Mutex::default(),
             counts: Counters::default(),
@@ -181,6 +189,13 @@ impl World {
             && !self.faulty.load(Ordering::Relaxed)
             && self.other_process.load(Ordering::Relaxed) == 0
             && !self.handed.lock().iter().any(|handed| matches!(handed, Handed::Capture(..)))
+    }
+
+    /// Waits for uploads where it is judged what fits.
+    pub(super) fn end_uploads(&self) {
+        if self.threads == 1 && self.uploads.swap(false, Ordering::Relaxed) {
+            self.allow(self.transfer.synchronize());
+        }
     }
 
     /// How often requests waited: the host for streams or for the device, or a stream for another.

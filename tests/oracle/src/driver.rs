@@ -66,6 +66,15 @@ impl Judged {
         self.judge.lock().oracle.clone()
     }
 
+    /// Orders what `later` captures after what `earlier` has captured, and makes it a part of that
+    /// capture. For bodies of conditional nodes, whose captures begin and end by calls that the
+    /// trait does not have. All bodies count as run, one after the other.
+    pub fn order_captured(&self, earlier: RawStream, later: RawStream) {
+        let (mut judge, event) = (self.judge.lock(), RawEvent(u64::MAX));
+        judge.take(Call::Record { event, stream: earlier });
+        judge.take(Call::Wait { stream: later, event });
+    }
+
     fn below(&self) -> &dyn Driver {
         &*self.below
     }
