@@ -36,7 +36,7 @@ const ADDRESSES_FOR_MEMORY: u64 = 64;
 const DEVICE_SHIFT: u32 = 51;
 
 /// How many ranges of a zone that were given back last are not free yet.
-const QUARANTINED: usize = 64;
+pub(crate) const QUARANTINED: usize = 64;
 
 /// The addresses of a zone that are not in use.
 #[derive(Debug)]

@@ -169,7 +169,7 @@ impl Player<'_> {
             }
         }
         let pinned = pinned.as_ref().filter(|_| is_last_known).and_then(|pinned| world.allow(pinned.read()));
-        pinned.into_iter().for_each(|found| world.compare(found, patterns[1]));
+        pinned.into_iter().for_each(|found| world.compare(&found, patterns[1]));
     }
 
     /// Drops the last handle of what a graph reads, and allocates an equal buffer.
