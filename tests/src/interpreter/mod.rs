@@ -62,7 +62,7 @@ impl Interpreter {
         let device = driver.device();
         let mut config = setup.config.clone();
         // Mostly as on a GPU.
-        config.quarantine = config.quarantine.or((setup.seed % 4 > 0).then_some(0));
+        config.quarantine = config.quarantine.or((!setup.seed.is_multiple_of(4)).then_some(0));
         let allocator = Allocator::new(&device, config).unwrap_or_else(|error| panic!("{error}"));
         let mut streams = vec![device.default_stream().clone(), device.per_thread_stream()];
         for _ in 0..2 {
