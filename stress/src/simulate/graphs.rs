@@ -151,7 +151,8 @@ impl Player<'_> {
             let constant = pattern.filter(|&(_, before)| before == lost).map(|(pattern, _)| pattern);
             // What was lost must not be read.
             let read = |output: &Buffer<u8>, expected: Option<u8>| {
-                let read = |expected: u8| Ok((expected, output.download(vec![!expected; output.len()], by)?));
+                let read =
+                    |expected: u8| Ok::<_, Error>((expected, output.download(vec![!expected; output.len()], by)?));
                 expected.map(read).transpose()
             };
             let [first, second] = graph.output();
