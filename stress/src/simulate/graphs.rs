@@ -162,13 +162,11 @@ impl Player<'_> {
         let [one, other] = &streams;
         let launched = [launch(one, other, patterns[0]), launch(other, one, patterns[1])];
         let is_last_known = launched[1].is_ok();
-        for launched in launched {
-            for (expected, found) in world.launched(launched).into_iter().flatten().flatten() {
-                if !pick.is_multiple_of(4)
-                    && let Some(found) = world.allow(found.wait())
-                {
-                    world.compare(&found, expected);
-                }
+        for (expected, found) in launched.into_iter().filter_map(|one| world.launched(one)).flatten().flatten() {
+            if !pick.is_multiple_of(4)
+                && let Some(found) = world.allow(found.wait())
+            {
+                world.compare(&found, expected);
             }
         }
         let pinned = pinned.as_ref().filter(|_| is_last_known).and_then(|pinned| world.allow(pinned.read()));
