@@ -62,6 +62,7 @@ Settings of simulated devices, such as --device sim:24GiB,seed=7,vmm=off:
   jitter=off            how long work takes does not vary
   link=GB/S             bandwidth to the host
   vmm=off               memory cannot be mapped
+  addresses=SIZE        so many addresses can be reserved for mapped memory
   export=off            memory cannot be exported
   checks=off            work beyond a block or after its end, or that reads memory never written, is
                         not detected; the default of bench, replay, fit, compare, transfer, explain,

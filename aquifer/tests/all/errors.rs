@@ -48,11 +48,12 @@ fn a_wrong_request_is_the_same_error_whichever_part_was_asked() -> Result<(), Er
 fn a_lost_device_is_the_same_error_whichever_part_was_asked() -> Result<(), Error> {
     let device = aquifer::open("sim:1GiB,lost_at=100")?;
     let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
-    let mut x = memory.alloc_zeros::<f32>(4, &stream)?;
+    let (mut x, y) = (memory.alloc_zeros::<f32>(4, &stream)?, memory.alloc_zeros::<f32>(4, &stream)?);
     while device.synchronize().is_ok() {}
     let lost = [
         memory.alloc::<u8>(64 << 20, &stream).map(drop),
-        x.axpy(1.0, &memory.alloc(4, &stream)?, &stream),
+        memory.alloc::<u8>(4, &stream).map(drop),
+        x.axpy(1.0, &y, &stream),
         x.upload(vec![1.0; 4], &stream).and_then(|upload| upload.wait()).map(drop),
     ];
     for error in lost.into_iter().map(Result::unwrap_err) {
