@@ -247,6 +247,7 @@ impl Context {
     /// As [`Context::synchronize`], including work that threads have yet to enqueue. Then gives
     /// memory back that was left to the device.
     pub(crate) fn synchronize_and_settle(&self) -> Result<()> {
+        fork::check(Operation::Synchronize)?;
         self.timelines().iter().for_each(|timeline| timeline.wait_expected());
         let held_off = self.hold_off_to_wait()?;
         self.wait_for_all(&held_off)?;
