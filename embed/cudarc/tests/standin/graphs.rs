@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use aquifer::buffer::{read, write};
-use aquifer::memory::{Contents, SleepOptions};
+use aquifer::memory::{Contents, Part, PoolOptions, SleepOptions};
 use aquifer::{Allocator, Buffer};
 use aquifer_cudarc::{AllocatorExt, Capture, Error, Graph, StreamExt};
 use cudarc::driver::CudaStream;
@@ -281,6 +281,30 @@ fn a_capture_that_cudarc_began_by_itself_gets_memory_of_its_graphs_own() {
         assert_eq!(first(&output, &one), 3.0);
     }
     drop((graph, output));
+    gpu.assert_all_is_back();
+}
+
+/// What was kept for it goes at the next call that may take its memory back.
+#[test]
+fn a_graph_may_be_gone_when_a_part_of_memory_falls_asleep_or_wakes() {
+    let gpu = Gpu::new().without_tracking();
+    let [one] = gpu.streams();
+    let pool = gpu.memory.create_pool(PoolOptions::default()).unwrap();
+    let block = pool.alloc_bytes(8 << 20, &aquifer_cudarc::stream(&one).unwrap()).unwrap();
+    let capture_and_drop = || {
+        one.begin_capture(MODE).unwrap();
+        drop(zeros(&gpu, &one));
+        drop(one.end_capture(FLAGS).unwrap());
+        gpu.standin.run_destructors();
+    };
+    capture_and_drop();
+    gpu.memory.sleep(SleepOptions::part(Part::pool(&pool), Contents::SaveToHost)).unwrap();
+    capture_and_drop();
+    gpu.memory.wake().unwrap();
+    capture_and_drop();
+    gpu.memory.sleep(Contents::SaveToHost).unwrap();
+    gpu.memory.wake().unwrap();
+    drop((block, pool));
     gpu.assert_all_is_back();
 }
 
