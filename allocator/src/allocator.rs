@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use aquifer_device::fork::{self, Mutex};
-use aquifer_device::internal::on_loss;
+use aquifer_device::internal::{on_loss, while_held};
 use aquifer_device::{Device, DeviceError, Operation, Stream};
 
 use crate::accounting::attribution::Outside;
@@ -18,6 +18,7 @@ use crate::error::{AllocError, WhySegments};
 use crate::history::{History, HistoryOptions};
 use crate::recovery::hooks::Hooks;
 use crate::size_class::MIN_BLOCK;
+use crate::sleep::wake_lock::has_access;
 use crate::state::{AllocatorState, close_abandoned, special};
 use crate::tags::Tag;
 use crate::types::Request;
@@ -404,6 +405,7 @@ struct Entered {
 /// Enters an allocator.
 pub(crate) fn register(inner: &Arc<Inner>) {
     on_loss(note_lost);
+    while_held(has_access);
     let mut open = OPEN.lock();
     // Buffers of a closed allocator may live as long as its state serves no other one.
     open.retain(|other| other.inner.strong_count() > 0 || !std::ptr::eq(other.state, inner.state));

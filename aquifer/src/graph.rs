@@ -408,8 +408,8 @@ pub struct FollowedGraph {
     uses: Arc<GraphUses>,
     host: Option<Arc<HostUses>>,
     memory: Allocator,
-    /// Memory from outside of the capture, to be freed with the graph.
-    dropped: Mutex<Vec<DevicePtr>>,
+    /// Memory from outside of the capture, to be freed with the graph. It may be another allocator's.
+    dropped: Mutex<Vec<(Allocator, DevicePtr)>>,
 }
 
 impl Allocator {
@@ -442,14 +442,14 @@ impl FollowedGraph {
         &self.pool
     }
 
-    /// Frees memory from outside of the capture once the graph is gone, whose work may use it, and
-    /// in the order of `stream`, as [`Allocator::free_raw_on`] does.
+    /// Frees memory of any allocator from outside of the capture once the graph is gone, whose work
+    /// may use it, and in the order of `stream`, as [`Allocator::free_raw_on`] does.
     ///
     /// # Errors
     /// As [`Allocator::free_raw_on`].
-    pub fn free_raw_on(&self, ptr: DevicePtr, stream: &Stream) -> Result<(), Error> {
-        self.memory.record_stream_raw(ptr, stream)?;
-        self.dropped.lock().push(ptr);
+    pub fn free_raw_on(&self, memory: &Allocator, ptr: DevicePtr, stream: &Stream) -> Result<(), Error> {
+        memory.record_stream_raw(ptr, stream)?;
+        self.dropped.lock().push((memory.clone(), ptr));
         Ok(())
     }
 
@@ -466,8 +466,8 @@ impl FollowedGraph {
 
 impl Drop for FollowedGraph {
     fn drop(&mut self) {
-        for ptr in std::mem::take(self.dropped.get_mut()) {
-            if let Err(error) = self.memory.free_raw(ptr) {
+        for (memory, ptr) in std::mem::take(self.dropped.get_mut()) {
+            if let Err(error) = memory.free_raw(ptr) {
                 tracing::warn!(%error, "memory that a graph kept could not be freed");
             }
         }

@@ -244,11 +244,13 @@ impl Context {
         self.wait_for_all(&self.hold_off_to_wait()?)
     }
 
-    /// As [`Context::synchronize`], including work that threads have yet to enqueue. Then gives
-    /// memory back that was left to the device.
-    pub(crate) fn synchronize_and_settle(&self) -> Result<()> {
-        fork::check(Operation::Synchronize)?;
+    /// Waits until the work that is expected now is enqueued.
+    pub(crate) fn wait_expected(&self) {
         self.timelines().iter().for_each(|timeline| timeline.wait_expected());
+    }
+
+    /// As [`Context::synchronize`]. Then gives memory back that was left to the device.
+    pub(crate) fn synchronize_and_settle(&self) -> Result<()> {
         let held_off = self.hold_off_to_wait()?;
         self.wait_for_all(&held_off)?;
         if self.releases.any_memory() {

@@ -208,8 +208,8 @@ impl Stream {
     }
 
     /// Waits on the host until all work of the stream is done, including work that threads have yet
-    /// to enqueue for it ([`Stream::expect_work`]). Its ticks taken before are then known to be
-    /// done.
+    /// to enqueue for it ([`Stream::expect_work`]), unless this thread has access to memory, for
+    /// which they may wait. Its ticks taken before are then known to be done.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -237,8 +237,9 @@ impl Stream {
 
     /// Makes known that threads will enqueue work for this stream, such as the copies of an upload.
     /// Until the result is dropped, calls that wait on the host for the stream or the device wait
-    /// for that, too, except on the threads that enqueue such work. Captures do not wait: work that finds the stream capturing goes to another one, and leaves its tick
-    /// ([`ExpectedWork::tick`]).
+    /// for that, too, except on the threads that enqueue such work, and on threads with access to
+    /// memory, for which those may wait. Captures do not wait: work that finds the stream capturing
+    /// goes to another one, and leaves its tick ([`ExpectedWork::tick`]).
     #[doc(hidden)]
     pub fn expect_work(&self) -> ExpectedWork {
         self.0.timeline.expect_work()

@@ -142,6 +142,7 @@ fn every_request_in_a_forked_child_says_that_it_is_one() {
             let graph = two.begin_capture().unwrap().end().unwrap();
             let capture = three.begin_capture().unwrap();
             let tick = one.tick();
+            let expected = one.expect_work();
             in_child(name, false, || {
                 handles.all_is_refused();
                 refused("record", event.record(one));
@@ -155,6 +156,7 @@ fn every_request_in_a_forked_child_says_that_it_is_one() {
                 let error = aquifer::open("sim:1GiB").unwrap_err();
                 assert!(error.to_string().contains("forked"), "{error}");
             });
+            drop(expected);
             let mut held: Vec<Box<dyn Any>> = Vec::new();
             held.push(Box::new((block, shared, growable)));
             held.push(Box::new((capture, graph, event, pool, pinned, tick)));

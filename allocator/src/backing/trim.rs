@@ -156,7 +156,7 @@ pub(crate) fn trim_pools(allocator: &Allocator, target: u64, which: Which) -> Re
     commit_trim(allocator, trim, unmapped);
     // The device gets released memory back only once it is mapped nowhere.
     let lingering = unmap_lingering_at_gate(allocator, which);
-    allocator.device().settle();
+    allocator.device().settle_but_graphs();
     let addresses = give_addresses_back(allocator, if which.has_default() { Which::All } else { which });
     match failed {
         Some(error) => Err(error.into()),

@@ -60,7 +60,7 @@ pub(crate) fn came_from_a_graph(allocator: &Allocator, pool: PoolId, stream: &St
 pub(crate) fn wait_for_launched(allocator: &Allocator, launched: &Launched) -> Result<(), AllocError> {
     synchronize_all(&launched.ticks)?;
     if launched.is_device_pending() {
-        match allocator.device().synchronize() {
+        match allocator.device().synchronize_enqueued() {
             Err(error) if !cannot_be_asked(&error) => return Err(error.into()),
             _ => {}
         }

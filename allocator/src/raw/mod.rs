@@ -159,7 +159,7 @@ impl Drop for FreedOnceIdle {
         let FreedOnceIdle(allocator, ptr) = self;
         let device = allocator.device();
         // Asked before: a wait that is refused first drops what else was left.
-        let waited = (!device.is_capturing()).then(|| device.synchronize());
+        let waited = (!device.is_capturing()).then(|| device.synchronize_enqueued());
         let freed = match waited {
             Some(Ok(())) => allocator.free_raw(*ptr),
             Some(Err(error)) if error.kind != ErrorKind::Capture => Err(error.into()),

@@ -59,7 +59,7 @@ fn try_sleep(allocator: &Allocator, options: &SleepOptions) -> Result<u64, Alloc
     let _alone = allocator.gate()?.exclusive();
     if allocator.state().shared().has_lingering() {
         // A frame that is released exists as long as it is mapped anywhere.
-        allocator.device().synchronize()?;
+        allocator.device().synchronize_enqueued()?;
         unmap_lingering_at_gate(allocator, Which::Unpromised)?;
     }
     let falling = fall_asleep(allocator, options)?;
@@ -72,7 +72,7 @@ fn try_sleep(allocator: &Allocator, options: &SleepOptions) -> Result<u64, Alloc
         }
         Err(error) => {
             // Copies of contents may be under way.
-            let _ = allocator.device().synchronize();
+            let _ = allocator.device().synchronize_enqueued();
             let undone: Vec<_> = falling.into_iter().map(|one| one.range).collect();
             if let Err(error) = bring_back(allocator, &Waking::Ranges(undone)) {
                 tracing::warn!(%error, "falling asleep failed and could not be undone; the memory is asleep");
@@ -318,8 +318,8 @@ fn fall_asleep(allocator: &Allocator, options: &SleepOptions) -> Result<Vec<Fall
 
 /// Saves contents, unmaps, and releases frames. Returns how many bytes went back to the device.
 fn give_back(allocator: &Allocator, falling: &[Falling]) -> Result<u64, AllocError> {
-    allocator.device().settle();
-    allocator.device().synchronize()?;
+    allocator.device().settle_but_graphs();
+    allocator.device().synchronize_enqueued()?;
     if falling.iter().any(|one| !one.contents.is_empty()) {
         let mut spare = allocator.state().shared().take_host_buffers();
         let mut mover = Mover::new(allocator.device(), &mut spare)?;
@@ -420,7 +420,7 @@ fn create_frames(
     granule: u64,
     options: PhysicalOptions,
 ) -> Result<(), AllocError> {
-    allocator.device().settle();
+    allocator.device().settle_but_graphs();
     let lacking: u64 = ranges.iter().map(|one| one.lacks(granule)).sum();
     allocator.state().shared().begin_growing(lacking * granule);
     let (mut created, mut failed) = (0, None);
@@ -467,7 +467,7 @@ fn restore(
 ) -> Result<(), AllocError> {
     if ranges.iter().any(|one| one.mapped > 0 && one.place == ContentsPlace::Elsewhere) {
         // The last attempt may have failed while waiting for its copies.
-        allocator.device().synchronize()?;
+        allocator.device().synchronize_enqueued()?;
     }
     for one in ranges.iter_mut().filter(|one| one.place != ContentsPlace::InPlace) {
         map_frames(allocator.device(), one.range.start, granule, &one.frames, &mut one.mapped, access)?;

@@ -338,6 +338,21 @@ fn what_a_pool_lent_is_no_part_of_it() {
 }
 
 #[test]
+fn what_was_freed_while_a_part_slept_is_not_brought_back() {
+    for options in ["", "quarantine_mb:0"] {
+        let setup = setup_with(SimConfig::new(CAPACITY), options);
+        let [freed, kept] = [("kv", 1), ("kv", 2)].map(|(tag, value)| setup.alloc(tag, 8 * MIB, value));
+        setup.allocator.sleep(kv(Contents::SaveToHost)).unwrap();
+        drop(freed);
+        setup.allocator.wake().unwrap();
+        assert_eq!(setup.allocator.memory_reserved(), 8 * MIB, "{options}");
+        assert!(setup.has(&kept, 2));
+        drop(kept);
+        setup.assert_returned();
+    }
+}
+
+#[test]
 fn a_thousand_cycles_leave_nothing_behind() {
     let setup = setup();
     let blocks: Vec<_> = (0..6).map(|n| setup.alloc(["weights", "kv"][n % 2], 2 * MIB, low(n))).collect();

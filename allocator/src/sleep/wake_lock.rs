@@ -210,6 +210,11 @@ fn forget(state: &'static AllocatorState, kind: Kind) {
     });
 }
 
+/// True if this thread has an access guard, of whatever allocator.
+pub(crate) fn has_access() -> bool {
+    HERE.try_with(|here| here.borrow().iter().any(|&(_, kind)| kind == Kind::AccessGuard)).unwrap_or(false)
+}
+
 impl AllocatorState {
     /// The number of wake locks of this thread of some kinds. `None` where that is not known,
     /// because the thread is ending.

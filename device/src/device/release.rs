@@ -131,6 +131,14 @@ impl Device {
     /// Waits for the device if it may still use some of it. The rest stays if a call fails, and is
     /// tried again later.
     pub fn settle(&self) {
+        self.settle_graphs();
+        self.settle_but_graphs();
+    }
+
+    /// As [`Device::settle`], without [`Device::settle_graphs`], for callers that hold locks of an
+    /// allocator: what was kept for a graph may be a pool of it.
+    #[doc(hidden)]
+    pub fn settle_but_graphs(&self) {
         if fork::is_child() {
             return;
         }
@@ -138,7 +146,6 @@ impl Device {
         unfinished::drop_left_of(self.id());
         unfinished::end_captures(&self.0.context.capturing);
         unfinished::finish_all();
-        self.settle_graphs();
         self.0.context.settle(Effort::Waiting);
     }
 

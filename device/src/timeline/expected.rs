@@ -6,7 +6,7 @@
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::{Tick, Timeline};
 use crate::fork;
@@ -19,6 +19,15 @@ thread_local! {
 /// Makes this thread one that enqueues expected work: it waits for none, which may be its own.
 pub fn enqueues_expected_work() {
     ENQUEUES.set(true);
+}
+
+/// See [`while_held`].
+static IS_HELD: OnceLock<fn() -> bool> = OnceLock::new();
+
+/// Has a thread wait for no expected work while `is_held` says that it keeps others from something
+/// that the work's threads may wait for. Only the first `is_held` counts.
+pub fn while_held(is_held: fn() -> bool) {
+    IS_HELD.get_or_init(|| is_held);
 }
 
 /// The expected work of a stream.
@@ -60,9 +69,10 @@ impl Timeline {
     /// Waits until the work that is expected now is enqueued, or was given up. Returns the ticks
     /// after work on other streams. Call it without a lock.
     pub(crate) fn wait_for_expected(&self) -> Vec<Tick> {
+        let may_wait = !ENQUEUES.get() && !IS_HELD.get().is_some_and(|is_held| is_held());
         let mut state = self.state.lock();
         let next = state.expected.next;
-        while !ENQUEUES.get() && state.expected.open.first().is_some_and(|&first| first < next) {
+        while may_wait && state.expected.open.first().is_some_and(|&first| first < next) {
             state = self.changed.wait(state);
         }
         state.expected.elsewhere.clone()

@@ -57,7 +57,7 @@ use std::sync::{Arc, Weak};
 pub use capturing::CapturesHeldOff;
 pub use clock::Clock;
 use expected::Expected;
-pub use expected::{ExpectedWork, enqueues_expected_work};
+pub use expected::{ExpectedWork, enqueues_expected_work, while_held};
 pub use tick::Tick;
 
 use crate::capture::Scope;

@@ -131,7 +131,12 @@ impl Timeline {
             // Threads that wait for an event have a reference, which they take under the lock.
             let is_free = state.events.back().is_some_and(|newest| Arc::strong_count(&newest.event) == 1);
             let newest = if is_free && state.events.len() >= MANY { state.events.pop_back() } else { None };
-            self.record_by(state, newest.map(|newest| newest.event)).map(drop)
+            let recorded = self.record_by(state, newest.as_ref().map(|newest| newest.event.clone()));
+            if recorded.is_err() {
+                // It covers what it did before.
+                state.events.extend(newest);
+            }
+            recorded.map(drop)
         })
     }
 

@@ -93,7 +93,7 @@ pub fn keep_for_capture(memory: &Allocator, theirs: &Arc<CudaStream>, ptr: Devic
         return Ok(false);
     }
     match graph {
-        Some(graph) => graph.free_raw_on(ptr, &ours)?,
+        Some(graph) => graph.free_raw_on(memory, ptr, &ours)?,
         None if !launches.is_foreign() => {
             let kept: Arc<dyn Any + Send + Sync> = Arc::new(memory.freed_once_idle(ptr));
             launches.keep(&kept);

@@ -3,6 +3,7 @@
 
 use std::sync::{Arc, Condvar, Mutex};
 
+use aquifer::buffer::{read, with};
 use aquifer::memory::{Contents, SleepOptions};
 use aquifer::transfer::Transfer;
 use aquifer::{Buffer, Error};
@@ -11,7 +12,7 @@ use aquifer_device::{Code, Operation, RequestError, Stream, executor};
 use aquifer_sim::Fault;
 use aquifer_transfer::{Completion, DevicePart, HostSource, TransferError};
 
-use super::{content, runtime, small};
+use super::{content, runtime, runtime_with, small};
 
 const BYTES: usize = 600_000;
 
@@ -125,6 +126,38 @@ fn waiting_for_a_stream_or_the_device_covers_what_threads_have_yet_to_enqueue() 
             assert!(bytes == wanted, "{nth}");
         }
     });
+}
+
+/// The threads may all wait for access to the memory, and reach the upload only afterwards.
+#[test]
+fn a_thread_that_has_access_to_memory_waits_for_no_upload() {
+    under_schedules(|transfer, stream, buffer| {
+        let [side, other] = [(); 2].map(|()| transfer.device().stream().unwrap());
+        let mut written = transfer.allocator().alloc::<u8>(BYTES, &other).unwrap();
+        let downloads = [&stream, &side].map(|on| transfer.on(on).unwrap().to_vec(&buffer).unwrap());
+        let mut waits = || {
+            drop(transfer.on(&other).unwrap().upload(content(BYTES, 1), &mut written)?);
+            other.synchronize()?;
+            transfer.device().synchronize()?;
+            Ok::<_, Error>(())
+        };
+        with(&stream, [read(&buffer)], |_, _| waits()).unwrap();
+        downloads.map(|download| assert!(download.wait().unwrap() == [1; BYTES]));
+        assert!(transfer.to_vec(&written).unwrap().wait().unwrap() == content(BYTES, 1));
+    });
+}
+
+#[test]
+fn a_request_that_splits_frames_waits_for_no_upload() {
+    let (_, transfer) = runtime_with(small(), "quarantine_mb:0,split_frames:on");
+    let stream = transfer.device().stream().unwrap();
+    let buffer = transfer.allocator().alloc::<u8>(BYTES, &stream).unwrap();
+    let source = Arc::<Gate>::default();
+    drop(upload(&transfer.on(&stream).unwrap(), &source, &buffer));
+    let refused = transfer.allocator().alloc::<u8>(2 << 30, &stream).unwrap_err();
+    assert!(refused.is_out_of_memory(), "{refused}");
+    source.open();
+    assert!(transfer.to_vec(&buffer).unwrap().wait().unwrap() == [3; BYTES]);
 }
 
 #[test]

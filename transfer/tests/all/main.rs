@@ -28,9 +28,13 @@ fn sim() -> SimConfig {
 
 /// A runtime on a device of its own.
 fn runtime(config: StagingConfig) -> (Arc<SimDriver>, Transfer) {
-    let sim = SimDriver::new(sim());
     // As on a GPU: the next request gets what was just freed.
-    let allocator = Allocator::new(&Device::new(sim.clone()), "quarantine_mb:0").unwrap();
+    runtime_with(config, "quarantine_mb:0")
+}
+
+fn runtime_with(config: StagingConfig, options: &str) -> (Arc<SimDriver>, Transfer) {
+    let sim = SimDriver::new(sim());
+    let allocator = Allocator::new(&Device::new(sim.clone()), options).unwrap();
     (sim, Transfer::with_config(&allocator, TransferConfig::default().staging(config)).unwrap())
 }
 

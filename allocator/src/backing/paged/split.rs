@@ -52,7 +52,7 @@ pub(crate) fn split_frames(allocator: &Allocator, request: &Request) -> Result<O
     }
     device.settle();
     // Free memory in frames that are partly in use may have been used until now.
-    match device.synchronize() {
+    match device.synchronize_enqueued() {
         Err(error) if error.kind == ErrorKind::Capture => return Ok(Outcome::Nothing),
         synchronized => synchronized?,
     }
@@ -159,7 +159,7 @@ impl SplitWork<'_> {
         let live: Vec<&Range<u64>> = chosen.iter().flat_map(|split| &split.live).collect();
         let bytes: u64 = live.iter().map(|live| live.end - live.start).sum();
         if bytes == 0 {
-            return self.device.synchronize();
+            return self.device.synchronize_enqueued();
         }
         for _ in 0..bytes / self.granule {
             created.push(Frame::new(driver.create_physical(self.granule, self.options)?, 1));
@@ -192,7 +192,7 @@ impl SplitWork<'_> {
         mapped: &mut usize,
     ) -> Result<(), DeviceError> {
         map_frames(self.device, to.0, self.granule, created, mapped, &self.access[..1])?;
-        self.device.synchronize()?;
+        self.device.synchronize_enqueued()?;
         let stream = self.device.stream()?;
         let _moves = MovesContents::begin();
         let mut at = to;

@@ -218,6 +218,8 @@ impl Core {
     /// Makes holes of sleeping granules that lie wholly in free blocks, unless a graph may use
     /// them, and returns the ranges that are left. Those with frames stay as they are.
     pub(super) fn forget_free(&mut self, ranges: Vec<SleepingRange>) -> Vec<SleepingRange> {
+        // Blocks that were given back meanwhile.
+        self.heap.end_quarantine(|_| true);
         let free = self.free_granules(Which::Unpromised);
         let mut gone = Vec::new();
         for donor in free {

@@ -1,12 +1,13 @@
 //! Graphs that cudarc captures, with memory of Aquifer's.
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
+use std::thread;
 
 use aquifer::buffer::{read, write};
-use aquifer::memory::{Contents, SleepOptions};
+use aquifer::memory::{Contents, Part, PoolOptions, SleepOptions};
 use aquifer::{Allocator, Buffer};
 use aquifer_cudarc::{AllocatorExt, Capture, Error, Graph, StreamExt};
-use cudarc::driver::CudaStream;
+use cudarc::driver::{CudaStream, result};
 use cudarc::driver::sys::{CUgraphInstantiate_flags as Flags, CUstreamCaptureMode as Mode};
 
 use super::{Gpu, N};
@@ -281,6 +282,74 @@ fn a_capture_that_cudarc_began_by_itself_gets_memory_of_its_graphs_own() {
         assert_eq!(first(&output, &one), 3.0);
     }
     drop((graph, output));
+    gpu.assert_all_is_back();
+}
+
+/// What was kept for it goes at the next call that may take its memory back.
+#[test]
+fn a_graph_may_be_gone_when_a_part_of_memory_falls_asleep_or_wakes() {
+    let gpu = Gpu::new().without_tracking();
+    let [one] = gpu.streams();
+    let pool = gpu.memory.create_pool(PoolOptions::default()).unwrap();
+    let block = pool.alloc_bytes(8 << 20, &aquifer_cudarc::stream(&one).unwrap()).unwrap();
+    let capture_and_drop = || {
+        one.begin_capture(MODE).unwrap();
+        drop(zeros(&gpu, &one));
+        drop(one.end_capture(FLAGS).unwrap());
+        gpu.standin.run_destructors();
+    };
+    capture_and_drop();
+    gpu.memory.sleep(SleepOptions::part(Part::pool(&pool), Contents::SaveToHost)).unwrap();
+    capture_and_drop();
+    gpu.memory.wake().unwrap();
+    capture_and_drop();
+    gpu.memory.sleep(Contents::SaveToHost).unwrap();
+    gpu.memory.wake().unwrap();
+    drop((block, pool));
+    gpu.assert_all_is_back();
+}
+
+#[test]
+fn a_slice_of_another_allocator_that_is_dropped_in_a_capture_goes_with_the_graph() {
+    let gpu = Gpu::new().without_tracking();
+    let [one] = gpu.streams();
+    let other = Allocator::new(gpu.memory.device(), "").unwrap();
+    let slice = other.alloc_slice_zeros::<f32>(N, &one).unwrap();
+    one.begin_capture(MODE).unwrap();
+    drop(zeros(&gpu, &one));
+    drop(slice);
+    let graph = one.end_capture(FLAGS).unwrap().unwrap();
+    gpu.context.synchronize().unwrap();
+    assert!(other.memory_allocated() > 0, "the graph may use it");
+    drop(graph);
+    gpu.assert_all_is_back();
+    assert_eq!(other.memory_allocated(), 0);
+}
+
+#[test]
+fn threads_that_see_a_capture_first_at_the_same_time_share_its_memory() {
+    let gpu = Gpu::new().without_tracking();
+    let [one] = gpu.streams();
+    let starts = Barrier::new(2);
+    for _ in 0..100 {
+        gpu.context.bind_to_thread().unwrap();
+        // SAFETY: the stream lives.
+        unsafe { result::stream::begin_capture(one.cu_stream(), Mode::CU_STREAM_CAPTURE_MODE_RELAXED) }.unwrap();
+        let allocate = || {
+            starts.wait();
+            let graph = aquifer_cudarc::graph_of_capture(&gpu.memory, &one).unwrap().unwrap();
+            drop(zeros(&gpu, &one));
+            graph
+        };
+        let [first, second] = thread::scope(|threads| {
+            let both = [(); 2].map(|()| threads.spawn(allocate));
+            both.map(|thread| thread.join().unwrap())
+        });
+        assert!(Arc::ptr_eq(&first, &second));
+        // SAFETY: the stream lives, and the graph is destroyed once.
+        unsafe { result::graph::destroy(result::stream::end_capture(one.cu_stream()).unwrap()) }.unwrap();
+        gpu.standin.run_destructors();
+    }
     gpu.assert_all_is_back();
 }
 

@@ -94,6 +94,23 @@ fn t2_an_event_has_the_clock_of_its_stream_at_the_record() {
 }
 
 #[test]
+fn t2_a_failed_record_after_many_copies_leaves_what_was_covered() {
+    let (bench, [one]) = Bench::with_streams();
+    bench.busy(&one);
+    let copy = || {
+        bench.fill(&one);
+        let tick = one.tick();
+        tick.timeline().cover_copy(tick.n()).map(|()| tick)
+    };
+    let last = (0..200).map(|_| copy().unwrap()).last().unwrap();
+    bench.subject.inject(Fault::Nth { operation: Some(Operation::Record), nth: 1, code: Code(999) });
+    copy().unwrap_err();
+    assert!(last.timeline().is_covered(last.n()));
+    bench.pass();
+    assert!(last.is_done().unwrap());
+}
+
+#[test]
 fn t2_user_events_order_streams_as_ticks_do() {
     let (bench, [one, two, three]) = Bench::with_streams();
     let tick = bench.long_work(&one);
