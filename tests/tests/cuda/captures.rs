@@ -159,7 +159,7 @@ fn memory_of_a_followed_graph_stays_until_the_driver_tells_that_it_is_gone() {
         stream.copy(before, inside.ptr(), MIB).unwrap();
         let scratch = inside.ptr();
         drop(inside);
-        graph.free_raw_on(before, &stream).unwrap();
+        graph.free_raw_on(&allocator, before, &stream).unwrap();
         let launched = theirs.end_capture(FLAGS).unwrap().expect("a graph");
         assert!(allocator.followed_graph(&stream).unwrap().is_none() && !stream.is_capturing());
         drop(graph);

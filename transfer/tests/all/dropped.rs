@@ -142,7 +142,7 @@ fn a_thread_that_has_access_to_memory_waits_for_no_upload() {
             Ok::<_, Error>(())
         };
         with(&stream, [read(&buffer)], |_, _| waits()).unwrap();
-        downloads.map(|download| assert!(download.wait().unwrap() == [1; BYTES]));
+        downloads.into_iter().for_each(|download| assert!(download.wait().unwrap() == [1; BYTES]));
         assert!(transfer.to_vec(&written).unwrap().wait().unwrap() == content(BYTES, 1));
     });
 }

@@ -7,8 +7,8 @@ use aquifer::buffer::{read, write};
 use aquifer::memory::{Contents, Part, PoolOptions, SleepOptions};
 use aquifer::{Allocator, Buffer};
 use aquifer_cudarc::{AllocatorExt, Capture, Error, Graph, StreamExt};
-use cudarc::driver::{CudaStream, result};
 use cudarc::driver::sys::{CUgraphInstantiate_flags as Flags, CUstreamCaptureMode as Mode};
+use cudarc::driver::{CudaStream, result};
 
 use super::{Gpu, N};
 
@@ -420,7 +420,7 @@ fn a_graph_is_launched_by_any_thread_and_looked_at_as_cudarc_has_it() {
     let [one] = gpu.streams();
     let x = gpu.memory.from_slice(&vec![1.0_f32; N], &aquifer_cudarc::stream(&one).unwrap()).unwrap();
     let (graph, _) = capture(&gpu, &one, &x);
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         for _ in 0..3 {
             scope.spawn(|| (0..10).for_each(|_| graph.launch().unwrap()));
         }
