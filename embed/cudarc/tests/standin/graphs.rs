@@ -347,7 +347,9 @@ fn threads_that_see_a_capture_first_at_the_same_time_share_its_memory() {
         });
         assert!(Arc::ptr_eq(&first, &second));
         // SAFETY: the stream lives, and the graph is destroyed once.
-        unsafe { result::graph::destroy(result::stream::end_capture(one.cu_stream()).unwrap()) }.unwrap();
+        let captured = unsafe { result::stream::end_capture(one.cu_stream()) }.unwrap();
+        // SAFETY: as above, and nothing else has the graph.
+        unsafe { result::graph::destroy(captured) }.unwrap();
         gpu.standin.run_destructors();
     }
     gpu.assert_all_is_back();
