@@ -79,11 +79,6 @@ impl<T: Pod> PinnedBuffer<T> {
         self.len * size_of::<T>()
     }
 
-    /// Whether the memory is pinned, as it is unless the caller let it be pageable.
-    pub fn is_pinned(&self) -> bool {
-        self.block.is_pinned()
-    }
-
     /// Whether no copy is in flight, so that neither [`PinnedBuffer::read`] nor
     /// [`PinnedBuffer::write`] would wait.
     ///
@@ -262,7 +257,6 @@ impl<T> fmt::Debug for PinnedBuffer<T> {
         f.debug_struct("PinnedBuffer")
             .field("type", &std::any::type_name::<T>())
             .field("len", &self.len)
-            .field("pinned", &self.block.is_pinned())
             .finish_non_exhaustive()
     }
 }

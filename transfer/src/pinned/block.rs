@@ -37,11 +37,6 @@ impl PinnedBlock {
         self.0.bytes()
     }
 
-    /// Whether the memory is pinned, as it is unless the caller let it be pageable.
-    pub fn is_pinned(&self) -> bool {
-        self.0.is_pinned()
-    }
-
     /// Whether no copy is in flight, so that neither [`PinnedBlock::read`] nor
     /// [`PinnedBlock::write`] would wait.
     ///
@@ -56,8 +51,7 @@ impl PinnedBlock {
     /// # Errors
     /// [`TransferError::UsedByGraph`].
     pub fn refuse_graphs(&self) -> Result<(), TransferError> {
-        // Threads of the runtime share pageable memory alone, which no graph uses.
-        if self.is_pinned() && Arc::strong_count(&self.0) > 1 {
+        if Arc::strong_count(&self.0) > 1 {
             return Err(self.0.used_by_graph("drop the graph first"));
         }
         Ok(())
@@ -170,9 +164,6 @@ impl PinnedBlock {
 
 impl fmt::Debug for PinnedBlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PinnedBlock")
-            .field("bytes", &self.bytes())
-            .field("pinned", &self.is_pinned())
-            .finish_non_exhaustive()
+        f.debug_struct("PinnedBlock").field("bytes", &self.bytes()).finish_non_exhaustive()
     }
 }

@@ -1,4 +1,4 @@
-//! The record of the accesses to a piece of host memory: ticks, access guards and reservations, as
+//! The record of the accesses to a piece of host memory: ticks and access guards, as
 //! [`aquifer_allocator::Storage`] has them for device memory.
 //!
 //! Invariants:
@@ -7,7 +7,6 @@
 //! * a thread that enqueues a copy holds an access guard, which notes the stream's tick when it
 //!   ends, whether or not the driver accepted the copy: a call may fail after the driver took the
 //!   copy;
-//! * while memory is reserved, no other use that conflicts begins;
 //! * a borrow by the host is counted before it waits for the copies that conflict, and a launch of
 //!   a graph looks at the counts while it holds its access guards. So one of the two sees the
 //!   other;
@@ -22,14 +21,12 @@ use aquifer_device::{AccessKind, DeviceError, Stream, Tick};
 
 use super::borrow::HostBorrow;
 use crate::error::TransferError;
-use crate::sync::{AtomicUsize, Condvar, Mutex, MutexGuard};
+use crate::sync::{AtomicUsize, Mutex, MutexGuard};
 
 /// The copies that use some memory.
 #[derive(Debug, Default)]
 pub(super) struct Uses {
     noted: Mutex<Noted>,
-    /// Notified when a reservation ends.
-    released: Condvar,
     /// Borrows by the host that read, and that write.
     borrows: [AtomicUsize; 2],
 }
@@ -42,10 +39,9 @@ struct Noted {
 }
 
 impl Uses {
-    /// The copies that must be done before a use of this kind. Waits for reservations that
-    /// conflict.
+    /// The copies that must be done before a use of this kind.
     pub(super) fn before(&self, kind: AccessKind) -> Vec<Tick> {
-        let mut noted = self.lock_unreserved(kind);
+        let mut noted = self.noted.lock();
         noted.note_lent(kind);
         noted.record.forget_done();
         noted.record.before(kind).cloned().collect()
@@ -63,9 +59,6 @@ impl Uses {
     pub(super) fn are_over(&self) -> Result<bool, TransferError> {
         let ticks: Vec<Tick> = {
             let mut noted = self.noted.lock();
-            if noted.record.is_reserved_against(AccessKind::Write) {
-                return Ok(false);
-            }
             noted.note_lent(AccessKind::Read);
             noted.record.forget_done();
             let lent = noted.lent.iter().map(|(stream, _)| stream.tick());
@@ -79,38 +72,14 @@ impl Uses {
         Ok(true)
     }
 
-    /// An access guard for a stream, which waits for the copies that must come before; `None` while
-    /// a reservation conflicts.
-    pub(super) fn try_access<'a>(
-        &'a self,
-        stream: &'a Stream,
-        kind: AccessKind,
-    ) -> Result<Option<HostAccess<'a>>, DeviceError> {
+    /// An access guard for a stream, which waits for the copies that must come before.
+    pub(super) fn access<'a>(&'a self, stream: &'a Stream, kind: AccessKind) -> Result<HostAccess<'a>, DeviceError> {
         let mut noted = self.noted.lock();
-        if noted.record.is_reserved_against(kind) {
-            return Ok(None);
-        }
         noted.note_lent(kind);
         for tick in noted.record.before(kind) {
             stream.wait_for(tick)?;
         }
-        Ok(Some(HostAccess { stream, kind, noted }))
-    }
-
-    /// Waits until no reservation conflicts with such a use. Another one may follow at once.
-    pub(super) fn wait_unreserved(&self, kind: AccessKind) {
-        drop(self.lock_unreserved(kind));
-    }
-
-    /// Begins a reservation. Waits for reservations that conflict.
-    pub(super) fn reserve(&self, kind: AccessKind) {
-        self.lock_unreserved(kind).record.reserve(kind);
-    }
-
-    /// Ends a reservation.
-    pub(super) fn release(&self, kind: AccessKind) {
-        self.noted.lock().record.end_reservation(kind);
-        self.released.notify_all();
+        Ok(HostAccess { stream, kind, noted })
     }
 
     /// Counts a borrow by the host, which then waits for [`Uses::before`]. The lock that this takes
@@ -126,14 +95,6 @@ impl Uses {
         let is_held = |borrow: AccessKind| self.borrows[borrow as usize].load(Ordering::Acquire) > 0;
         let mut conflicts = [AccessKind::Write, AccessKind::Read].into_iter();
         conflicts.find(|&borrow| borrow.max(kind) == AccessKind::Write && is_held(borrow))
-    }
-
-    fn lock_unreserved(&self, kind: AccessKind) -> MutexGuard<'_, Noted> {
-        let mut noted = self.noted.lock();
-        while noted.record.is_reserved_against(kind) {
-            noted = self.released.wait(noted);
-        }
-        noted
     }
 }
 

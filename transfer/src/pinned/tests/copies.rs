@@ -1,7 +1,5 @@
 //! Buffers while copies use them.
 
-use std::thread;
-
 use aquifer_device::RequestError;
 
 use super::*;
@@ -120,46 +118,6 @@ fn memory_of_another_device_and_captures_are_refused() {
     assert!(refused.to_string().contains("capture"), "{refused}");
     drop(capture);
     part.memory.access(&bench.stream, AccessKind::Read).map(drop).unwrap();
-}
-
-#[test]
-fn a_reservation_keeps_the_host_and_conflicting_copies_away() {
-    let bench = Bench::new(PinnedConfig::default());
-    let mut buffer = bench.pool.alloc_zeroed(1 << 20, 1).unwrap();
-    bench.upload(&buffer).unwrap();
-    let target = buffer.all_mut().host().reserve(AccessKind::Write).unwrap();
-    assert_eq!(bench.pool.stats().num_waits, 1, "the upload was waited for");
-    assert!(!buffer.is_idle().unwrap());
-    thread::scope(|scope| {
-        scope.spawn(move || {
-            for quarter in 0..4 {
-                target.range().write(quarter << 18, &[8; 1 << 18]).unwrap();
-            }
-            assert!(target.range().write(3 << 18, &[8; (1 << 18) + 1]).is_err(), "beyond the end");
-        });
-        bench.upload(&buffer).unwrap();
-        assert!(buffer.read().unwrap().iter().all(|&byte| byte == 8));
-    });
-    let mut bytes = vec![0; 1 << 20];
-    bench.stream.download_blocking(&mut bytes, bench.memory).unwrap();
-    assert!(bytes.iter().all(|&byte| byte == 8));
-    drop(buffer);
-    bench.check_over();
-}
-
-#[test]
-fn reservations_to_read_coexist() {
-    let bench = Bench::new(PinnedConfig::default());
-    let buffer = bench.pool.alloc_zeroed(1000, 1).unwrap();
-    let part = buffer.all().host();
-    let (one, two) = (part.reserve(AccessKind::Read).unwrap(), part.reserve(AccessKind::Read).unwrap());
-    part.memory.wait_unreserved(AccessKind::Read);
-    bench.upload(&buffer).unwrap();
-    assert_eq!(buffer.read().unwrap()[0], 0);
-    drop(buffer);
-    assert_eq!(bench.pool.stats().active_requests.current, 1, "reservations keep the memory");
-    drop((one, two));
-    bench.check_over();
 }
 
 /// A copy out of lent memory, as other libraries enqueue it.
