@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use aquifer_device::{AccessKind, HostPtr, Stream, Tick};
+use aquifer_device::{AccessKind, Tick};
 use bytemuck::Pod;
 
 use super::borrow::{PinnedRead, PinnedWrite};
@@ -97,31 +97,6 @@ impl PinnedBlock {
     /// reversed.
     pub fn part(&self, bytes: Range<usize>) -> Result<PinnedPart<'_>, TransferError> {
         self.all().part(bytes)
-    }
-
-    /// Its address, for copies out of it that other libraries enqueue on `stream`. They come after
-    /// earlier copies into the block. Later copies into it, and [`PinnedBlock::write`], come after
-    /// the work enqueued on `stream` before them, and so does reuse after the block is dropped.
-    /// Nothing waits for the device.
-    ///
-    /// Keep the block borrowed until the copies are enqueued, and launch no graph that uses it
-    /// before. The host must not read or write through the address.
-    ///
-    /// # Errors
-    /// When the stream is another device's, or captures; errors of the driver.
-    pub fn lend(&self, stream: &Stream) -> Result<HostPtr, TransferError> {
-        self.0.access(stream, AccessKind::Read)?.lend();
-        Ok(self.0.ptr())
-    }
-
-    /// As [`PinnedBlock::lend`], for copies into it: they come after all earlier copies, and all
-    /// later uses come after them.
-    ///
-    /// # Errors
-    /// As [`PinnedBlock::lend`].
-    pub fn lend_mut(&mut self, stream: &Stream) -> Result<HostPtr, TransferError> {
-        self.0.access(stream, AccessKind::Write)?.lend();
-        Ok(self.0.ptr())
     }
 
     /// The first `len` values of `T` as ordinary memory, after waiting on the host for all copies.

@@ -9,10 +9,7 @@
 //!   copy;
 //! * a borrow by the host is counted before it waits for the copies that conflict, and a launch of
 //!   a graph looks at the counts while it holds its access guards. So one of the two sees the
-//!   other;
-//! * memory is lent to a stream while its buffer is borrowed, and a use that conflicts needs a
-//!   borrow that conflicts. So all work of the loan is enqueued before such a use, and the stream's
-//!   tick at that moment covers it.
+//!   other.
 
 use std::sync::atomic::Ordering;
 
@@ -26,45 +23,27 @@ use crate::sync::{AtomicUsize, Mutex, MutexGuard};
 /// The copies that use some memory.
 #[derive(Debug, Default)]
 pub(super) struct Uses {
-    noted: Mutex<Noted>,
+    record: Mutex<AccessRecord>,
     /// Borrows by the host that read, and that write.
     borrows: [AtomicUsize; 2],
-}
-
-#[derive(Debug, Default)]
-struct Noted {
-    record: AccessRecord,
-    /// Streams on which the caller enqueues copies: several that read, or one that writes.
-    lent: Vec<(Stream, AccessKind)>,
 }
 
 impl Uses {
     /// The copies that must be done before a use of this kind.
     pub(super) fn before(&self, kind: AccessKind) -> Vec<Tick> {
-        let mut noted = self.noted.lock();
-        noted.note_lent(kind);
-        noted.record.forget_done();
-        noted.record.before(kind).cloned().collect()
+        let mut record = self.record.lock();
+        record.forget_done();
+        record.before(kind).cloned().collect()
     }
 
     /// All copies that use the memory, for its release.
     pub(super) fn take(&mut self) -> Vec<Tick> {
-        let noted = self.noted.get_mut();
-        noted.note_lent(AccessKind::Write);
-        std::mem::take(&mut noted.record).before(AccessKind::Write).cloned().collect()
+        std::mem::take(self.record.get_mut()).before(AccessKind::Write).cloned().collect()
     }
 
-    /// Whether nothing uses the memory, nor is going to. Asks the driver about copies that are not
-    /// known to be done.
+    /// Whether no copy uses the memory. Asks the driver about copies that are not known to be done.
     pub(super) fn are_over(&self) -> Result<bool, TransferError> {
-        let ticks: Vec<Tick> = {
-            let mut noted = self.noted.lock();
-            noted.note_lent(AccessKind::Read);
-            noted.record.forget_done();
-            let lent = noted.lent.iter().map(|(stream, _)| stream.tick());
-            noted.record.before(AccessKind::Write).cloned().chain(lent).collect()
-        };
-        for tick in ticks {
+        for tick in self.before(AccessKind::Write) {
             if !tick.is_done()? {
                 return Ok(false);
             }
@@ -74,12 +53,11 @@ impl Uses {
 
     /// An access guard for a stream, which waits for the copies that must come before.
     pub(super) fn access<'a>(&'a self, stream: &'a Stream, kind: AccessKind) -> Result<HostAccess<'a>, DeviceError> {
-        let mut noted = self.noted.lock();
-        noted.note_lent(kind);
-        for tick in noted.record.before(kind) {
+        let record = self.record.lock();
+        for tick in record.before(kind) {
             stream.wait_for(tick)?;
         }
-        Ok(HostAccess { stream, kind, noted })
+        Ok(HostAccess { stream, kind, record })
     }
 
     /// Counts a borrow by the host, which then waits for [`Uses::before`]. The lock that this takes
@@ -98,15 +76,6 @@ impl Uses {
     }
 }
 
-impl Noted {
-    /// Notes the work of loans that conflict with such a use. All of it is enqueued.
-    fn note_lent(&mut self, kind: AccessKind) {
-        let conflicts = |lent: &mut (Stream, AccessKind)| kind == AccessKind::Write || lent.1 == AccessKind::Write;
-        let lent: Vec<_> = self.lent.extract_if(.., conflicts).collect();
-        lent.iter().for_each(|(stream, kind)| self.record.note(stream.tick(), *kind));
-    }
-}
-
 /// A stream's access to host memory: work enqueued on the stream while it is held comes after the
 /// copies that must come before. Hold it only while enqueuing.
 #[derive(Debug)]
@@ -114,22 +83,11 @@ impl Noted {
 pub(crate) struct HostAccess<'a> {
     stream: &'a Stream,
     kind: AccessKind,
-    noted: MutexGuard<'a, Noted>,
-}
-
-impl HostAccess<'_> {
-    /// Lends the memory to the stream: later uses that conflict come after the work that is
-    /// enqueued on the stream before them.
-    pub(super) fn lend(mut self) {
-        let lent = &mut self.noted.lent;
-        if !lent.iter().any(|(known, _)| known.id() == self.stream.id()) {
-            lent.push((self.stream.clone(), self.kind));
-        }
-    }
+    record: MutexGuard<'a, AccessRecord>,
 }
 
 impl Drop for HostAccess<'_> {
     fn drop(&mut self) {
-        self.noted.record.note(self.stream.tick(), self.kind);
+        self.record.note(self.stream.tick(), self.kind);
     }
 }
