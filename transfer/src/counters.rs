@@ -40,8 +40,7 @@ pub struct Counters {
     pub on_host: Traffic,
     /// The number of waits of threads for the device, in calls that document it.
     pub synchronisations: u64,
-    /// The time of these waits for transfers, without measurements
-    /// ([`crate::Transfer::batch_calls_pay_below`]).
+    /// The time of these waits for transfers.
     pub time_waited: Duration,
     /// The time from the call that began a transfer to the end of its wait or await, summed over
     /// the transfers that were waited for or awaited.

@@ -78,7 +78,7 @@ pub(crate) unsafe fn enqueue_block(
     unsafe { stream.copy_2d(&copy) }
 }
 
-/// Enqueues some copies with one call, and the others with one each.
+/// Enqueues some copies with one call, if the driver has such a call, and the others with one each.
 ///
 /// # Safety
 /// As [`aquifer_device::Driver::copy_batch`], for all of them.
@@ -88,11 +88,19 @@ pub(crate) unsafe fn enqueue_parts(
     batched: &[CopyPart],
     single: &[CopyPart],
 ) -> Result<(), DeviceError> {
-    if !batched.is_empty() {
+    let mut one_by_one = batched;
+    if batched.len() > 1 {
         // SAFETY: passed on to the caller.
-        unsafe { stream.copy_batch(batched) }?;
+        match unsafe { stream.copy_batch(batched) } {
+            // Nothing was enqueued.
+            Err(error) if error.code == Code::NOT_SUPPORTED => tracing::debug!(%error, "no call for many copies"),
+            called => {
+                called?;
+                one_by_one = &[];
+            }
+        }
     }
-    single.iter().try_for_each(|part| {
+    one_by_one.iter().chain(single).try_for_each(|part| {
         // SAFETY: passed on to the caller.
         unsafe { enqueue_part(stream, *part) }
     })
@@ -123,7 +131,7 @@ pub fn covered_tick(stream: &Stream) -> Tick {
 }
 
 /// The place `bytes` further on, within memory that was checked.
-pub(crate) fn offset(place: CopyEnd, bytes: u64) -> CopyEnd {
+fn offset(place: CopyEnd, bytes: u64) -> CopyEnd {
     match place {
         CopyEnd::Device(ptr) => CopyEnd::Device(ptr.offset(bytes)),
         CopyEnd::Host(mut ptr) => {

@@ -23,8 +23,7 @@ pub enum TransferError {
     #[error(transparent)]
     Alloc(AllocError),
     /// Pinned host memory ran out, by the pool's limit or the system's. Free some, raise the
-    /// limit, or allow pageable memory. Small copies and staging take from the same pool, so leave
-    /// them room under a limit.
+    /// limit. Small copies and staging take from the same pool, so leave them room under a limit.
     #[error(
         "out of pinned host memory: {requested} bytes asked for, {reserved} held{}, {free} of them unused in pieces of at most \
          {largest}, {copying} dropped and still used by copies; {}",
@@ -165,7 +164,7 @@ fn pinned_advice(limit: Option<u64>, system_refused: bool) -> &'static str {
         Some(_) if !system_refused => {
             "drop pinned buffers or raise the limit (`PinnedPool::set_limit`); copies of ordinary memory need some, too"
         }
-        _ => "drop pinned buffers, or let memory be pageable (`PinnedPool::alloc_or_pageable`)",
+        _ => "drop pinned buffers, or keep values in ordinary memory, which copies stage",
     }
 }
 

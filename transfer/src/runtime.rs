@@ -5,7 +5,6 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use aquifer_allocator::{AccessGuard, Allocator, Storage};
-use aquifer_device::fork::Mutex;
 use aquifer_device::internal::CalledFrom;
 use aquifer_device::{AccessKind, Device, DeviceError, RequestError, Stream, Tick};
 
@@ -124,9 +123,6 @@ pub(crate) struct RuntimeState {
     levels: Levels,
     /// The default priority.
     priority: i32,
-    /// The size up to which batched copies pay, by direction, once measured; an inner `None` if the
-    /// driver has no batched copies.
-    pub(crate) crossovers: [Mutex<Option<Option<u64>>>; 3],
     shared: Arc<Shared>,
     staging: Staging,
 }
@@ -142,8 +138,7 @@ impl Runtime {
         let pinned = PinnedPool::new(device, config.pinned)?;
         let staging = Staging::new(&pinned, config.staging);
         let (levels, priority) = (Levels::new(device, config.streams), config.priority);
-        let (crossovers, shared) = Default::default();
-        Ok(Runtime(Arc::new(RuntimeState { pinned, levels, priority, crossovers, shared, staging })))
+        Ok(Runtime(Arc::new(RuntimeState { pinned, levels, priority, shared: Arc::default(), staging })))
     }
 
     /// Pinned memory for copies of its device.
@@ -404,15 +399,8 @@ impl Transfer {
             return work().map_err(Into::into);
         }
         self.refuse_capture(stream)?;
-        let (access, on_host) = loop {
-            // Without device memory: the threads that end reservations may need it.
-            host.iter().for_each(|(part, kind)| part.memory.wait_unreserved(*kind));
-            let access = AccessGuard::acquire(stream, device)?;
-            // Another part of the memory may have been reserved meanwhile.
-            if let Some(on_host) = access_host(host, stream)? {
-                break (access, on_host);
-            }
-        };
+        let access = AccessGuard::acquire(stream, device)?;
+        let on_host = access_host(host, stream)?;
         let _held_off = hold_off_captures(stream, NO_CAPTURE)?;
         let worked = work();
         drop(on_host);
@@ -421,24 +409,17 @@ impl Transfer {
     }
 }
 
-/// A stream's access to host memory; `None` while a reservation conflicts. All threads lock in one
-/// order, by address, so that they do not wait for each other in a circle.
+/// A stream's access to host memory. All threads lock in one order, by address, so that they do not
+/// wait for each other in a circle.
 fn access_host<'a>(
     host: &[(HostPart<'a>, AccessKind)],
     stream: &'a Stream,
-) -> Result<Option<Vec<HostAccess<'a>>>, TransferError> {
+) -> Result<Vec<HostAccess<'a>>, TransferError> {
     let mut wanted: Vec<_> = host.iter().map(|&(part, kind)| (part.memory, kind)).collect();
     // Writing sorts before reading, so that `dedup` keeps it where memory is listed twice.
     wanted.sort_unstable_by_key(|&(memory, kind)| (Arc::as_ptr(memory), std::cmp::Reverse(kind)));
     wanted.dedup_by_key(|(memory, _)| Arc::as_ptr(memory));
-    let mut accesses = Vec::with_capacity(wanted.len());
-    for (memory, kind) in wanted {
-        match memory.try_access(stream, kind)? {
-            Some(access) => accesses.push(access),
-            None => return Ok(None),
-        }
-    }
-    Ok(Some(accesses))
+    wanted.into_iter().map(|(memory, kind)| memory.access(stream, kind)).collect()
 }
 
 impl fmt::Debug for Transfer {

@@ -4,7 +4,6 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::RangeBounds;
 
-use aquifer_device::Stream;
 use aquifer_transfer::{PinnedBlock, PinnedRead, PinnedWrite};
 use bytemuck::Pod;
 
@@ -79,11 +78,6 @@ impl<T: Pod> PinnedBuffer<T> {
         self.len * size_of::<T>()
     }
 
-    /// Whether the memory is pinned, as it is unless the caller let it be pageable.
-    pub fn is_pinned(&self) -> bool {
-        self.block.is_pinned()
-    }
-
     /// Whether no copy is in flight, so that neither [`PinnedBuffer::read`] nor
     /// [`PinnedBuffer::write`] would wait.
     ///
@@ -118,29 +112,6 @@ impl<T: Pod> PinnedBuffer<T> {
     /// Errors of the driver.
     pub fn write(&mut self) -> Result<PinnedWrite<'_, T>, Error> {
         self.as_slice_mut().into_write()
-    }
-
-    /// Its address, for copies out of it that other libraries enqueue on `stream`, such as cudarc.
-    /// They come after earlier copies into the buffer. Later copies into it, and
-    /// [`PinnedBuffer::write`], come after the work enqueued on `stream` before them, and so does
-    /// reuse after the buffer is dropped. Nothing waits for the device.
-    ///
-    /// Keep the buffer borrowed until the copies are enqueued, and launch no graph that uses it
-    /// before. The host must not read or write through the address.
-    ///
-    /// # Errors
-    /// When the stream is another device's, or captures; errors of the driver.
-    pub fn lend(&self, stream: &Stream) -> Result<*const T, Error> {
-        Ok(self.block.lend(stream)?.as_ptr().cast::<T>().cast_const())
-    }
-
-    /// As [`PinnedBuffer::lend`], for copies into it: they come after all earlier copies, and all
-    /// later uses come after them.
-    ///
-    /// # Errors
-    /// As [`PinnedBuffer::lend`].
-    pub fn lend_mut(&mut self, stream: &Stream) -> Result<*mut T, Error> {
-        Ok(self.block.lend_mut(stream)?.as_ptr().cast::<T>())
     }
 
     /// All of it, to be copied from.
@@ -262,7 +233,6 @@ impl<T> fmt::Debug for PinnedBuffer<T> {
         f.debug_struct("PinnedBuffer")
             .field("type", &std::any::type_name::<T>())
             .field("len", &self.len)
-            .field("pinned", &self.block.is_pinned())
             .finish_non_exhaustive()
     }
 }

@@ -119,18 +119,6 @@ impl PinnedPool {
             Err((memory, error)) => Err(Box::new(Returned { memory, error: error.into() })),
         }
     }
-
-    /// As [`PinnedPool::alloc_zeroed`], but where pinned memory cannot be had the buffer is
-    /// ordinary memory: see [`PinnedBuffer::is_pinned`]. Copies from and to it are staged, which
-    /// takes time of the host. A lost device is still an error.
-    ///
-    /// # Errors
-    /// [`OutOfHostMemory`](aquifer_transfer::TransferError::OutOfHostMemory) when the system has no
-    /// memory at all; [`aquifer_device::RequestError::LengthOverflow`]; a lost device.
-    pub fn alloc_or_pageable<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, Error> {
-        let bytes = bytes_of(len, size_of::<T>() as u64)?;
-        Ok(PinnedBuffer::new(self.0.alloc_or_pageable(bytes, align_of::<T>())?, len))
-    }
 }
 
 impl fmt::Debug for PinnedPool {

@@ -75,11 +75,6 @@ macro_rules! sizes {
             pub fn bytes(&self) -> usize {
                 self.part$(.$as_shared())?.bytes()
             }
-
-            /// Whether the memory is pinned.
-            pub fn is_pinned(&self) -> bool {
-                self.part$(.$as_shared())?.is_pinned()
-            }
         }
     )* };
 }

@@ -415,7 +415,7 @@ impl Transfer {
 
     /// Copies host memory to pinned memory. The calling thread waits until no copy writes
     /// `from` and no copy uses `to`, and then copies: the result is complete when this returns. The
-    /// pools may be of different devices, and the memory pageable.
+    /// pools may be of different devices.
     ///
     /// ```
     /// use aquifer::prelude::*;

@@ -14,11 +14,10 @@ use crate::error::Error;
 /// Many copies that are made together, in the order in which they were added.
 ///
 /// Elements to upload are copied when they are added, into one buffer; downloads return in one.
-/// Pieces that are adjacent at both ends become one copy. Copies of one direction that were added
-/// one after the other go to the driver in one call, if the driver has such a call and it pays on
-/// this device ([`aquifer_transfer::Transfer::batch_calls_pay_below`]), else in one call each. So
-/// add copies of one direction together. Copies of which one writes what another one uses are made
-/// one by one.
+/// Pieces that are adjacent at both ends become one copy. Copies of one direction and at most 1 MiB
+/// that were added one after the other go to the driver in one call, if the driver has such a call,
+/// else in one call each. So add copies of one direction together. Copies of which one writes what
+/// another one uses are made one by one.
 ///
 /// ```
 /// use aquifer::prelude::*;
@@ -104,9 +103,7 @@ impl TransferBatch {
         self.0.pieces()
     }
 
-    /// Enqueues all copies. The first batch in a direction measures whether batched calls pay,
-    /// which takes some milliseconds, but waits for no other work
-    /// ([`aquifer_transfer::Transfer::batch_calls_pay_below`]).
+    /// Enqueues all copies.
     ///
     /// # Errors
     /// When pinned memory runs out, a stream that captures, and errors of the driver. Some

@@ -86,9 +86,6 @@ small:
   single_us, batched_us     time of a copy, with one call each or as a batch, including packing and
                             waiting
   speedup                   ratio of single_us to batched_us
-  batch_calls_pay_below     the size up to which the driver's call for many copies is used in this
-                            direction; null if there is no such call, the largest number if it pays
-                            at all sizes
 overlap:
   what, bytes               the two things that ran at the same time, and their size
   first_ms, second_ms       time of each alone

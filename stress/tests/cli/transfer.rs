@@ -74,13 +74,6 @@ fn batches_of_small_copies_save_calls() {
 }
 
 #[test]
-fn the_size_up_to_which_batches_pay_is_printed() {
-    let output = stress(&["--device", "sim:1GiB", "transfer", "--only", "small", "--max-mb", "1", "--rounds", "1"]);
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && text.matches("one driver call for many copies pays").count() == 3, "{text}");
-}
-
-#[test]
 fn copies_overlap_with_kernels_and_each_other() {
     let rows = measured(&["--only", "overlap", "--max-mb", "16"]);
     assert_eq!(rows.len(), 3);

@@ -4,10 +4,10 @@
 use std::sync::{Arc, OnceLock};
 
 use aquifer_allocator::Storage;
-use aquifer_device::{AccessKind, CopyEnd, CopyPart, DevicePtr, HostPtr, RequestError, Tick};
+use aquifer_device::{AccessKind, CopyEnd, CopyPart, DevicePtr, HostPtr, RequestError, Stream, Tick};
 
+use super::DevicePart;
 use super::on_device::{check_apart, check_lengths};
-use super::{DevicePart, crossover};
 use crate::completion::Completion;
 use crate::counters::Direction;
 use crate::enqueue::enqueue_parts;
@@ -23,13 +23,18 @@ const PACKED_BYTES: usize = 1 << 20;
 /// element.
 const PACKED_ALIGNMENT: usize = 64;
 
+/// Copies of at most this many bytes go to the driver in one call. A larger one takes 20 µs and more
+/// at the 53 GB/s of an H200's link, so that the call saved is a small part of it, and on some
+/// devices and drivers large copies take longer in a batch. On that H200, 64 copies of 4 KiB take 2.6
+/// (up) and 5.2 times (down) as long with one call each (`docs/hardware/2026-11-26-h200.md`).
+const BATCHED_BYTES: u64 = 1 << 20;
+
 /// Many copies that are made together, in the order in which they were added.
 ///
 /// Bytes to upload are copied when they are added, into one block; downloads return in one. Pieces
-/// that are adjacent at both ends become one copy. Copies of one direction that were added one
-/// after the other go to the driver in one call, if the driver has such a call and it pays on this
-/// device ([`Transfer::batch_calls_pay_below`]), else in one call each. Copies of which one writes
-/// what another one uses are made one by one.
+/// that are adjacent at both ends become one copy. Copies of one direction and at most 1 MiB that
+/// were added one after the other go to the driver in one call, if the driver has such a call, else
+/// in one call each. Copies of which one writes what another one uses are made one by one.
 #[derive(Debug)]
 #[must_use = "nothing is copied before `run`"]
 pub struct Batch {
@@ -166,9 +171,7 @@ impl Batch {
         self.groups.iter().map(|group| group.pieces.len()).sum()
     }
 
-    /// Enqueues all copies. The first batch in a direction measures whether batched calls pay,
-    /// which takes some milliseconds, but waits for no other work
-    /// ([`Transfer::batch_calls_pay_below`]).
+    /// Enqueues all copies.
     ///
     /// # Errors
     /// When pinned memory runs out, a stream that captures, and errors of the driver. Some
@@ -304,13 +307,11 @@ fn enqueue_pieces(
     host: &[HostPart<'_>],
 ) -> Result<Tick, TransferError> {
     let stream = transfer.next_stream(direction);
-    let may_pay = pieces.len() > 1 && stream.takes_batches();
-    let crossover = if may_pay { crossover::batched_below(transfer, direction)? } else { None };
     let ends = pieces.iter().flat_map(|piece| [(&piece.from, AccessKind::Read), (&piece.to, AccessKind::Write)]);
     let memory: Vec<_> = ends.filter_map(|(end, kind)| Some((end.storage()?, kind))).collect();
     let on_host = if direction == Direction::Upload { AccessKind::Read } else { AccessKind::Write };
     let parts: Vec<_> = host.iter().map(|part| (*part, on_host)).collect();
-    let (batched, single) = split(pieces.iter().map(|piece| piece.part(host)).collect(), crossover);
+    let (batched, single) = split(stream, pieces.iter().map(|piece| piece.part(host)).collect());
     let tick = transfer.enqueue(stream, &memory, &parts, || {
         #[allow(unsafe_code, reason = "the driver gets addresses; what keeps them good is above")]
         // SAFETY: the host ends lie in buffers of the pool, which the caller borrows now. The pool
@@ -326,8 +327,7 @@ fn enqueue_pieces(
 
 /// The copies for one call, and those that go one by one. If a copy writes what another one uses,
 /// all go one by one, because no order holds within a call.
-fn split(copies: Vec<CopyPart>, crossover: Option<u64>) -> (Vec<CopyPart>, Vec<CopyPart>) {
-    let Some(crossover) = crossover.filter(|_| CopyPart::are_independent(&copies)) else { return (Vec::new(), copies) };
-    let (batched, single): (Vec<_>, Vec<_>) = copies.into_iter().partition(|copy| copy.bytes < crossover);
-    if batched.len() > 1 { (batched, single) } else { (Vec::new(), [batched, single].concat()) }
+fn split(stream: &Stream, copies: Vec<CopyPart>) -> (Vec<CopyPart>, Vec<CopyPart>) {
+    let may_batch = copies.len() > 1 && stream.takes_batches() && CopyPart::are_independent(&copies);
+    copies.into_iter().partition(|copy| may_batch && copy.bytes <= BATCHED_BYTES)
 }

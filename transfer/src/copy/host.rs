@@ -11,7 +11,7 @@ use aquifer_device::{AccessKind, CopyEnd};
 use bytemuck::Pod;
 
 use super::DevicePart;
-use super::memory::{Destination, GuardedRange, Owned};
+use super::memory::{Destination, LentRange, Owned};
 use super::packed::{OnDevice, Packed};
 use super::region::{Elements, Plan};
 use crate::completion::Completion;
@@ -85,7 +85,7 @@ impl Transfer {
         #[allow(unsafe_code, reason = "lending is a promise to wait, which this function keeps")]
         // SAFETY: the memory is borrowed until this function returns, and it waits until the job is
         // settled.
-        let lent = unsafe { GuardedRange::lent(from) };
+        let lent = unsafe { LentRange::lent(from) };
         let job = self.stage_plan(HostEndpoint::Source(Arc::new(lent)), to, &plan)?;
         match job.wait() {
             JobProgress::Finished(Err(error)) => {
@@ -203,7 +203,7 @@ impl Transfer {
         #[allow(unsafe_code, reason = "lending is a promise to wait, which this function keeps")]
         // SAFETY: the memory is borrowed mutably until this function returns, and it waits until
         // the job is settled.
-        let lent = unsafe { GuardedRange::lent_mut(to) };
+        let lent = unsafe { LentRange::lent_mut(to) };
         let job = self.stage_plan(HostEndpoint::Target(Arc::new(lent)), from, &plan)?;
         job.wait();
         self.staged(job).wait()
@@ -211,7 +211,7 @@ impl Transfer {
 
     /// Copies host memory to pinned memory. The calling thread waits until no copy uses `to`,
     /// and then copies: the result is complete when this returns. The pool may be of another
-    /// device, and the memory pageable.
+    /// device.
     ///
     /// # Errors
     /// Ends of different lengths, a region that reaches beyond either end or writes a place twice,
@@ -241,7 +241,7 @@ impl Transfer {
         Plan::of(elements, from_bytes, to_bytes)
     }
 
-    /// Begins a copy between device memory and a block of pinned memory, which may be pageable.
+    /// Begins a copy between device memory and a block of pinned memory.
     fn copy_pinned(
         &self,
         direction: Direction,
@@ -250,17 +250,10 @@ impl Transfer {
         elements: &Elements<'_>,
     ) -> Result<Completion, TransferError> {
         self.check_device("pinned memory", host.memory.device_id())?;
-        let is_upload = direction == Direction::Upload;
         let (here, there) = (host.bytes as u64, device.bytes);
-        let (kind, from, to) =
-            if is_upload { (AccessKind::Read, here, there) } else { (AccessKind::Write, there, here) };
+        let (from, to) = if direction == Direction::Upload { (here, there) } else { (there, here) };
         let Some(plan) = self.plan(device, elements, from, to)? else { return Ok(Completion::complete()) };
-        if host.memory.is_pinned() {
-            return self.enqueue_pinned(direction, device, host, &plan.rows, plan.size);
-        }
-        let reserved = Arc::new(GuardedRange::from(host.reserve(kind)?));
-        let end = if is_upload { HostEndpoint::Source(reserved) } else { HostEndpoint::Target(reserved) };
-        Ok(self.staged(self.stage_plan(end, device, &plan)?))
+        self.enqueue_pinned(direction, device, host, &plan.rows, plan.size)
     }
 
     /// Packs the elements into pinned memory now, and copies them from there.

@@ -12,7 +12,6 @@ use bytemuck::Pod;
 use crate::error::TransferError;
 use crate::foreign_code;
 use crate::host_memory::HostRange;
-use crate::pinned::Reserved;
 use crate::staging::{HostSource, HostTarget};
 
 /// The bytes of an owner. `AsRef` is the caller's code: the caller's thread calls it once, and
@@ -122,27 +121,17 @@ impl HostSource for Owned {
     }
 }
 
-/// Host memory that threads access. The reservation of a pageable buffer guards it, which the
-/// driver would copy only while the host waits, or the caller's promise to wait.
-pub(crate) struct GuardedRange {
-    range: HostRange,
-    _reserved: Option<Reserved>,
-}
+/// Host memory that threads access, and that the caller promised to lend until they are done.
+pub(crate) struct LentRange(HostRange);
 
-impl From<Reserved> for GuardedRange {
-    fn from(reserved: Reserved) -> Self {
-        GuardedRange { range: reserved.range(), _reserved: Some(reserved) }
-    }
-}
-
-impl GuardedRange {
+impl LentRange {
     /// Memory to read, which the caller lends.
     ///
     /// # Safety
     /// It must stay as it is until every job that has it is settled.
     #[allow(unsafe_code, reason = "the lender must wait")]
-    pub(crate) unsafe fn lent(memory: &[u8]) -> GuardedRange {
-        GuardedRange { range: HostRange::new(memory.as_ptr().cast_mut(), memory.len()), _reserved: None }
+    pub(crate) unsafe fn lent(memory: &[u8]) -> LentRange {
+        LentRange(HostRange::new(memory.as_ptr().cast_mut(), memory.len()))
     }
 
     /// Memory to write, which the caller lends.
@@ -150,28 +139,28 @@ impl GuardedRange {
     /// # Safety
     /// It must stay live, and untouched by others, until every job that has it is settled.
     #[allow(unsafe_code, reason = "the lender must wait")]
-    pub(crate) unsafe fn lent_mut(memory: &mut [u8]) -> GuardedRange {
-        GuardedRange { range: HostRange::new(memory.as_mut_ptr(), memory.len()), _reserved: None }
+    pub(crate) unsafe fn lent_mut(memory: &mut [u8]) -> LentRange {
+        LentRange(HostRange::new(memory.as_mut_ptr(), memory.len()))
     }
 }
 
-impl HostSource for GuardedRange {
+impl HostSource for LentRange {
     fn bytes(&self) -> u64 {
-        self.range.len() as u64
+        self.0.len() as u64
     }
 
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
-        self.range.read(offset, into)
+        self.0.read(offset, into)
     }
 }
 
-impl HostTarget for GuardedRange {
+impl HostTarget for LentRange {
     fn bytes(&self) -> u64 {
-        self.range.len() as u64
+        self.0.len() as u64
     }
 
     fn write(&self, offset: u64, from: &[u8]) -> Result<(), TransferError> {
-        self.range.write(offset, from)
+        self.0.write(offset, from)
     }
 }
 

@@ -3,7 +3,7 @@
 //! * `host`: between the host and the device;
 //! * `on_device`, `peer`: within the device, and between devices;
 //! * `region`: elements with gaps between them, and their order in pinned memory (`packed`);
-//! * `batch`: many small copies as one, where that pays (`crossover`);
+//! * `batch`: many small copies as one, where that pays;
 //! * `memory`: host memory that threads of the staging ring access.
 //!
 //! Copies by the driver are sound by the invariants of pinned memory (`pinned/memory.rs`),
@@ -15,7 +15,6 @@ use aquifer_allocator::Storage;
 use aquifer_device::DevicePtr;
 
 mod batch;
-mod crossover;
 mod host;
 mod memory;
 mod on_device;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use aquifer_device::{AccessKind, HostPtr, Stream, Tick};
+use aquifer_device::{AccessKind, Tick};
 use bytemuck::Pod;
 
 use super::borrow::{PinnedRead, PinnedWrite};
@@ -37,11 +37,6 @@ impl PinnedBlock {
         self.0.bytes()
     }
 
-    /// Whether the memory is pinned, as it is unless the caller let it be pageable.
-    pub fn is_pinned(&self) -> bool {
-        self.0.is_pinned()
-    }
-
     /// Whether no copy is in flight, so that neither [`PinnedBlock::read`] nor
     /// [`PinnedBlock::write`] would wait.
     ///
@@ -56,8 +51,7 @@ impl PinnedBlock {
     /// # Errors
     /// [`TransferError::UsedByGraph`].
     pub fn refuse_graphs(&self) -> Result<(), TransferError> {
-        // Threads of the runtime share pageable memory alone, which no graph uses.
-        if self.is_pinned() && Arc::strong_count(&self.0) > 1 {
+        if Arc::strong_count(&self.0) > 1 {
             return Err(self.0.used_by_graph("drop the graph first"));
         }
         Ok(())
@@ -105,31 +99,6 @@ impl PinnedBlock {
         self.all().part(bytes)
     }
 
-    /// Its address, for copies out of it that other libraries enqueue on `stream`. They come after
-    /// earlier copies into the block. Later copies into it, and [`PinnedBlock::write`], come after
-    /// the work enqueued on `stream` before them, and so does reuse after the block is dropped.
-    /// Nothing waits for the device.
-    ///
-    /// Keep the block borrowed until the copies are enqueued, and launch no graph that uses it
-    /// before. The host must not read or write through the address.
-    ///
-    /// # Errors
-    /// When the stream is another device's, or captures; errors of the driver.
-    pub fn lend(&self, stream: &Stream) -> Result<HostPtr, TransferError> {
-        self.0.access(stream, AccessKind::Read)?.lend();
-        Ok(self.0.ptr())
-    }
-
-    /// As [`PinnedBlock::lend`], for copies into it: they come after all earlier copies, and all
-    /// later uses come after them.
-    ///
-    /// # Errors
-    /// As [`PinnedBlock::lend`].
-    pub fn lend_mut(&mut self, stream: &Stream) -> Result<HostPtr, TransferError> {
-        self.0.access(stream, AccessKind::Write)?.lend();
-        Ok(self.0.ptr())
-    }
-
     /// The first `len` values of `T` as ordinary memory, after waiting on the host for all copies.
     /// A vector that was registered ([`super::PinnedPool::register`]) comes back itself, all of it
     /// and no longer pinned, for which the driver waits for the device; other blocks are
@@ -170,9 +139,6 @@ impl PinnedBlock {
 
 impl fmt::Debug for PinnedBlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PinnedBlock")
-            .field("bytes", &self.bytes())
-            .field("pinned", &self.is_pinned())
-            .finish_non_exhaustive()
+        f.debug_struct("PinnedBlock").field("bytes", &self.bytes()).finish_non_exhaustive()
     }
 }

@@ -18,7 +18,7 @@
 use std::collections::BTreeSet;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use aquifer_device::{Device, DeviceError, Operation, RequestError, Tick, fork};
 
@@ -120,7 +120,7 @@ impl SharedPool {
     fn grow(&self, class: u64, sizes: &[u64]) -> Result<Result<PoolBlock, Option<TransferError>>, TransferError> {
         let mut refusal = None;
         for &bytes in sizes {
-            match self.obtain(bytes, |state, memory, time| state.add(memory, class, time)) {
+            match self.obtain(bytes, class) {
                 None => {}
                 Some(Ok(block)) => return Ok(Ok(block)),
                 Some(Err(error)) if error.is_out_of_memory() => refusal = Some(error),
@@ -130,29 +130,15 @@ impl SharedPool {
         Ok(Err(refusal))
     }
 
-    /// Gets a slab of `bytes` bytes for later requests. Releases nothing for it.
-    pub(super) fn prewarm(&self, bytes: u64) -> Result<(), TransferError> {
-        match self.obtain(bytes, |state, memory, time| state.add_open(memory, time)) {
-            Some(Ok(())) => Ok(()),
-            Some(Err(error)) if !error.is_out_of_memory() => Err(error),
-            refused => Err(self.out_of_pinned(bytes, refused.and_then(Result::err))),
-        }
-    }
-
-    /// Gets a slab from the system and passes it to `add`, with the time of the call; `None` if the
-    /// limit is reached.
-    fn obtain<R>(
-        &self,
-        bytes: u64,
-        add: impl FnOnce(&mut PoolState, SlabMemory, Duration) -> R,
-    ) -> Option<Result<R, TransferError>> {
+    /// Gets a slab from the system and a block out of it; `None` if the limit is reached.
+    fn obtain(&self, bytes: u64, class: u64) -> Option<Result<PoolBlock, TransferError>> {
         if !self.state.lock().begin_growth(bytes) {
             return None;
         }
         let begun = Instant::now();
         let memory = SlabMemory::obtain(self.register_threads, &self.device, bytes);
         let mut state = self.state.lock();
-        let added = memory.map(|memory| add(&mut state, memory, begun.elapsed()));
+        let added = memory.map(|memory| state.add(memory, class, begun.elapsed()));
         state.end_growth(bytes);
         drop(state);
         self.moved.notify_all();

@@ -17,7 +17,6 @@ use std::sync::Arc;
 
 use aquifer_device::fork::Mutex;
 use aquifer_device::{AccessKind, HostPtr, RequestError, Stream};
-use memmap2::MmapMut;
 
 use super::borrow::HostBorrow;
 use super::class::UNIT;
@@ -26,7 +25,6 @@ use super::state::PoolBlock;
 use super::uses::{HostAccess, Uses};
 use crate::enqueue::refuse_capture;
 use crate::error::TransferError;
-use crate::host_memory::HostRange;
 
 /// A piece of host memory.
 pub(crate) struct PinnedMemory {
@@ -45,8 +43,6 @@ pub(super) enum Origin {
     Pool(PoolBlock),
     /// The caller's memory, pinned. `None` once it was given back.
     Registered(Mutex<Option<Box<dyn Any + Send>>>),
-    /// Not pinned. A driver is done with such memory when its copy call returns.
-    Pageable { _map: MmapMut },
 }
 
 /// A part of host memory, as copies take it.
@@ -98,14 +94,9 @@ impl PinnedMemory {
         self.pool.device.id()
     }
 
-    /// Whether it is pinned, so that copies need not be staged.
-    pub(crate) fn is_pinned(&self) -> bool {
-        !matches!(self.origin, Origin::Pageable { .. })
-    }
-
     /// An access guard: orders the work that `stream` gets from now on after the copies that must
     /// come before one that does `kind` with the memory (it reads in an upload, and writes in a
-    /// download). While it is held no other thread gets one. Waits for reservations that conflict.
+    /// download). While it is held no other thread gets one.
     ///
     /// No event covers the tick that is noted when the access ends. The caller covers it
     /// ([`aquifer_device::Tick::cover`]), so that it is known to be done without more events; the
@@ -115,24 +106,6 @@ impl PinnedMemory {
     /// When the stream is another device's, or captures: a graph could run when the memory has
     /// another owner; errors of the driver.
     pub(crate) fn access<'a>(&'a self, stream: &'a Stream, kind: AccessKind) -> Result<HostAccess<'a>, TransferError> {
-        loop {
-            if let Some(access) = self.try_access(stream, kind)? {
-                return Ok(access);
-            }
-            self.uses.wait_unreserved(kind);
-        }
-    }
-
-    /// As [`PinnedMemory::access`], but `None` while a reservation conflicts. For threads that hold
-    /// device memory: the threads that end the reservation may need it.
-    ///
-    /// # Errors
-    /// As [`PinnedMemory::access`].
-    pub(crate) fn try_access<'a>(
-        &'a self,
-        stream: &'a Stream,
-        kind: AccessKind,
-    ) -> Result<Option<HostAccess<'a>>, TransferError> {
         if stream.device_id() != self.device_id() {
             return Err(RequestError::wrong_device("pinned memory", self.device_id(), stream.device_id()).into());
         }
@@ -140,7 +113,7 @@ impl PinnedMemory {
             stream,
             "a graph may run when this pinned memory has another owner; copy outside of the capture",
         )?;
-        Ok(self.uses.try_access(stream, kind)?)
+        Ok(self.uses.access(stream, kind)?)
     }
 
     /// Refuses the launch of a graph that uses the memory while a borrow by the host conflicts.
@@ -155,11 +128,6 @@ impl PinnedMemory {
 
     pub(super) fn used_by_graph(&self, advice: &'static str) -> TransferError {
         TransferError::UsedByGraph { address: self.ptr.0 as u64, bytes: self.bytes as u64, advice }
-    }
-
-    /// Waits until no reservation conflicts with such a use. Another one may follow at once.
-    pub(crate) fn wait_unreserved(&self, kind: AccessKind) {
-        self.uses.wait_unreserved(kind);
     }
 
     /// The caller's own vector, no longer pinned; `None` if the memory is not a registered
@@ -194,48 +162,10 @@ impl<'a> HostPart<'a> {
         for tick in &memory.uses.before(kind) {
             memory.pool.wait_for(tick)?;
         }
-        if bytes > 0 && memory.is_pinned() {
+        if bytes > 0 {
             memory.pool.device.driver().host_access(ptr, bytes, kind)?;
         }
         Ok(borrow)
-    }
-
-    /// Reserves the part for threads of the runtime. A part to write must be borrowed mutably.
-    /// Waits for reservations that conflict, and for copies that do: a part that is not pinned
-    /// has no others.
-    ///
-    /// # Errors
-    /// Errors of the driver.
-    pub(crate) fn reserve(self, kind: AccessKind) -> Result<Reserved, TransferError> {
-        drop(self.touch(kind)?);
-        self.memory.uses.reserve(kind);
-        let range = HostRange::new(self.ptr.as_ptr(), self.bytes);
-        Ok(Reserved { memory: self.memory.clone(), kind, range })
-    }
-}
-
-/// A part of host memory that threads of the runtime read, or write. It keeps the memory alive.
-/// Until it is dropped, other uses that conflict wait.
-#[must_use = "the reservation ends when it is dropped"]
-pub(crate) struct Reserved {
-    memory: Arc<PinnedMemory>,
-    kind: AccessKind,
-    range: HostRange,
-}
-
-impl Reserved {
-    /// The part. Only threads of the runtime write it while it is reserved to write, and no thread
-    /// and no copy while it is reserved to read.
-    pub(crate) fn range(&self) -> HostRange {
-        self.range
-    }
-}
-
-impl Drop for Reserved {
-    fn drop(&mut self) {
-        if !aquifer_device::fork::is_child() {
-            self.memory.uses.release(self.kind);
-        }
     }
 }
 
@@ -262,7 +192,7 @@ impl Drop for PinnedMemory {
                     unsafe { device.host_unregister_later(self.ptr, bytes, owner, uses) };
                 }
             }
-            Origin::Nowhere | Origin::Pageable { .. } => {}
+            Origin::Nowhere => {}
         }
     }
 }

@@ -28,7 +28,7 @@ mod uses;
 pub use block::PinnedBlock;
 pub use borrow::{PinnedRead, PinnedWrite};
 pub use config::PinnedConfig;
-pub(crate) use memory::{HostPart, PinnedMemory, Reserved};
+pub(crate) use memory::{HostPart, PinnedMemory};
 pub use part::{PinnedPart, PinnedPartMut};
 pub use pool::PinnedPool;
 pub use stats::{HostMemoryStats, TimeStat};

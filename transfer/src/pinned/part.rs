@@ -39,11 +39,6 @@ impl<'a> PinnedPart<'a> {
         self.0.ptr
     }
 
-    /// Whether the memory is pinned.
-    pub fn is_pinned(&self) -> bool {
-        self.0.memory.is_pinned()
-    }
-
     /// A part of it.
     ///
     /// # Errors

@@ -6,10 +6,8 @@ use std::sync::Arc;
 use aquifer_device::fork::Mutex;
 use aquifer_device::{Code, Device, HostPtr};
 use bytemuck::Pod;
-use memmap2::MmapMut;
 
 use super::block::PinnedBlock;
-use super::class::SLAB;
 use super::config::PinnedConfig;
 use super::ladder::SharedPool;
 use super::memory::{Origin, PinnedMemory};
@@ -119,31 +117,6 @@ impl PinnedPool {
         Ok(block)
     }
 
-    /// Takes `bytes` bytes, rounded up to 2 MiB, from the system now: pinning takes long, some
-    /// 0.5 ms a MiB, and its calls make the driver wait. Buffers of 32 KiB and more, of any sizes
-    /// that together have room there, are then handed out without it; smaller ones come from slabs
-    /// of their own. The memory is the pool's as any other, and [`PinnedPool::trim_to`] gives it
-    /// back. With [`PinnedConfig::register_threads`] several threads touch it.
-    ///
-    /// ```
-    /// use aquifer_transfer::{PinnedConfig, PinnedPool};
-    /// let device = aquifer::open("sim:24GiB")?;
-    /// let pool = PinnedPool::new(&device, PinnedConfig::default())?;
-    /// pool.prewarm(256 << 20)?;
-    /// let blocks = [pool.alloc(64 << 10, 1)?, pool.alloc(64 << 20, 1)?];
-    /// assert_eq!(pool.stats().num_host_alloc, 1);
-    /// # drop(blocks);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`TransferError::OutOfPinned`] when the limit or the system does not let it come; nothing is
-    /// given back or waited for, for that. Errors of the driver.
-    pub fn prewarm(&self, bytes: u64) -> Result<(), TransferError> {
-        host_memory::len_of(bytes, 1)?;
-        if bytes == 0 { Ok(()) } else { self.0.prewarm(bytes.next_multiple_of(SLAB)) }
-    }
-
     /// Pins the caller's memory where it is, without a copy. [`PinnedBlock::into_vec`] gives
     /// it back. It counts towards no limit and no statistic of the pool. A block that is dropped
     /// leaves its memory to the device, which drops it at its next
@@ -179,28 +152,6 @@ impl PinnedPool {
             }
             _ => cause.into(),
         })
-    }
-
-    /// As [`PinnedPool::alloc_zeroed`], but where pinned memory cannot be had the block is
-    /// ordinary memory: see [`PinnedBlock::is_pinned`]. Copies from and to it are staged, which
-    /// takes time of the host. A lost device is still an error.
-    ///
-    /// # Errors
-    /// [`TransferError::OutOfHostMemory`] when the system has no memory at all;
-    /// [`aquifer_device::RequestError::LengthOverflow`]; a lost device.
-    pub fn alloc_or_pageable(&self, bytes: usize, alignment: usize) -> Result<PinnedBlock, TransferError> {
-        host_memory::bytes_of(bytes, 1)?;
-        let error = match self.alloc_zeroed(bytes, alignment) {
-            Ok(block) => return Ok(block),
-            Err(error) if error.is_device_lost() => return Err(error),
-            Err(error) => error,
-        };
-        tracing::warn!(%error, bytes, "no pinned memory; the buffer is pageable, as the caller accepts");
-        // A map starts at a page, which may be less than the alignment.
-        let mut map = MmapMut::map_anon(bytes.saturating_add(alignment))
-            .map_err(|cause| TransferError::OutOfHostMemory { bytes: bytes as u64, cause: cause.into() })?;
-        let ptr = HostPtr(map.as_mut_ptr().expose_provenance().next_multiple_of(alignment.max(1)));
-        Ok(PinnedBlock(PinnedMemory::new(&self.0, ptr, bytes, Origin::Pageable { _map: map })))
     }
 
     /// Gives unused slabs back to the system, the largest first, until the pool holds at most

@@ -156,34 +156,6 @@ fn a_buffer_that_several_threads_upload_is_written_after_all_of_them() {
 }
 
 #[test]
-fn the_host_and_copies_come_after_the_work_of_reservations() {
-    explore(|| {
-        let world = World::new(1 << 30);
-        let mut buffer = world.pool.alloc_zeroed(BYTES, 1).unwrap();
-        let sources = [(); 2].map(|()| buffer.all().host().reserve(AccessKind::Read).unwrap());
-        let readers = sources.map(|source| {
-            spawn(&world, move |_| {
-                let mut bytes = [1; 8];
-                source.range().read(0, &mut bytes).unwrap();
-                assert_eq!(bytes, [0; 8], "not before the reading is over");
-            })
-        });
-        buffer.write().unwrap().fill(1);
-        let target = buffer.all_mut().host().reserve(AccessKind::Write).unwrap();
-        let writer = spawn(&world, move |_| target.range().write(8, &[2; 8]).unwrap());
-        let stream = world.device.stream().unwrap();
-        world.upload(buffer.all().host(), 0, &stream);
-        assert_eq!(buffer.read().unwrap()[6..10], [1, 1, 2, 2]);
-        join(readers.into_iter().chain([writer]));
-        drop(buffer);
-        let mut bytes = [0; 10];
-        stream.download_blocking(&mut bytes, world.memory).unwrap();
-        assert_eq!(bytes[6..], [1, 1, 2, 2]);
-        world.check_over();
-    });
-}
-
-#[test]
 fn a_launch_and_a_borrow_of_the_host_see_each_other() {
     explore(|| {
         let world = World::new(1 << 30);

@@ -12,7 +12,7 @@
 //! * `reserved = Σ slabs + slabs on their way here or back`, and growth never brings it above the
 //!   limit;
 //! * the pool grows instead of splitting a large slab only within an eighth of the most bytes that
-//!   were ever in use, and 32 MiB, plus the prewarmed bytes;
+//!   were ever in use, and 32 MiB;
 //! * where little is left of a limit, a slab of which nothing is in use is not split for a request
 //!   that would leave more than a sixteenth of it, if the pool can have a slab of the request's size
 //!   instead: live parts of split slabs keep the rest from others.
@@ -54,8 +54,6 @@ pub(super) struct Slab {
     pub(super) memory: SlabMemory,
     /// The pool of the heap in which its blocks are.
     pool: PoolId,
-    /// Whether it is prewarmed, and split for any request.
-    is_open: bool,
 }
 
 /// The outcome of a request.
@@ -79,7 +77,7 @@ const HOST: StreamId = StreamId::FIRST;
 const GROWTH_PART: u64 = 8;
 const GROWTH_MOST: u64 = 32 << 20;
 /// A slab that is free as a whole, and larger than this, is not split for requests smaller than an
-/// eighth of it, unless it came for requests of any size, or the caller says so.
+/// eighth of it, unless the caller says so.
 const GUARDED: u64 = 32 << 20;
 
 impl PoolState {
@@ -166,13 +164,12 @@ impl PoolState {
             return Some(self.activate(id, class));
         }
         self.heap.coalesce(HOST);
-        let is_open = |block: &Block| self.slabs.get(&block.addr).is_some_and(|slab| slab.is_open);
         let scarce = self.is_scarce(class);
         let fits = |size: u64| {
             if scarce { size <= SLAB || class >= size - size / 16 } else { size <= GUARDED || class >= size / 8 }
         };
-        let may_split = |block: &Block| any || fits(block.size) || is_open(block);
-        let free = self.heap.smallest_where(pool_of(class), class, |block| block.is_split() || may_split(block))?;
+        let may_take = |block: &Block| block.is_split() || any || fits(block.size);
+        let free = self.heap.smallest_where(pool_of(class), class, may_take)?;
         Some(self.cut(free, class))
     }
 
@@ -284,15 +281,8 @@ impl PoolState {
     /// A slab came, after `time`, for a present request.
     pub(super) fn add(&mut self, memory: SlabMemory, class: u64, time: Duration) -> PoolBlock {
         self.stats.gained(memory.bytes(), time);
-        let free = self.insert(Slab { memory, pool: pool_of(class), is_open: false });
+        let free = self.insert(Slab { memory, pool: pool_of(class) });
         self.cut(free, class)
-    }
-
-    /// A slab came, after `time`, for later requests of at least [`PAGED`] bytes.
-    pub(super) fn add_open(&mut self, memory: SlabMemory, time: Duration) {
-        self.stats.gained(memory.bytes(), time);
-        self.insert(Slab { memory, pool: pool_of(PAGED), is_open: true });
-        self.available += 1;
     }
 
     fn insert(&mut self, slab: Slab) -> BlockId {

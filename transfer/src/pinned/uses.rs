@@ -1,4 +1,4 @@
-//! The record of the accesses to a piece of host memory: ticks, access guards and reservations, as
+//! The record of the accesses to a piece of host memory: ticks and access guards, as
 //! [`aquifer_allocator::Storage`] has them for device memory.
 //!
 //! Invariants:
@@ -7,13 +7,9 @@
 //! * a thread that enqueues a copy holds an access guard, which notes the stream's tick when it
 //!   ends, whether or not the driver accepted the copy: a call may fail after the driver took the
 //!   copy;
-//! * while memory is reserved, no other use that conflicts begins;
 //! * a borrow by the host is counted before it waits for the copies that conflict, and a launch of
 //!   a graph looks at the counts while it holds its access guards. So one of the two sees the
-//!   other;
-//! * memory is lent to a stream while its buffer is borrowed, and a use that conflicts needs a
-//!   borrow that conflicts. So all work of the loan is enqueued before such a use, and the stream's
-//!   tick at that moment covers it.
+//!   other.
 
 use std::sync::atomic::Ordering;
 
@@ -22,56 +18,32 @@ use aquifer_device::{AccessKind, DeviceError, Stream, Tick};
 
 use super::borrow::HostBorrow;
 use crate::error::TransferError;
-use crate::sync::{AtomicUsize, Condvar, Mutex, MutexGuard};
+use crate::sync::{AtomicUsize, Mutex, MutexGuard};
 
 /// The copies that use some memory.
 #[derive(Debug, Default)]
 pub(super) struct Uses {
-    noted: Mutex<Noted>,
-    /// Notified when a reservation ends.
-    released: Condvar,
+    record: Mutex<AccessRecord>,
     /// Borrows by the host that read, and that write.
     borrows: [AtomicUsize; 2],
 }
 
-#[derive(Debug, Default)]
-struct Noted {
-    record: AccessRecord,
-    /// Streams on which the caller enqueues copies: several that read, or one that writes.
-    lent: Vec<(Stream, AccessKind)>,
-}
-
 impl Uses {
-    /// The copies that must be done before a use of this kind. Waits for reservations that
-    /// conflict.
+    /// The copies that must be done before a use of this kind.
     pub(super) fn before(&self, kind: AccessKind) -> Vec<Tick> {
-        let mut noted = self.lock_unreserved(kind);
-        noted.note_lent(kind);
-        noted.record.forget_done();
-        noted.record.before(kind).cloned().collect()
+        let mut record = self.record.lock();
+        record.forget_done();
+        record.before(kind).cloned().collect()
     }
 
     /// All copies that use the memory, for its release.
     pub(super) fn take(&mut self) -> Vec<Tick> {
-        let noted = self.noted.get_mut();
-        noted.note_lent(AccessKind::Write);
-        std::mem::take(&mut noted.record).before(AccessKind::Write).cloned().collect()
+        std::mem::take(self.record.get_mut()).before(AccessKind::Write).cloned().collect()
     }
 
-    /// Whether nothing uses the memory, nor is going to. Asks the driver about copies that are not
-    /// known to be done.
+    /// Whether no copy uses the memory. Asks the driver about copies that are not known to be done.
     pub(super) fn are_over(&self) -> Result<bool, TransferError> {
-        let ticks: Vec<Tick> = {
-            let mut noted = self.noted.lock();
-            if noted.record.is_reserved_against(AccessKind::Write) {
-                return Ok(false);
-            }
-            noted.note_lent(AccessKind::Read);
-            noted.record.forget_done();
-            let lent = noted.lent.iter().map(|(stream, _)| stream.tick());
-            noted.record.before(AccessKind::Write).cloned().chain(lent).collect()
-        };
-        for tick in ticks {
+        for tick in self.before(AccessKind::Write) {
             if !tick.is_done()? {
                 return Ok(false);
             }
@@ -79,38 +51,13 @@ impl Uses {
         Ok(true)
     }
 
-    /// An access guard for a stream, which waits for the copies that must come before; `None` while
-    /// a reservation conflicts.
-    pub(super) fn try_access<'a>(
-        &'a self,
-        stream: &'a Stream,
-        kind: AccessKind,
-    ) -> Result<Option<HostAccess<'a>>, DeviceError> {
-        let mut noted = self.noted.lock();
-        if noted.record.is_reserved_against(kind) {
-            return Ok(None);
-        }
-        noted.note_lent(kind);
-        for tick in noted.record.before(kind) {
+    /// An access guard for a stream, which waits for the copies that must come before.
+    pub(super) fn access<'a>(&'a self, stream: &'a Stream, kind: AccessKind) -> Result<HostAccess<'a>, DeviceError> {
+        let record = self.record.lock();
+        for tick in record.before(kind) {
             stream.wait_for(tick)?;
         }
-        Ok(Some(HostAccess { stream, kind, noted }))
-    }
-
-    /// Waits until no reservation conflicts with such a use. Another one may follow at once.
-    pub(super) fn wait_unreserved(&self, kind: AccessKind) {
-        drop(self.lock_unreserved(kind));
-    }
-
-    /// Begins a reservation. Waits for reservations that conflict.
-    pub(super) fn reserve(&self, kind: AccessKind) {
-        self.lock_unreserved(kind).record.reserve(kind);
-    }
-
-    /// Ends a reservation.
-    pub(super) fn release(&self, kind: AccessKind) {
-        self.noted.lock().record.end_reservation(kind);
-        self.released.notify_all();
+        Ok(HostAccess { stream, kind, record })
     }
 
     /// Counts a borrow by the host, which then waits for [`Uses::before`]. The lock that this takes
@@ -127,23 +74,6 @@ impl Uses {
         let mut conflicts = [AccessKind::Write, AccessKind::Read].into_iter();
         conflicts.find(|&borrow| borrow.max(kind) == AccessKind::Write && is_held(borrow))
     }
-
-    fn lock_unreserved(&self, kind: AccessKind) -> MutexGuard<'_, Noted> {
-        let mut noted = self.noted.lock();
-        while noted.record.is_reserved_against(kind) {
-            noted = self.released.wait(noted);
-        }
-        noted
-    }
-}
-
-impl Noted {
-    /// Notes the work of loans that conflict with such a use. All of it is enqueued.
-    fn note_lent(&mut self, kind: AccessKind) {
-        let conflicts = |lent: &mut (Stream, AccessKind)| kind == AccessKind::Write || lent.1 == AccessKind::Write;
-        let lent: Vec<_> = self.lent.extract_if(.., conflicts).collect();
-        lent.iter().for_each(|(stream, kind)| self.record.note(stream.tick(), *kind));
-    }
 }
 
 /// A stream's access to host memory: work enqueued on the stream while it is held comes after the
@@ -153,22 +83,11 @@ impl Noted {
 pub(crate) struct HostAccess<'a> {
     stream: &'a Stream,
     kind: AccessKind,
-    noted: MutexGuard<'a, Noted>,
-}
-
-impl HostAccess<'_> {
-    /// Lends the memory to the stream: later uses that conflict come after the work that is
-    /// enqueued on the stream before them.
-    pub(super) fn lend(mut self) {
-        let lent = &mut self.noted.lent;
-        if !lent.iter().any(|(known, _)| known.id() == self.stream.id()) {
-            lent.push((self.stream.clone(), self.kind));
-        }
-    }
+    record: MutexGuard<'a, AccessRecord>,
 }
 
 impl Drop for HostAccess<'_> {
     fn drop(&mut self) {
-        self.noted.record.note(self.stream.tick(), self.kind);
+        self.record.note(self.stream.tick(), self.kind);
     }
 }

@@ -1,30 +1,30 @@
 //! The configuration of the ring, and its statistics.
 
+use std::thread;
 use std::time::Duration;
 
 /// The alignment of pieces of host memory, in bytes.
 pub const PAGE: usize = 4096;
 
-/// Sizes of the staging ring for ordinary memory and files. The ring chooses sizes that are `None`
-/// at its first use, from the speed of one thread's copies and that of the link to the device.
+/// Sizes of the staging ring for ordinary memory and files. By default they suit a PCIe 5 link with
+/// 16 lanes.
 ///
 /// ```
 /// use aquifer::transfer::StagingConfig;
 /// let config = StagingConfig::default().chunk_bytes(2 << 20).chunks(4).threads(2);
-/// assert_eq!((config.chunk_bytes, config.bytes_max), (Some(2 << 20), 128 << 20));
+/// assert_eq!((config.chunk_bytes, config.bytes_max), (2 << 20, 128 << 20));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StagingConfig {
-    /// Bytes of a chunk, as a multiple of 4096 from 4 KiB to 1 GiB. If chosen by the ring: 1 to 16
-    /// MiB.
-    pub chunk_bytes: Option<usize>,
-    /// Number of chunks, 1 to 1024. If chosen by the ring: 5 to 12. One stream never gets all of
-    /// them where there are three or more.
-    pub chunks: Option<usize>,
-    /// Number of threads that copy, 1 to 64. If chosen by the ring: 1 to 8, and no more than there
-    /// are cores. When all of them wait for streams, more start, at most one for each stream.
-    pub threads: Option<usize>,
+    /// Bytes of a chunk, as a multiple of 4096 from 4 KiB to 1 GiB. By default 4 MiB.
+    pub chunk_bytes: usize,
+    /// Number of chunks, 1 to 1024. By default four more than there are threads by default. One
+    /// stream never gets all of them where there are three or more.
+    pub chunks: usize,
+    /// Number of threads that copy, 1 to 64. By default 7, or as many as there are cores. When all
+    /// of them wait for streams, more start, at most one for each stream.
+    pub threads: usize,
     /// The most pinned memory that the ring takes, in bytes, besides half of the pool's limit.
     /// To stay within it, the ring has fewer chunks than configured, and rather two smaller ones
     /// than one. It takes at least 4096 bytes.
@@ -50,35 +50,48 @@ pub enum DirectIo {
 }
 
 impl Default for StagingConfig {
-    /// All sizes are chosen by the ring; at most 128 MiB are pinned.
+    /// One chunk for each thread, three for the link, and one for other streams; at most 128 MiB
+    /// are pinned.
     fn default() -> Self {
-        StagingConfig {
-            chunk_bytes: None,
-            chunks: None,
-            threads: None,
-            bytes_max: 128 << 20,
-            direct_io: DirectIo::default(),
-        }
+        let threads = cores().min(THREADS);
+        let (chunks, bytes_max, direct_io) = (threads + 4, 128 << 20, DirectIo::default());
+        StagingConfig { chunk_bytes: CHUNK_BYTES, chunks, threads, bytes_max, direct_io }
     }
+}
+
+/// Bytes that a link of 55 GB/s carries in 100 µs, as a power of two: an order of magnitude more
+/// time than the calls about a chunk take.
+const CHUNK_BYTES: usize = 4 << 20;
+
+/// Threads that copy 10 GB/s each, the order of magnitude of one core, and together a quarter more
+/// than a link of 55 GB/s carries.
+const THREADS: usize = 7;
+
+fn cores() -> usize {
+    #[cfg(test)]
+    if let Some(cores) = super::tests::cores() {
+        return cores;
+    }
+    thread::available_parallelism().map_or(1, usize::from)
 }
 
 impl StagingConfig {
     /// Sets [`StagingConfig::chunk_bytes`].
     #[must_use]
     pub fn chunk_bytes(self, bytes: usize) -> Self {
-        Self { chunk_bytes: Some(bytes), ..self }
+        Self { chunk_bytes: bytes, ..self }
     }
 
     /// Sets [`StagingConfig::chunks`].
     #[must_use]
     pub fn chunks(self, chunks: usize) -> Self {
-        Self { chunks: Some(chunks), ..self }
+        Self { chunks, ..self }
     }
 
     /// Sets [`StagingConfig::threads`].
     #[must_use]
     pub fn threads(self, threads: usize) -> Self {
-        Self { threads: Some(threads), ..self }
+        Self { threads, ..self }
     }
 
     /// Sets [`StagingConfig::bytes_max`].
@@ -93,23 +106,18 @@ impl StagingConfig {
         Self { direct_io, ..self }
     }
 
-    /// Whether all sizes are configured.
-    pub(super) fn is_fixed(&self) -> bool {
-        self.chunk_bytes.is_some() && self.chunks.is_some() && self.threads.is_some()
-    }
-
-    /// The sizes of a ring: the configured ones, else those `chosen`, within bounds.
-    pub(super) fn sizes(&self, chosen: Sizes) -> Sizes {
+    /// The sizes of a ring: the configured ones, within bounds.
+    pub(super) fn sizes(&self) -> Sizes {
         let most = (self.bytes_max / PAGE * PAGE).max(PAGE);
-        let asked = self.chunk_bytes.unwrap_or(chosen.chunk_bytes).clamp(PAGE, CHUNK_BYTES_MAX).next_multiple_of(PAGE);
-        let chunks = self.chunks.unwrap_or(chosen.chunks).clamp(1, 1024);
+        let asked = self.chunk_bytes.clamp(PAGE, CHUNK_BYTES_MAX).next_multiple_of(PAGE);
+        let chunks = self.chunks.clamp(1, 1024);
         // Two chunks rather than one that is twice as large: else nothing overlaps.
         let fair = if chunks == 1 { most } else { (most / 2 / PAGE * PAGE).max(PAGE) };
         let chunk_bytes = asked.min(fair);
         Sizes {
             chunk_bytes,
             chunks: chunks.min((self.bytes_max / chunk_bytes).max(1)),
-            threads: self.threads.unwrap_or(chosen.threads).clamp(1, 64),
+            threads: self.threads.clamp(1, 64),
         }
     }
 }
@@ -119,17 +127,13 @@ impl StagingConfig {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StagingStats {
-    /// Bytes of a chunk; 0 before the first use.
+    /// Bytes of a chunk.
     pub chunk_bytes: u64,
-    /// Chunks that were allocated so far.
+    /// Chunks that were allocated so far. There are fewer than configured while fewer are needed,
+    /// or where memory is short.
     pub chunks: u64,
-    /// The most chunks; 0 before the first use. There are fewer while fewer are needed, or where
-    /// memory is short.
-    pub chunks_max: u64,
     /// Threads that run. They start as they are needed.
     pub threads: u64,
-    /// The most threads, without those that wait for streams; 0 before the first use.
-    pub threads_max: u64,
     /// Bytes that went to the device.
     pub uploaded_bytes: u64,
     /// Bytes that came from the device.
@@ -162,29 +166,32 @@ pub(super) struct Sizes {
 mod tests {
     use super::*;
 
-    const CHOSEN: Sizes = Sizes { chunk_bytes: 4 << 20, chunks: 8, threads: 4 };
+    #[test]
+    fn threads_and_chunks_follow_the_cores() {
+        let (config, threads) = (StagingConfig::default(), cores().min(7));
+        assert_eq!(config.sizes(), Sizes { chunk_bytes: 4 << 20, chunks: threads + 4, threads });
+    }
 
     #[test]
     fn configured_sizes_count_within_bounds() {
         let config = StagingConfig::default();
-        assert_eq!(config.sizes(CHOSEN), CHOSEN);
         assert_eq!(
-            config.chunk_bytes(5000).chunks(0).threads(1000).sizes(CHOSEN),
+            config.chunk_bytes(5000).chunks(0).threads(1000).sizes(),
             Sizes { chunk_bytes: 8192, chunks: 1, threads: 64 }
         );
-        assert_eq!(config.chunk_bytes(0).sizes(CHOSEN).chunk_bytes, 4096);
-        assert_eq!(config.chunk_bytes(usize::MAX).bytes_max(usize::MAX).sizes(CHOSEN).chunk_bytes, 1 << 30);
+        assert_eq!(config.chunk_bytes(0).sizes().chunk_bytes, 4096);
+        assert_eq!(config.chunk_bytes(usize::MAX).bytes_max(usize::MAX).sizes().chunk_bytes, 1 << 30);
     }
 
     #[test]
     fn the_ring_takes_no_more_memory_than_it_may() {
         for bytes_max in [0, 1, 4096, 10_000, 1 << 20, 9 << 20, 40 << 20] {
             for chunks in [1, 2, 8] {
-                let sizes = StagingConfig::default().bytes_max(bytes_max).chunks(chunks).sizes(CHOSEN);
+                let sizes = StagingConfig::default().bytes_max(bytes_max).chunks(chunks).sizes();
                 assert!(sizes.chunk_bytes * sizes.chunks <= bytes_max.max(4096), "{bytes_max}: {sizes:?}");
                 assert!(sizes.chunk_bytes.is_multiple_of(4096) && sizes.chunks >= 1, "{bytes_max}: {sizes:?}");
             }
         }
-        assert_eq!(StagingConfig::default().bytes_max(9 << 20).sizes(CHOSEN).chunks, 2);
+        assert_eq!(StagingConfig::default().bytes_max(9 << 20).sizes().chunks, 2);
     }
 }

@@ -9,8 +9,7 @@
 //! * `endpoints`: the host ends of transfers;
 //! * `staged_transfer`: a transfer, and the steps of its pieces;
 //! * `ring`: the next task (`task` defines tasks, `windows` limits the chunks of a stream);
-//! * `scheduler`: the threads that share the ring; `workers`: their work; `tune`: the choice of
-//!   sizes;
+//! * `scheduler`: the threads that share the ring; `workers`: their work;
 //! * `file`: files.
 //!
 //! A transfer ends in one way only: its [`Job`](crate::job::Job) is settled, and from then on no
@@ -26,7 +25,6 @@ mod staged_transfer;
 mod task;
 #[cfg(test)]
 mod tests;
-mod tune;
 mod windows;
 mod workers;
 

@@ -49,8 +49,7 @@ impl<J> JobState<J> {
 /// The staging ring. See the module's documentation.
 #[derive(Debug)]
 pub(super) struct Ring<J, C> {
-    sizes: Option<Sizes>,
-    tuning: bool,
+    sizes: Sizes,
     /// Bytes of the chunks that there are, or of those to be had next.
     chunk_bytes: usize,
     /// Chunks that there are.
@@ -78,7 +77,6 @@ pub(super) struct Ring<J, C> {
 /// The kind of the next task. [`NextStep::Begin`] has the index of a queued job, [`NextStep::Wait`]
 /// that of a flight.
 enum NextStep {
-    Tune,
     Store,
     Begin(usize),
     Grow,
@@ -89,15 +87,14 @@ enum NextStep {
 pub(super) const CHUNK_BYTES_LEAST: usize = 64 << 10;
 
 impl<J: Clone, C> Ring<J, C> {
-    /// A ring without chunks; its sizes are asked for by the first task.
-    pub(super) fn new() -> Self {
+    /// A ring without chunks.
+    pub(super) fn new(sizes: Sizes) -> Self {
         Ring {
-            sizes: None,
-            tuning: false,
-            chunk_bytes: 0,
+            sizes,
+            chunk_bytes: sizes.chunk_bytes,
             chunks: 0,
             growing: 0,
-            target: 0,
+            target: sizes.chunks,
             free: Vec::new(),
             flying: VecDeque::new(),
             arrived: VecDeque::new(),
@@ -110,8 +107,8 @@ impl<J: Clone, C> Ring<J, C> {
         }
     }
 
-    /// The tuned sizes; `None` before the first use.
-    pub(super) fn sizes(&self) -> Option<Sizes> {
+    /// The configured sizes.
+    pub(super) fn sizes(&self) -> Sizes {
         self.sizes
     }
 
@@ -146,18 +143,11 @@ impl<J: Clone, C> Ring<J, C> {
         self.next_job += 1;
         self.jobs.insert(id, JobState { order, begun: 0, open: 0, in_use: 0, held: 0, failed: None });
         self.queue(id, priority);
-        self.aim();
-        Ok(())
-    }
-
-    /// Aims at the tuned sizes.
-    fn aim(&mut self) {
-        if let Some(sizes) = self.sizes {
-            self.target = sizes.chunks;
-            if self.chunks + self.growing == 0 {
-                self.chunk_bytes = sizes.chunk_bytes;
-            }
+        self.target = self.sizes.chunks;
+        if self.chunks + self.growing == 0 {
+            self.chunk_bytes = self.sizes.chunk_bytes;
         }
+        Ok(())
     }
 
     /// Whether [`Ring::next`] has a task.
@@ -168,10 +158,6 @@ impl<J: Clone, C> Ring<J, C> {
     /// The next task, if there is one before another completes or a job comes.
     pub(super) fn next(&mut self) -> Option<Task<J, C>> {
         match self.step()? {
-            NextStep::Tune => {
-                self.tuning = true;
-                Some(Task::Tune)
-            }
             NextStep::Store => self.store(),
             NextStep::Begin(index) => self.begin(index),
             NextStep::Grow => {
@@ -190,9 +176,6 @@ impl<J: Clone, C> Ring<J, C> {
     /// Tasks that free chunks come first. A task waits for a chunk only if a job needs it or its
     /// contents.
     fn step(&self) -> Option<NextStep> {
-        if self.sizes.is_none() {
-            return (!self.tuning && !self.jobs.is_empty()).then_some(NextStep::Tune);
-        }
         if !self.arrived.is_empty() {
             return Some(NextStep::Store);
         }
@@ -285,11 +268,6 @@ impl<J: Clone, C> Ring<J, C> {
     pub(super) fn complete(&mut self, done: TaskResult<J, C>) -> Followup<J, C> {
         let mut after = Followup::default();
         match done {
-            TaskResult::Tuned(sizes) => {
-                self.tuning = false;
-                self.sizes = Some(sizes);
-                self.aim();
-            }
             TaskResult::Grown(grown) => self.grown(grown, &mut after),
             TaskResult::Sent(piece) => self.sent(piece, &mut after),
             TaskResult::Stored(piece) => {
@@ -316,7 +294,7 @@ impl<J: Clone, C> Ring<J, C> {
             Err(_) if self.chunks + self.growing > 0 => self.target = self.chunks + self.growing,
             Err(_) if self.chunk_bytes >= 2 * CHUNK_BYTES_LEAST => {
                 self.chunk_bytes = self.chunk_bytes / 2 / PAGE * PAGE;
-                self.target = self.sizes.map_or(1, |sizes| sizes.chunks);
+                self.target = self.sizes.chunks;
             }
             Err(error) => self.fail_all(&error, after),
         }

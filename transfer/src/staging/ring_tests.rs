@@ -9,6 +9,7 @@ use proptest::prelude::*;
 use super::*;
 
 const SIZES: Sizes = Sizes { chunk_bytes: 4 * PAGE, chunks: 3, threads: 2 };
+const SEVEN: Sizes = Sizes { chunks: 7, threads: 4, ..SIZES };
 
 type TestTask = Task<u32, u64>;
 
@@ -51,7 +52,7 @@ struct Model {
 
 impl Model {
     fn ring(&mut self) -> &mut Ring<u32, u64> {
-        self.ring.get_or_insert_with(Ring::new)
+        self.ring.get_or_insert_with(|| Ring::new(SIZES))
     }
 
     fn submit(&mut self, way: Way, bytes: u64, phase: u64, stream: u32, priority: i32) {
@@ -88,7 +89,7 @@ impl Model {
                 let same = |task: &TestTask| matches!(task, Task::Wait(other) if other.stream == stream);
                 assert!(!self.out.iter().any(same), "two tasks wait for one stream");
             }
-            Task::Tune | Task::Grow { .. } => {}
+            Task::Grow { .. } => {}
         }
         self.out.push(task);
         self.check();
@@ -133,7 +134,6 @@ impl Model {
         let task = self.out.remove(index);
         self.lost |= error.as_ref().is_some_and(TransferError::is_device_lost);
         let done = match (task, error) {
-            (Task::Tune, _) => TaskResult::Tuned(SIZES),
             (Task::Grow { .. }, Some(error)) => TaskResult::Grown(Err(error)),
             (Task::Grow { .. }, None) => {
                 self.made += 1;
@@ -200,7 +200,7 @@ impl Model {
             match task {
                 Task::Fill(piece) | Task::Fetch(piece) | Task::Store(piece) => places.push(piece.chunk),
                 Task::Wait(flight) => places.push(flight.chunk),
-                Task::Tune | Task::Grow { .. } => {}
+                Task::Grow { .. } => {}
             }
         }
         let growing = self.out.iter().filter(|task| matches!(task, Task::Grow { .. })).count();
@@ -223,7 +223,7 @@ impl Model {
             match task {
                 Task::Fill(piece) | Task::Fetch(piece) | Task::Store(piece) => holds(ring.jobs[&piece.id].order.stream),
                 Task::Wait(flight) => holds(flight.stream),
-                Task::Tune | Task::Grow { .. } => {}
+                Task::Grow { .. } => {}
             }
         }
         ring.flying.iter().chain(&ring.arrived).for_each(|flight| holds(flight.stream));
@@ -291,10 +291,7 @@ proptest! {
                 }
                 Step::Lose(index) if !model.out.is_empty() => {
                     let index = index.index(model.out.len());
-                    // Tuning cannot fail.
-                    if !matches!(model.out[index], Task::Tune) {
-                        model.give(index, Some(lost()));
-                    }
+                    model.give(index, Some(lost()));
                 }
                 _ => {}
             }
@@ -308,7 +305,6 @@ fn begun(ring: &mut Ring<u32, u64>) -> Vec<u32> {
     let (mut begun, mut made) = (Vec::new(), 0);
     while let Some(task) = ring.next() {
         let done = match task {
-            Task::Tune => TaskResult::Tuned(SIZES),
             Task::Grow { .. } => {
                 made += 1;
                 TaskResult::Grown(Ok(made))
@@ -327,7 +323,7 @@ fn begun(ring: &mut Ring<u32, u64>) -> Vec<u32> {
 
 #[test]
 fn a_small_job_is_not_stuck_behind_a_large_one() {
-    let mut ring = Ring::new();
+    let mut ring = Ring::new(SIZES);
     ring.submit(order(0, Way::Up, 1000 * PAGE as u64)).unwrap();
     ring.submit(order(1, Way::Down, 1)).unwrap();
     ring.submit(order(2, Way::Up, 5 * PAGE as u64)).unwrap();
@@ -338,9 +334,8 @@ fn a_small_job_is_not_stuck_behind_a_large_one() {
 
 #[test]
 fn pieces_end_at_page_boundaries_of_the_source() {
-    let mut ring: Ring<u32, u64> = Ring::new();
+    let mut ring: Ring<u32, u64> = Ring::new(SIZES);
     ring.submit(Submission { phase: 100, ..order(0, Way::Up, 30_000) }).unwrap();
-    ring.complete(TaskResult::Tuned(SIZES));
     for chunk in 0..2 {
         let Some(Task::Grow { bytes, .. }) = ring.next() else { panic!("a chunk is to be had first") };
         assert_eq!(bytes, 16_384);
@@ -361,9 +356,8 @@ fn with_little_memory_there_are_fewer_chunks_then_smaller_ones_then_an_error() {
         limit: None,
         source: None,
     };
-    let mut ring: Ring<u32, u64> = Ring::new();
+    let mut ring: Ring<u32, u64> = Ring::new(Sizes { chunk_bytes: 256 << 10, ..SIZES });
     ring.submit(order(0, Way::Up, 1 << 30)).unwrap();
-    ring.complete(TaskResult::Tuned(Sizes { chunk_bytes: 256 << 10, ..SIZES }));
     for bytes in [256 << 10, 128 << 10, 64 << 10] {
         assert!(matches!(ring.next(), Some(Task::Grow { bytes: asked, .. }) if asked == bytes));
         assert!(ring.next().is_some_and(|task| matches!(task, Task::Grow { .. })), "others try meanwhile");
@@ -385,9 +379,8 @@ fn with_little_memory_there_are_fewer_chunks_then_smaller_ones_then_an_error() {
 
 #[test]
 fn a_cancelled_download_releases_its_arrived_chunks() {
-    let mut ring: Ring<u32, u64> = Ring::new();
+    let mut ring: Ring<u32, u64> = Ring::new(SIZES);
     ring.submit(order(0, Way::Down, 1 << 20)).unwrap();
-    ring.complete(TaskResult::Tuned(SIZES));
     for chunk in 0..2 {
         assert!(matches!(ring.next(), Some(Task::Grow { .. })));
         ring.complete(TaskResult::Grown(Ok(chunk)));
@@ -417,7 +410,6 @@ fn begun_but_for(ring: &mut Ring<u32, u64>, still: &[u32], most: usize) -> Vec<u
     while begun.len() < most {
         let done = match ring.next() {
             None => break,
-            Some(Task::Tune) => TaskResult::Tuned(Sizes { chunks: 7, threads: 4, ..SIZES }),
             Some(Task::Grow { .. }) => {
                 made += 1;
                 TaskResult::Grown(Ok(made))
@@ -442,7 +434,7 @@ fn a_stream_that_stands_still_leaves_chunks_to_others() {
     for (way, still, before) in
         [(Way::Up, 1, 0), (Way::Down, 1, 0), (Way::Up, 3, 0), (Way::Up, 1, 40), (Way::Down, 1, 40)]
     {
-        let mut ring = Ring::new();
+        let mut ring = Ring::new(SEVEN);
         let streams: Vec<u32> = (0..still).collect();
         streams.iter().for_each(|&stream| ring.submit(order(stream, way, large)).unwrap());
         begun_but_for(&mut ring, &[], before);
@@ -459,7 +451,7 @@ fn a_stream_that_stands_still_leaves_chunks_to_others() {
 /// go on with the rest.
 #[test]
 fn an_urgent_job_goes_first() {
-    let mut ring = Ring::new();
+    let mut ring = Ring::new(SEVEN);
     let large = 1000 * PAGE as u64;
     for job in 0..5 {
         ring.submit(Submission { priority: 1, ..order(job, Way::Up, large) }).unwrap();

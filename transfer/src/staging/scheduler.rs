@@ -54,16 +54,15 @@ struct SchedulerState<J, C> {
 /// The present size of a ring and of its worker pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PoolSize {
-    pub(super) sizes: Option<Sizes>,
     pub(super) chunks: usize,
     pub(super) chunk_bytes: usize,
     pub(super) threads: usize,
 }
 
 impl<J: Clone, C> Scheduler<J, C> {
-    pub(super) fn new() -> Self {
-        let state =
-            SchedulerState { ring: Ring::new(), threads: 0, asleep: 0, waiting: 0, threads_max: None, closed: false };
+    pub(super) fn new(sizes: Sizes) -> Self {
+        let ring = Ring::new(sizes);
+        let state = SchedulerState { ring, threads: 0, asleep: 0, waiting: 0, threads_max: None, closed: false };
         Scheduler { state: Mutex::new(state), changed: Condvar::default() }
     }
 
@@ -94,7 +93,7 @@ impl<J: Clone, C> Scheduler<J, C> {
     pub(super) fn size(&self) -> PoolSize {
         let state = self.state.lock();
         let (chunks, chunk_bytes) = state.ring.chunks();
-        PoolSize { sizes: state.ring.sizes(), chunks, chunk_bytes, threads: state.threads }
+        PoolSize { chunks, chunk_bytes, threads: state.threads }
     }
 
     /// The loop of a worker thread.
@@ -155,7 +154,7 @@ impl<J: Clone, C> Scheduler<J, C> {
             self.changed.notify_one();
             return;
         }
-        let bound = state.ring.sizes().map_or(1, |sizes| sizes.threads);
+        let bound = state.ring.sizes().threads;
         let enough = state.threads >= state.threads_max.unwrap_or(bound).min(bound);
         if enough && state.waiting < state.threads {
             return;

@@ -17,7 +17,6 @@ type Notify = mpsc::Sender<bool>;
 
 struct Workers {
     scheduler: Scheduler<Notify, ()>,
-    sizes: Sizes,
     /// A wait for stream 0 waits for this.
     still: PlainMutex<mpsc::Receiver<()>>,
     starts: AtomicUsize,
@@ -28,9 +27,9 @@ struct Workers {
 impl Workers {
     fn new(chunks: usize, threads: usize, fails: usize) -> (Arc<Workers>, mpsc::Sender<()>) {
         let (go, still) = mpsc::channel();
-        let sizes = Sizes { chunk_bytes: PAGE, chunks, threads };
+        let scheduler = Scheduler::new(Sizes { chunk_bytes: PAGE, chunks, threads });
         let (still, starts) = (PlainMutex::new(still), AtomicUsize::new(0));
-        (Arc::new(Workers { scheduler: Scheduler::new(), sizes, still, starts, fails }), go)
+        (Arc::new(Workers { scheduler, still, starts, fails }), go)
     }
 
     fn submit(self: &Arc<Self>, stream: u32, pieces: u64) -> mpsc::Receiver<bool> {
@@ -45,7 +44,6 @@ impl Workers {
 impl Executor<Notify, ()> for Arc<Workers> {
     fn perform(&self, task: Task<Notify, ()>) -> TaskResult<Notify, ()> {
         match task {
-            Task::Tune => TaskResult::Tuned(self.sizes),
             Task::Grow { .. } => TaskResult::Grown(Ok(())),
             Task::Fill(piece) | Task::Fetch(piece) => TaskResult::Sent(piece),
             Task::Store(piece) => TaskResult::Stored(piece),

@@ -33,7 +33,6 @@ struct Job {
 
 struct Workers {
     scheduler: Scheduler<Arc<Job>, Arc<AtomicUsize>>,
-    sizes: Sizes,
     /// Every n-th task fails; none if 0.
     fails: usize,
     /// Starts of threads that fail, from the first on.
@@ -43,9 +42,9 @@ struct Workers {
 
 impl Workers {
     fn new(chunks: usize, threads: usize) -> Workers {
-        let sizes = Sizes { chunk_bytes: PAGE, chunks, threads };
+        let scheduler = Scheduler::new(Sizes { chunk_bytes: PAGE, chunks, threads });
         let (failing_starts, tasks) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        Workers { scheduler: Scheduler::new(), sizes, fails: 0, failing_starts, tasks }
+        Workers { scheduler, fails: 0, failing_starts, tasks }
     }
 
     fn submit(self: &Arc<Self>, way: Way, pieces: u64) -> Arc<Job> {
@@ -80,7 +79,6 @@ fn hold(work: &Job, chunk: &AtomicUsize) {
 impl Executor<Arc<Job>, Arc<AtomicUsize>> for Arc<Workers> {
     fn perform(&self, task: Task<Arc<Job>, Arc<AtomicUsize>>) -> TaskResult<Arc<Job>, Arc<AtomicUsize>> {
         match task {
-            Task::Tune => TaskResult::Tuned(self.sizes),
             Task::Grow { .. } => TaskResult::Grown(Ok(Arc::default())),
             Task::Fill(piece) | Task::Fetch(piece) | Task::Store(piece) if self.fails() => {
                 TaskResult::Failed(piece, TransferError::Cancelled)

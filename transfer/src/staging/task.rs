@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use super::config::Sizes;
 use crate::error::TransferError;
 
 /// The direction of a job.
@@ -55,8 +54,6 @@ pub(super) struct Flight<C> {
 /// A task.
 #[derive(Debug)]
 pub(super) enum Task<J, C> {
-    /// Choose the sizes of the ring.
-    Tune,
     /// Allocate a chunk.
     Grow {
         /// Its bytes.
@@ -77,8 +74,6 @@ pub(super) enum Task<J, C> {
 /// The result of a task.
 #[derive(Debug)]
 pub(super) enum TaskResult<J, C> {
-    /// Of [`Task::Tune`].
-    Tuned(Sizes),
     /// Of [`Task::Grow`].
     Grown(Result<C, TransferError>),
     /// Of [`Task::Fill`] and [`Task::Fetch`]: the copy is enqueued.

@@ -13,7 +13,6 @@ use super::ring::CHUNK_BYTES_LEAST;
 use super::scheduler::{Executor, Scheduler};
 use super::staged_transfer::{Chunk, DeviceEndpoint, HostEndpoint, Piece, StagedTransfer, fill, send, store};
 use super::task::{Followup, Task, TaskResult, Way};
-use super::tune;
 use crate::error::TransferError;
 use crate::foreign_code::{self, DRIVER, guarded};
 use crate::job::Job;
@@ -27,7 +26,8 @@ pub(crate) struct Staging(pub(super) Arc<Workers>);
 impl Staging {
     /// A ring of memory of `pool`.
     pub(crate) fn new(pool: &PinnedPool, config: StagingConfig) -> Staging {
-        let workers = Workers { pool: pool.clone(), config, scheduler: Scheduler::new(), work: Mutex::default() };
+        let scheduler = Scheduler::new(config.sizes());
+        let workers = Workers { pool: pool.clone(), config, scheduler, work: Mutex::default() };
         let workers = Arc::new(workers);
         let idle = Arc::downgrade(&workers);
         // Chunks that copies still use go back with the ticks of these copies.
@@ -72,9 +72,7 @@ impl Staging {
         StagingStats {
             chunk_bytes: size.chunk_bytes as u64,
             chunks: size.chunks as u64,
-            chunks_max: size.sizes.map_or(0, |sizes| sizes.chunks as u64),
             threads: size.threads as u64,
-            threads_max: size.sizes.map_or(0, |sizes| sizes.threads as u64),
             ..*self.0.work.lock()
         }
     }
@@ -147,9 +145,6 @@ impl Workers {
 impl Executor<Arc<StagedTransfer>, Chunk> for Arc<Workers> {
     fn perform(&self, task: Task<Arc<StagedTransfer>, Chunk>) -> TaskResult<Arc<StagedTransfer>, Chunk> {
         match task {
-            Task::Tune => {
-                TaskResult::Tuned(self.config.sizes(tune::or_assumed(|| tune::choose(&self.config, &self.pool))))
-            }
             Task::Grow { bytes, others } => TaskResult::Grown(guarded(DRIVER, || self.allocate_chunk(bytes, others))),
             Task::Fill(piece) => self.send(piece, Way::Up),
             Task::Fetch(piece) => self.send(piece, Way::Down),

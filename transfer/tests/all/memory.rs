@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use aquifer::kernels::DType;
 use aquifer::memory::Config;
-use aquifer::transfer::{PinnedConfig, PinnedPool, StagingConfig, Transfer, TransferConfig};
+use aquifer::transfer::{PinnedConfig, StagingConfig, Transfer, TransferConfig};
 use aquifer::{Allocator, Error, Tensor};
 use aquifer_device::{Device, DevicePtr, RequestError};
 use aquifer_sim::{SimConfig, SimDriver};
@@ -98,25 +98,6 @@ fn a_per_thread_stream_is_replaced() {
     let pending = transfer.on(&own).unwrap().to_device(content.clone(), &own).unwrap();
     let back = transfer.on(&own).unwrap().to_vec(&pending.wait().unwrap()).unwrap().wait().unwrap();
     assert!(back == content && sim.violations().is_empty());
-}
-
-#[test]
-fn pageable_buffers_are_staged_and_waited_for() {
-    let (sim, transfer) = runtime(StagingConfig::default());
-    let stream = transfer.device().stream().unwrap();
-    let pool = PinnedPool::new(transfer.device(), PinnedConfig::default().limit_bytes(0)).unwrap();
-    let values: Vec<u32> = (0..1 << 20).collect();
-    let mut host = pool.alloc_or_pageable::<u32>(1 << 20).unwrap();
-    host.write().unwrap().copy_from_slice(&values);
-    let mut device = transfer.allocator().alloc(1 << 19, &stream).unwrap();
-    let pending = transfer.upload(host.slice(7..7 + (1 << 19)), &mut device).unwrap();
-    host.write().unwrap().fill(0);
-    pending.wait().unwrap();
-    let pending = transfer.download(&device, host.slice_mut(1 << 19..)).unwrap();
-    assert_eq!(host.slice(1 << 19..).read().unwrap(), values[7..7 + (1 << 19)]);
-    assert!(host.slice(..1 << 19).read().unwrap().iter().all(|&value| value == 0));
-    pending.wait().unwrap();
-    assert_eq!(sim.take_violations(), []);
 }
 
 #[test]

@@ -16,7 +16,7 @@ fn bench() -> (Arc<SimDriver>, Transfer) {
     (sim, Transfer::new(&allocator).unwrap())
 }
 
-/// Both ends wait for copies of any pool's device, pinned or not.
+/// Both ends wait for copies of any pool's device.
 #[test]
 fn copies_on_the_host_come_after_those_of_devices() {
     let (sim, transfer) = bench();
@@ -34,21 +34,21 @@ fn copies_on_the_host_come_after_those_of_devices() {
     drop(transfer.upload(&to, &mut target).unwrap());
     assert_eq!(transfer.to_vec(&target).unwrap().wait().unwrap(), sent);
 
-    let elsewhere = PinnedPool::new(&other, PinnedConfig::default().limit_bytes(0)).unwrap();
-    let mut pageable = elsewhere.alloc_or_pageable::<u32>(20).unwrap();
+    let elsewhere = PinnedPool::new(&other, PinnedConfig::default()).unwrap();
+    let mut there = elsewhere.alloc_zeroed::<u32>(20).unwrap();
     // A column, and next to it the same three elements in each row.
     let region = Region { extents: &[5], from_strides: &[200], to_strides: &[4] };
-    drop(transfer.copy_on_host(region.of(&to), &mut pageable).unwrap());
+    drop(transfer.copy_on_host(region.of(&to), &mut there).unwrap());
     let region = Region { extents: &[5, 3], from_strides: &[0, 1], to_strides: &[4, 1] };
-    let beside = pageable.slice_mut(1..);
+    let beside = there.slice_mut(1..);
     transfer.copy_on_host(region.of(to.slice(7..)), beside).unwrap().wait().unwrap();
     let expected: Vec<u32> = (0..5).flat_map(|row| [200 * row, 7, 8, 9]).collect();
-    assert_eq!(pageable.read().unwrap(), expected);
+    assert_eq!(there.read().unwrap(), expected);
 
-    let refused = transfer.copy_on_host(&from, &mut pageable).unwrap_err();
+    let refused = transfer.copy_on_host(&from, &mut there).unwrap_err();
     assert!(matches!(refused, Error::Transfer(TransferError::LengthMismatch { from: 1000, to: 20 })), "{refused}");
     let beyond = Region { extents: &[21], from_strides: &[1], to_strides: &[1] };
-    let refused = transfer.copy_on_host(beyond.of(&from), &mut pageable).unwrap_err();
+    let refused = transfer.copy_on_host(beyond.of(&from), &mut there).unwrap_err();
     assert!(matches!(refused, Error::Request(RequestError::OutOfBounds { end: 21, len: 20, .. })), "{refused}");
     let on_host = transfer.counters().on_host;
     assert_eq!((on_host.copies, on_host.bytes), (3, 4 * (1000 + 5 + 15)));

@@ -2,8 +2,6 @@
 
 use std::path::Path;
 
-use aquifer_transfer::Direction;
-
 use super::*;
 
 fn saved(set: &ParamSet, directory: &Directory) -> PathBuf {
@@ -142,9 +140,6 @@ fn loading_into_a_set_is_all_or_nothing() {
         let device = Device::new(driver.clone());
         let allocator = Allocator::new(&device, Config::default()).unwrap();
         let transfer = Transfer::new(&allocator).unwrap();
-        for direction in [Direction::Upload, Direction::OnDevice, Direction::Download] {
-            transfer.batch_calls_pay_below(direction).unwrap(); // measures, and does without memory
-        }
         let mut set = zeros_of(&model(), |_| Place::from(&transfer));
         let mut all_there = false;
         let how = Load::new().progress(|progress| all_there = progress.bytes_done == progress.bytes_total);

@@ -10,7 +10,6 @@ use aquifer_allocator::Config;
 use aquifer_device::{Code, Device, Operation};
 use aquifer_kernels::DType;
 use aquifer_sim::{Fault, SimConfig, SimDriver};
-use aquifer_transfer::Direction;
 use half::bf16;
 
 use super::*;
@@ -119,7 +118,6 @@ fn a_set_moves_coalesced_and_in_order() {
     let transfer = transfer();
     let (mut set, host) = (model(), model());
     let copies = |transfer: &Transfer| transfer.device().driver_calls().of(Operation::CopyToDevice);
-    transfer.batch_calls_pay_below(Direction::Upload).unwrap(); // measures, by copies
     let before = copies(&transfer);
     let mut seen = Vec::new();
     let total = set.bytes();
@@ -211,7 +209,6 @@ fn moving_is_all_or_nothing() {
         let allocator = Allocator::new(&device, Config::default()).unwrap();
         let transfer = Transfer::new(&allocator).unwrap();
         let (mut set, host) = (model(), model());
-        transfer.batch_calls_pay_below(Direction::Upload).unwrap(); // measures, and does without memory
         driver.inject(Fault::Nth { operation: None, nth: call, code: Code::OUT_OF_MEMORY });
         let moved = set.move_with_blocking(&transfer, To::new().dtype(DType::F64), |_| {});
         driver.clear_faults();
@@ -234,7 +231,6 @@ fn moving_is_all_or_nothing() {
 #[test]
 fn many_small_tensors_need_little_page_locked_memory() {
     let transfer = transfer();
-    transfer.batch_calls_pay_below(Direction::Upload).unwrap(); // measures, by copies
     let mut set = ParamSet::new();
     for n in 0..400 {
         set.insert(format!("adapter.{n}"), Tensor::from_vec(floats(15_000, n), &[15_000]).unwrap()).unwrap();

@@ -8,7 +8,7 @@ use super::meter::Meter;
 use crate::commands::{hundredths, kind_of_time, thousandths};
 use crate::exit::Failure;
 use crate::session::Session;
-use crate::table::{Column, in_terminal, table};
+use crate::table::{Column, table};
 use crate::text::Bytes;
 
 /// Sizes of the copies, in bytes.
@@ -34,7 +34,6 @@ struct Row {
     single_us: f64,
     batched_us: f64,
     speedup: f64,
-    batch_calls_pay_below: Option<u64>,
 }
 
 pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
@@ -61,15 +60,10 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
                 single_us: thousandths(single),
                 batched_us: thousandths(batched),
                 speedup: hundredths(single / batched),
-                batch_calls_pay_below: meter.transfer.batch_calls_pay_below(direction)?,
             };
             session.row(&row)?;
             rows.push(row);
         }
-    }
-    let mut lines = String::new();
-    for (name, direction) in DIRECTIONS {
-        lines += &format!("\n{name}: {}", in_words(meter.transfer.batch_calls_pay_below(direction)?));
     }
     let columns: [Column<Row>; 7] = [
         ("direction", |row| row.direction.to_owned()),
@@ -81,20 +75,7 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
         ("times", |row| kind_of_time(row.modelled)),
     ];
     session.show(format_args!("\n{COPIES} small copies, with one call each and as a batch; µs a copy"))?;
-    session.show(format_args!("{}{}\n", table(&rows, 1, &columns).ending_in_text(), in_terminal(&lines)))
-}
-
-/// The size up to which batches use one driver call, in words.
-fn in_words(pay_below: Option<u64>) -> String {
-    match pay_below {
-        None => {
-            "no driver call for many copies is used: there is none, or memory was too short to measure it".to_owned()
-        }
-        Some(u64::MAX) => {
-            "one driver call for many copies pays at all sizes that were tried, and is used for all".to_owned()
-        }
-        Some(size) => format!("one driver call for many copies pays below {}, and is used up to there", Bytes(size)),
-    }
+    session.show(format_args!("{}\n", table(&rows, 1, &columns)))
 }
 
 /// Nanoseconds for all copies: one call each from pinned memory, and packed from ordinary

@@ -114,15 +114,12 @@ fn a_batch_does_without_the_call_for_many_copies_where_that_fails() {
     let mut uploads = bench.transfer.batch();
     let buffers = upload_numbered(&bench, &mut uploads);
     uploads.run().unwrap().wait().unwrap();
-    assert_eq!(bench.transfer.batch_calls_pay_below(Direction::Upload).unwrap(), None);
     let mut downloads = bench.transfer.batch();
     let all: Vec<_> = buffers.iter().map(|buffer| downloads.download(buffer).unwrap()).collect();
     downloads.run().unwrap().wait().unwrap();
     for (number, download) in (0..).zip(&all) {
         assert_eq!(download.to_vec().unwrap(), [number; 100]);
     }
-    // That of other directions was measured by itself.
-    assert!(bench.transfer.batch_calls_pay_below(Direction::Download).unwrap().is_some());
     drop((buffers, all));
     bench.finish();
 }
@@ -130,7 +127,6 @@ fn a_batch_does_without_the_call_for_many_copies_where_that_fails() {
 #[test]
 fn small_blocks_are_copied_within_the_device_by_one_call() {
     let bench = Bench::new();
-    assert!(bench.transfer.batch_calls_pay_below(Direction::OnDevice).unwrap().is_some_and(|below| below > 1000));
     let stream = bench.device.stream().unwrap();
     let bytes: Vec<u8> = (0..100u8).flat_map(|block| [block; 1000]).collect();
     let from = bench.transfer.to_device(bytes, &stream).unwrap().wait().unwrap();

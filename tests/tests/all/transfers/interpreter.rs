@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 
-use aquifer::transfer::Direction;
 use aquifer::transfer::{Spillable, Spiller};
 use aquifer::{Error, Pending, PinnedBuffer};
 use aquifer_tests::prelude::*;
@@ -48,11 +47,8 @@ impl Interpreter {
     pub(super) fn new(seed: u64, faults: bool) -> Interpreter {
         let bench = Bench::seeded(seed);
         let streams = [bench.device.stream().unwrap(), bench.device.stream().unwrap()];
-        // Loaded, and measured, before anything fails.
+        // Loaded before anything fails.
         bench.transfer.allocator().kernels().unwrap();
-        for direction in [Direction::Upload, Direction::Download, Direction::OnDevice] {
-            bench.transfer.batch_calls_pay_below(direction).unwrap();
-        }
         bench.transfer.at_priority(BACKGROUND).unwrap();
         let spiller = Spiller::new(&bench.transfer, 0).unwrap();
         let mut interpreter = Interpreter {

@@ -297,7 +297,7 @@ fn first_batch_leaves_the_stream_busy() -> bool {
     let bench = Bench::new();
     let on = bench.transfer.on(&bench.stream).unwrap();
     let mut buffers = [bench.alloc(1000), bench.alloc(1000)];
-    // On hardware, as long as a measurement takes and more.
+    // On hardware, longer than the batch takes.
     bench.driver.stall(&bench.stream, Duration::from_secs(1)).unwrap();
     let last = bench.stream.tick();
     last.cover().unwrap();

@@ -1,7 +1,5 @@
 //! Buffers while copies use them.
 
-use std::thread;
-
 use aquifer_device::RequestError;
 
 use super::*;
@@ -120,95 +118,6 @@ fn memory_of_another_device_and_captures_are_refused() {
     assert!(refused.to_string().contains("capture"), "{refused}");
     drop(capture);
     part.memory.access(&bench.stream, AccessKind::Read).map(drop).unwrap();
-}
-
-#[test]
-fn a_reservation_keeps_the_host_and_conflicting_copies_away() {
-    let bench = Bench::new(PinnedConfig::default());
-    let mut buffer = bench.pool.alloc_zeroed(1 << 20, 1).unwrap();
-    bench.upload(&buffer).unwrap();
-    let target = buffer.all_mut().host().reserve(AccessKind::Write).unwrap();
-    assert_eq!(bench.pool.stats().num_waits, 1, "the upload was waited for");
-    assert!(!buffer.is_idle().unwrap());
-    thread::scope(|scope| {
-        scope.spawn(move || {
-            for quarter in 0..4 {
-                target.range().write(quarter << 18, &[8; 1 << 18]).unwrap();
-            }
-            assert!(target.range().write(3 << 18, &[8; (1 << 18) + 1]).is_err(), "beyond the end");
-        });
-        bench.upload(&buffer).unwrap();
-        assert!(buffer.read().unwrap().iter().all(|&byte| byte == 8));
-    });
-    let mut bytes = vec![0; 1 << 20];
-    bench.stream.download_blocking(&mut bytes, bench.memory).unwrap();
-    assert!(bytes.iter().all(|&byte| byte == 8));
-    drop(buffer);
-    bench.check_over();
-}
-
-#[test]
-fn reservations_to_read_coexist() {
-    let bench = Bench::new(PinnedConfig::default());
-    let buffer = bench.pool.alloc_zeroed(1000, 1).unwrap();
-    let part = buffer.all().host();
-    let (one, two) = (part.reserve(AccessKind::Read).unwrap(), part.reserve(AccessKind::Read).unwrap());
-    part.memory.wait_unreserved(AccessKind::Read);
-    bench.upload(&buffer).unwrap();
-    assert_eq!(buffer.read().unwrap()[0], 0);
-    drop(buffer);
-    assert_eq!(bench.pool.stats().active_requests.current, 1, "reservations keep the memory");
-    drop((one, two));
-    bench.check_over();
-}
-
-/// A copy out of lent memory, as other libraries enqueue it.
-#[allow(unsafe_code, reason = "raw driver copies, as others make them")]
-fn foreign_upload(bench: &Bench, from: *const u8, bytes: usize) {
-    // SAFETY: the memory is lent to the stream.
-    unsafe { bench.device.driver().copy_to_device(bench.memory, from, bytes, bench.stream.raw()) }.unwrap();
-}
-
-#[test]
-fn writers_of_lent_memory_wait_for_copies_of_other_libraries_out_of_it() {
-    let bench = Bench::new(PinnedConfig::default());
-    let mut buffer = bench.pool.alloc_zeroed(1 << 20, 1).unwrap();
-    let calls = bench.calls_in(|| {
-        let from = buffer.lend(&bench.stream).unwrap();
-        // Another reader, before the copy is enqueued.
-        assert_eq!(buffer.lend(&bench.stream).unwrap(), from);
-        assert_eq!(buffer.read().unwrap()[5], 0);
-        foreign_upload(&bench, from.as_ptr(), 1 << 20);
-    });
-    assert_eq!((calls.total(), bench.pool.stats().num_waits), (1, 0), "only the copy");
-    assert!(!buffer.is_idle().unwrap());
-    buffer.write().unwrap()[5] = 1;
-    assert_eq!(bench.pool.stats().num_waits, 1);
-    let (first, from) = (address(&buffer), buffer.lend(&bench.stream).unwrap());
-    foreign_upload(&bench, from.as_ptr(), 1 << 20);
-    drop(buffer);
-    let other = bench.pool.alloc_zeroed(1 << 20, 1).unwrap();
-    assert_ne!(address(&other), first, "the copy is in flight");
-    drop(other);
-    bench.check_over();
-}
-
-#[test]
-fn all_users_of_lent_memory_wait_for_copies_of_other_libraries_into_it() {
-    let bench = Bench::new(PinnedConfig::default());
-    let other = bench.device.stream().unwrap();
-    let mut buffer = bench.pool.alloc_zeroed(1 << 20, 1).unwrap();
-    bench.upload(&buffer).unwrap();
-    let to = buffer.lend_mut(&other).unwrap();
-    raw_download(to.0, bench.memory, 1 << 20, &other, &bench.device).unwrap();
-    assert!(!buffer.is_idle().unwrap());
-    bench.upload(&buffer).unwrap();
-    assert_eq!(buffer.read().unwrap()[5], 0);
-    assert_eq!(bench.pool.stats().num_waits, 1);
-    let foreign = Bench::new(PinnedConfig::default());
-    assert!(matches!(buffer.lend(&foreign.stream), Err(TransferError::Request(RequestError::WrongDevice { .. }))));
-    drop(buffer);
-    bench.check_over();
 }
 
 /// No bytes, and any alignment.

@@ -86,5 +86,4 @@ fn memory_in_flight_on_a_lost_device_is_lost_with_it() {
         assert!(error.is_device_lost(), "{error}");
     }
     assert!(bench.pool.empty_cache().is_err());
-    assert!(bench.pool.alloc_or_pageable(1 << 20, 1).unwrap_err().is_device_lost());
 }

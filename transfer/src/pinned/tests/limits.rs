@@ -2,9 +2,6 @@
 
 use std::collections::VecDeque;
 
-use aquifer_device::{Code, RequestError};
-use aquifer_sim::Fault;
-
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -151,40 +148,6 @@ fn sizes_that_vary_settle_on_few_slabs() {
     }
     let stats = bench.pool.stats();
     assert!(stats.num_host_alloc <= 5, "{stats:?}");
-    bench.check_over();
-}
-
-#[test]
-fn prewarmed_memory_serves_any_size_and_is_released() {
-    let bench = Bench::new(PinnedConfig::default().limit_bytes(600 * MIB));
-    bench.pool.prewarm(0).unwrap();
-    bench.pool.prewarm(512 * MIB - 1).unwrap();
-    let taken = bench.pool.stats();
-    assert_eq!((taken.num_host_alloc, taken.allocated_bytes.current), (1, 512 * MIB));
-    let buffers: Vec<_> =
-        (0..400).map(|number| bench.pool.alloc((32 << 10) + number % 3 * (1 << 20), 1).unwrap()).collect();
-    assert_eq!(bench.pool.stats().num_host_alloc, 1);
-    let refused = bench.pool.prewarm(100 * MIB).unwrap_err();
-    assert!(matches!(&refused, TransferError::OutOfPinned { source: None, .. }), "{refused}");
-    assert!(matches!(bench.pool.prewarm(u64::MAX), Err(TransferError::Request(RequestError::LengthOverflow { .. }))));
-    drop(buffers);
-    drop(bench.pool.alloc(512 << 20, 1).unwrap());
-    assert_eq!(bench.pool.stats().num_host_alloc, 1, "it is whole again");
-    assert_eq!(bench.pool.empty_cache().unwrap(), 512 * MIB);
-    bench.check_over();
-}
-
-#[test]
-fn a_refused_prewarming_is_an_error() {
-    let bench = Bench::new(PinnedConfig::default());
-    let fault = |code| Fault::Nth { operation: Some(Operation::HostAlloc), nth: 1, code };
-    bench.sim.inject(fault(Code::OUT_OF_MEMORY));
-    let refused = bench.pool.prewarm(2 * MIB).unwrap_err();
-    assert!(matches!(&refused, TransferError::OutOfPinned { source: Some(_), reserved: 0, .. }), "{refused}");
-    bench.sim.inject(fault(Code(999)));
-    assert!(matches!(bench.pool.prewarm(2 * MIB), Err(TransferError::Device(_))));
-    bench.sim.clear_faults();
-    bench.pool.prewarm(2 * MIB).unwrap();
     bench.check_over();
 }
 

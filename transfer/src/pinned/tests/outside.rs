@@ -1,4 +1,4 @@
-//! Registered memory, pageable memory, and registered slabs.
+//! Registered memory, and registered slabs.
 
 use std::num::NonZeroUsize;
 
@@ -18,7 +18,6 @@ fn registered_memory_is_copied_in_place_and_given_back_when_idle() {
     let own = vec![0_u8; 1 << 20];
     let start = own.as_ptr();
     let mut buffer = bench.pool.register(own).unwrap();
-    assert!(buffer.is_pinned());
     assert_eq!(address(&buffer), start.addr());
     bench.download(&mut buffer).unwrap();
     let own = buffer.into_vec::<u8>(1 << 20).unwrap();
@@ -82,32 +81,11 @@ fn other_buffers_become_vectors_by_a_copy_and_empty_memory_can_be_registered() {
 }
 
 #[test]
-fn pageable_memory_needs_an_explicit_call() {
-    let bench = Bench::new(PinnedConfig::default().limit_bytes(1 << 20));
-    assert!(bench.pool.alloc(4 << 20, 4).unwrap_err().is_out_of_memory());
-    let mut buffer = bench.pool.alloc_or_pageable(4 << 20, 4).unwrap();
-    assert!(!buffer.is_pinned() && !buffer.all().is_pinned());
-    assert!(buffer.is_idle().unwrap() && buffer.read().unwrap().iter().all(|&value| value == 0));
-    buffer.write().unwrap()[9] = 9;
-    assert_eq!(buffer.into_vec::<u8>(10).unwrap()[9], 9);
-    assert!(bench.pool.alloc_or_pageable(100, 1).unwrap().is_pinned(), "where it can be had it is pinned");
-    bench.sim.inject(failing(Operation::HostAlloc, Code(801)));
-    bench.pool.empty_cache().unwrap();
-    assert!(!bench.pool.alloc_or_pageable(100, 1).unwrap().is_pinned(), "a device that cannot pin");
-    assert!(matches!(
-        bench.pool.alloc_or_pageable(usize::MAX, 8),
-        Err(TransferError::Request(RequestError::LengthOverflow { .. }))
-    ));
-    bench.sim.clear_faults();
-    bench.check_over();
-}
-
-#[test]
 fn slabs_can_be_registered_memory() {
     let threads = NonZeroUsize::new(4).unwrap();
     let bench = Bench::new(PinnedConfig::default().register_threads(threads));
     let mut large = bench.pool.alloc(40 << 20, 1).unwrap();
-    assert!(large.read().unwrap().iter().all(|&byte| byte == 0) && large.is_pinned());
+    assert!(large.read().unwrap().iter().all(|&byte| byte == 0));
     assert!(address(&large).is_multiple_of(2 << 20), "it starts at a huge page");
     large.write().unwrap().fill(3);
     bench.upload(&large).unwrap();
