@@ -7,8 +7,8 @@ use aquifer::buffer::{read, write};
 use aquifer::memory::{Contents, Part, PoolOptions, SleepOptions};
 use aquifer::{Allocator, Buffer};
 use aquifer_cudarc::{AllocatorExt, Capture, Error, Graph, StreamExt};
-use cudarc::driver::{CudaStream, result};
 use cudarc::driver::sys::{CUgraphInstantiate_flags as Flags, CUstreamCaptureMode as Mode};
+use cudarc::driver::{CudaStream, result};
 
 use super::{Gpu, N};
 
@@ -311,10 +311,11 @@ fn a_graph_may_be_gone_when_a_part_of_memory_falls_asleep_or_wakes() {
 
 #[test]
 fn a_slice_of_another_allocator_that_is_dropped_in_a_capture_goes_with_the_graph() {
-    let gpu = Gpu::new().without_tracking();
+    let gpu = Gpu::new();
     let [one] = gpu.streams();
     let other = Allocator::new(gpu.memory.device(), "").unwrap();
     let slice = other.alloc_slice_zeros::<f32>(N, &one).unwrap();
+    let gpu = gpu.without_tracking();
     one.begin_capture(MODE).unwrap();
     drop(zeros(&gpu, &one));
     drop(slice);
