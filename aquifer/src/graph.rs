@@ -412,6 +412,10 @@ pub struct FollowedGraph {
     dropped: Mutex<Vec<(Allocator, DevicePtr)>>,
 }
 
+/// Held while a thread looks for the memory of a capture, which two may see first at the same time.
+/// Above all other locks.
+static FOLLOWING: Mutex<()> = Mutex::new(());
+
 impl Allocator {
     /// The memory of the graph that `stream` captures by calls of another library, whoever saw it
     /// begin. `None` if it captures none, or one that was [begun](Allocator::begin_graph) here or
@@ -420,13 +424,14 @@ impl Allocator {
     /// # Errors
     /// On a driver before CUDA 11.3, if the stream captures; errors of the driver.
     pub fn followed_graph(&self, stream: &Stream) -> Result<Option<Arc<FollowedGraph>>, Error> {
+        self.device().settle_graphs();
+        let _alone = FOLLOWING.lock();
         let Some(launches) = stream.follow_capture()?.filter(|launches| launches.are_followed()) else {
             return Ok(None);
         };
         if let Some(known) = launches.kept() {
             return Ok(Some(known));
         }
-        self.device().settle_graphs();
         let pool = self.create_pool(PoolOptions::default())?;
         let (uses, host) = (GraphUses::collect(&pool, stream)?, HostUses::collect(stream));
         let graph = Arc::new(FollowedGraph { pool, uses, host, memory: self.clone(), dropped: Mutex::default() });

@@ -311,10 +311,11 @@ fn a_graph_may_be_gone_when_a_part_of_memory_falls_asleep_or_wakes() {
 
 #[test]
 fn a_slice_of_another_allocator_that_is_dropped_in_a_capture_goes_with_the_graph() {
-    let gpu = Gpu::new().without_tracking();
+    let gpu = Gpu::new();
     let [one] = gpu.streams();
     let other = Allocator::new(gpu.memory.device(), "").unwrap();
     let slice = other.alloc_slice_zeros::<f32>(N, &one).unwrap();
+    let gpu = gpu.without_tracking();
     one.begin_capture(MODE).unwrap();
     drop(zeros(&gpu, &one));
     drop(slice);
