@@ -1,17 +1,17 @@
 //! Memory that more than one stream uses, and how far streams got.
 //!
-//! **Reuse.** Stream S may use a free block of another stream once the block's tick is known done on
-//! the host, or once S's later work is ordered after that tick. Both can be learned without
+//! **Reuse.** Stream S may use a free block of another stream once the block's tick is known done
+//! on the host, or once S's later work is ordered after that tick. Both can be learned without
 //! waiting. Making S wait would couple the streams, so it is done only where the policy says so, or
 //! as a rung of the ladder before memory runs out. It is counted and traced. Other streams' blocks
 //! are tried only when a stream's own free blocks do not serve a request, just before memory would
 //! be taken from the device.
 //!
-//! **Waiting blocks** (`core/waiting.rs`). While blocks wait, allocations ask how far the streams got,
-//! with at most one driver query for each stream. With mapped memory they ask only while a 64th of
-//! what is reserved waits. As long as no stream gets further, fewer allocations ask: down to one in
-//! four. Allocations that find no memory otherwise ask in any case. If a request would fail
-//! otherwise, the host waits for the streams instead.
+//! **Waiting blocks** (`core/waiting.rs`). While blocks wait, allocations ask how far the streams
+//! got, with at most one driver query for each stream. With mapped memory they ask only while a
+//! 64th of what is reserved waits. As long as no stream gets further, fewer allocations ask: down
+//! to one in four. Allocations that find no memory otherwise ask in any case. If a request would
+//! fail otherwise, the host waits for the streams instead.
 //!
 //! **Progress events.** Before memory can move, the host must know that its last use is done, which
 //! takes an event. An event recorded only when memory has to move would complete only after

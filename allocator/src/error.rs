@@ -296,8 +296,8 @@ pub enum WhySegments {
     /// A driver call failed when the allocator was made and tried to map memory. It does not try
     /// again; another allocator does.
     Failed(DeviceError),
-    /// The device gave no more addresses for some request. Memory is mapped at those that there are,
-    /// and requests that find none get segments.
+    /// The device gave no more addresses for some request. Memory is mapped at those that there
+    /// are, and requests that find none get segments.
     NoAddresses(DeviceError),
 }
 

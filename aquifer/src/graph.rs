@@ -182,9 +182,9 @@ impl Allocator {
         GraphCapture::new(self, pool, stream, || stream.begin_capture_with(begin))
     }
 
-    /// Does the work of a graph once and captures it once, as [`Allocator::graph`] does, and returns
-    /// what the graph will need: to size the rest of memory, such as a cache, before any graph is
-    /// kept. Nothing of the capture is left.
+    /// Does the work of a graph once and captures it once, as [`Allocator::graph`] does, and
+    /// returns what the graph will need: to size the rest of memory, such as a cache, before any
+    /// graph is kept. Nothing of the capture is left.
     ///
     /// While a graph is captured into a pool that already serves others, its warm-up needs its pass
     /// beside that pool: fill the rest of memory once the last graph is captured.
@@ -396,8 +396,8 @@ fn launch(
 }
 
 /// The memory of a graph whose driver calls another library makes, some of them unseen: for
-/// adapters. The driver keeps this until the graph is gone, with its clones, its executables and all
-/// their launches.
+/// adapters. The driver keeps this until the graph is gone, with its clones, its executables and
+/// all their launches.
 ///
 /// Nobody sees each launch, so the graph's pool serves no other graph, and lends nothing. What it
 /// gets during the capture is fresh, or known done, or was freed in the capture by the same stream
@@ -408,7 +408,8 @@ pub struct FollowedGraph {
     uses: Arc<GraphUses>,
     host: Option<Arc<HostUses>>,
     memory: Allocator,
-    /// Memory from outside of the capture, to be freed with the graph. It may be another allocator's.
+    /// Memory from outside of the capture, to be freed with the graph. It may be another
+    /// allocator's.
     dropped: Mutex<Vec<(Allocator, DevicePtr)>>,
 }
 

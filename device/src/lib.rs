@@ -1,8 +1,8 @@
 //! GPU devices, streams, events and timelines behind one [`Driver`] trait.
 //!
-//! * A [`Device`] is one GPU, accessed through a [`Driver`]: NVIDIA's, of the crate `aquifer-cuda`, or
-//!   the simulator's, of `aquifer-sim`. Nothing here knows which. The crate `aquifer` opens devices by
-//!   name.
+//! * A [`Device`] is one GPU, accessed through a [`Driver`]: NVIDIA's, of the crate `aquifer-cuda`,
+//!   or the simulator's, of `aquifer-sim`. Nothing here knows which. The crate `aquifer` opens
+//!   devices by name.
 //! * A driver that checks programs has a [`Witness`], which the layers above tell what they do.
 //! * Work is enqueued on the device's [`Stream`]s. Work on one stream runs in order; different
 //!   streams are independent.

@@ -415,8 +415,8 @@ impl Stream {
         }
         let launch = Launch { name, accesses: accesses.to_vec(), ..Launch::default() };
         let raw = self.usable(Operation::Launch)?;
-        // SAFETY: the launch has no body and no arguments; a virtual device only checks and times its
-        // ranges.
+        // SAFETY: the launch has no body and no arguments; a virtual device only checks and times
+        // its ranges.
         unsafe { self.0.context.driver.launch(&launch, raw) }
     }
 
@@ -455,7 +455,8 @@ impl Stream {
     /// Asks the driver whether the stream captures, for an adapter to a library whose captures
     /// nobody announces, or whose ends nobody does. Such a capture is made known; one that is over
     /// ends here. Returns the launches of the graph. The driver tells when that is gone, with its
-    /// clones, its executables and all their launches: what the launches keep is dropped at the next
+    /// clones, its executables and all their launches: what the launches keep is dropped at the
+    /// next
     /// [`crate::Device::settle`] or slow path of an allocator.
     ///
     /// # Errors
@@ -483,8 +484,8 @@ impl Stream {
         AnnouncedCapture::announce_body(self, body)
     }
 
-    /// If the capture of an announced body began on this stream, the stream with the outermost node.
-    /// Streams that a body forked stand for themselves. No driver call.
+    /// If the capture of an announced body began on this stream, the stream with the outermost
+    /// node. Streams that a body forked stand for themselves. No driver call.
     pub fn body_of(&self) -> Option<Stream> {
         let scope = self.0.timeline.capture_if_any()?;
         let (with_node, _) = scope.around().filter(|_| scope.began_on(&self.0.timeline))?;

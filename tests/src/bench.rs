@@ -41,8 +41,8 @@ impl Bench {
         Bench::with(driver, Config::parse(options).unwrap_or_else(|error| panic!("{options}: {error}")))
     }
 
-    /// An allocator with the given configuration on a device of the test's own. Freed blocks are not
-    /// quarantined unless it says so: as on a GPU, the next request gets what was just freed.
+    /// An allocator with the given configuration on a device of the test's own. Freed blocks are
+    /// not quarantined unless it says so: as on a GPU, the next request gets what was just freed.
     pub fn with(driver: Subject, mut config: Config) -> Bench {
         config.quarantine.get_or_insert(0);
         let device = driver.device();

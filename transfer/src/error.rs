@@ -64,8 +64,8 @@ pub enum TransferError {
         /// The error of the driver.
         cause: DeviceError,
     },
-    /// The caller uses pinned memory in conflict with a graph that uses it: launches the graph while
-    /// the host reads memory that the graph writes, or writes memory that it uses
+    /// The caller uses pinned memory in conflict with a graph that uses it: launches the graph
+    /// while the host reads memory that the graph writes, or writes memory that it uses
     /// ([`crate::PinnedRead`], [`crate::PinnedWrite`]); takes registered memory back; or gives the
     /// memory to another library.
     #[error("a graph uses these {bytes} bytes of pinned memory at {address:#x}: {advice}")]

@@ -3,8 +3,9 @@
 //!
 //! Every launch of a graph that is captured through this library is known, and so is when the graph
 //! is dropped. Of a graph that is followed, the driver tells when it and its launches are over, and
-//! it counts as ours here. Of other graphs nothing is known: they are assumed to be launched as long
-//! as the pool is open, on any stream, so only waiting for the device tells that they are done.
+//! it counts as ours here. Of other graphs nothing is known: they are assumed to be launched as
+//! long as the pool is open, on any stream, so only waiting for the device tells that they are
+//! done.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -47,7 +48,8 @@ pub(crate) struct Graphs {
     /// Memory that one graph's capture freed may be used by the next graph. So the graphs are
     /// launched one after the other.
     order: Arc<LaunchOrder>,
-    /// Graphs captured through this library, or followed, by number, except some that are over and done.
+    /// Graphs captured through this library, or followed, by number, except some that are over and
+    /// done.
     ours: BTreeMap<u64, Arc<Launches>>,
     /// Numbers of those of which each launch first brings back what the pool lent.
     bring_back: BTreeSet<u64>,

@@ -8,8 +8,8 @@
 //! * **Frames** that are made are large where there is room, but for small blocks and programs, and
 //!   single granules where memory is scarce. A large one is broken only for what no whole frame
 //!   serves.
-//! * **Moving**: where there is room, memory is bought rather than moved until the peak of use and a
-//!   smaller margin is held. Beyond that, free memory that the device is done with moves, then
+//! * **Moving**: where there is room, memory is bought rather than moved until the peak of use and
+//!   a smaller margin is held. Beyond that, free memory that the device is done with moves, then
 //!   memory that the request's own stream may use again at once; the rest is bought.
 //! * **Waiting**: no stream and no host waits to save memory, only before a request is refused
 //!   (`recovery/ladder.rs`). With `cross_stream:wait`, streams wait for each other earlier.

@@ -38,8 +38,8 @@ impl Core {
     }
 
     /// Serves a request that no free block in its stream's regions serves: after merging the
-    /// stream's deferred blocks, from its strays, and from those of its blocks that are in quarantine,
-    /// the oldest first.
+    /// stream's deferred blocks, from its strays, and from those of its blocks that are in
+    /// quarantine, the oldest first.
     #[cold]
     #[inline(never)]
     fn take_further(&mut self, request: &Request) -> Option<BlockId> {

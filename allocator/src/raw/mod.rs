@@ -104,9 +104,9 @@ impl Allocator {
         Ok(())
     }
 
-    /// Returns an owner of a raw allocation whose uses are unknown. Its drop waits for the device and
-    /// then frees the memory. While a stream captures, a later call of the device does that. After
-    /// an error of the device, the memory stays allocated and a warning is traced.
+    /// Returns an owner of a raw allocation whose uses are unknown. Its drop waits for the device
+    /// and then frees the memory. While a stream captures, a later call of the device does that.
+    /// After an error of the device, the memory stays allocated and a warning is traced.
     #[doc(hidden)]
     pub fn freed_once_idle(&self, ptr: DevicePtr) -> impl Any + Send + Sync + use<> {
         FreedOnceIdle(self.clone(), ptr)

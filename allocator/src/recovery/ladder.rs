@@ -7,8 +7,8 @@
 //!
 //! 1. take a block of another stream that is done (`cross_stream`), or wait for one where the
 //!    policy says so;
-//! 2. **grow**: take memory from the device (mapped memory moves first, `backing/paged/grow.rs`; where
-//!    addresses ran out, a segment is taken);
+//! 2. **grow**: take memory from the device (mapped memory moves first, `backing/paged/grow.rs`;
+//!    where addresses ran out, a segment is taken);
 //! 3. take a block of a private pool that lends on OOM; take memory of idle graphs whose pools lend
 //!    it, and grow; with `throw_on_cudamalloc_oom`, a request that the limit refused fails here;
 //! 4. wait on the host for blocks that other streams still use;

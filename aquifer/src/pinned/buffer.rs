@@ -37,8 +37,8 @@ use crate::error::Error;
 ///
 /// # Several devices
 /// The memory belongs to the device of its pool. Copies to and from another device are refused
-/// ([`WrongDevice`](aquifer_device::RequestError::WrongDevice)): take a buffer of that device's pool,
-/// and copy with [`Transfer::copy_on_host`](crate::transfer::Transfer::copy_on_host).
+/// ([`WrongDevice`](aquifer_device::RequestError::WrongDevice)): take a buffer of that device's
+/// pool, and copy with [`Transfer::copy_on_host`](crate::transfer::Transfer::copy_on_host).
 ///
 /// ```
 /// use aquifer::prelude::*;

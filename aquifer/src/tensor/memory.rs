@@ -97,7 +97,8 @@ impl Memory {
     pub(crate) fn read(&self) -> Result<&[u8], Error> {
         match self {
             Memory::Host(memory) => Ok(memory.bytes()),
-            // Tensors lend slices, and nothing would tell when they end; no graph writes the memory.
+            // Tensors lend slices, and nothing would tell when they end; no graph writes the
+            // memory.
             Memory::Pinned(memory) => memory.buffer.read().map(PinnedRead::leak),
             Memory::Device(_) => Err(Error::Request(RequestError::Unsupported { what: "memory of the host" })),
         }

@@ -73,7 +73,8 @@ pub(crate) struct Kept {
 pub(crate) type Gone = AtomicPtr<Kept>;
 
 /// Adds what was kept for a graph to the list. The driver calls this on a thread of its own, where
-/// CUDA may not be called, and at any time: so it takes no lock, allocates nothing and cannot panic.
+/// CUDA may not be called, and at any time: so it takes no lock, allocates nothing and cannot
+/// panic.
 unsafe extern "C" fn note_gone(kept: *mut c_void) {
     let kept = kept.cast::<Kept>();
     // SAFETY: `keep_for_graph` gave the entry to the driver, which gives it up here, once. No other
@@ -129,9 +130,9 @@ pub(crate) fn keep_for_graph(gpu: &Gpu, stream: RawStream, what: Arc<dyn Any + S
         drop(unsafe { Box::from_raw(kept) });
         return Err(error);
     }
-    // The graph gets the object's one reference: `CU_GRAPH_USER_OBJECT_MOVE`.
-    // SAFETY: the object was just created, and the graph lives while it is captured, which the caller's
-    // stream does (F1).
+    // The graph gets the object's one reference: `CU_GRAPH_USER_OBJECT_MOVE`. SAFETY: the object
+    // was just created, and the graph lives while it is captured, which the caller's stream does
+    // (F1).
     let code = unsafe { retain(graph, object, 1, 1) };
     check_function(operation, "cuGraphRetainUserObject", code).inspect_err(|_| {
         // SAFETY: nothing else has the reference (F1).

@@ -140,7 +140,8 @@ pub(crate) unsafe fn destroy_captured(context: &GpuContext, raw: u64) -> Result<
 #[derive(Debug)]
 pub(crate) struct CaptureInfo {
     pub(crate) status: CaptureStatus,
-    /// The number and the graph, where the capture is active and the driver is of CUDA 11.3 or newer.
+    /// The number and the graph, where the capture is active and the driver is of CUDA 11.3 or
+    /// newer.
     pub(crate) graph: Option<(u64, CUgraph)>,
 }
 
@@ -164,8 +165,8 @@ pub(crate) unsafe fn capture_info(context: &GpuContext, operation: Operation, st
     let code = match functions.cuStreamGetCaptureInfo_v2 {
         Some(ask) => {
             let (dependencies, count) = (ptr::null_mut(), ptr::null_mut());
-            // SAFETY: what is written outlives the call, the caller vouches for the stream (F1), and
-            // null pointers ask for nothing.
+            // SAFETY: what is written outlives the call, the caller vouches for the stream (F1),
+            // and null pointers ask for nothing.
             unsafe { ask(stream, &raw mut status, &raw mut number, &raw mut graph, dependencies, count) }
         }
         // SAFETY: the number outlives the call, and the caller vouches for the stream (F1).

@@ -2,9 +2,9 @@
 //!
 //! Plain allocations start at multiples of 2 MiB in a zone of their own, at the lowest address that
 //! is free or, if asked for, that was never used. Reservations are in another zone, at the lowest
-//! that is free. Where misuse is looked for, the addresses given back last are not free yet, so that
-//! work which still uses them is found. A range is live while the *program* may use it: one freed
-//! on a stream is marked at the call, and goes when the stream gets there.
+//! that is free. Where misuse is looked for, the addresses given back last are not free yet, so
+//! that work which still uses them is found. A range is live while the *program* may use it: one
+//! freed on a stream is marked at the call, and goes when the stream gets there.
 //!
 //! Invariants: nothing overlaps; every mapping lies in one reservation; every allocation and
 //! mapping has a store.
@@ -54,8 +54,8 @@ impl Zone {
         Zone { free, quarantine: VecDeque::new(), quarantined_max }
     }
 
-    /// Takes `bytes` at the lowest free multiple of `alignment` from an address on. If there is none,
-    /// all addresses that were given back are free.
+    /// Takes `bytes` at the lowest free multiple of `alignment` from an address on. If there is
+    /// none, all addresses that were given back are free.
     fn take(&mut self, from: u64, bytes: u64, alignment: u64) -> Option<u64> {
         let fits = |(range, ()): (Range<u64>, &())| {
             let at = range.start.max(from).checked_next_multiple_of(alignment)?;

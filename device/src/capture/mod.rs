@@ -234,8 +234,8 @@ impl Drop for AnnouncedCapture {
 }
 
 /// Asks the driver whether the stream captures, and makes known what nobody announced: a capture
-/// that another library began, or that the stream joined by its calls. Also learns that a capture is
-/// over which another library ended. Returns the launches of the graph, if one may come of it.
+/// that another library began, or that the stream joined by its calls. Also learns that a capture
+/// is over which another library ended. Returns the launches of the graph, if one may come of it.
 pub(crate) fn follow(stream: &Stream) -> Result<Option<Arc<Launches>>> {
     let (timeline, driver) = (stream.timeline(), stream.driver());
     let known = timeline.capture();
@@ -264,8 +264,8 @@ pub(crate) fn follow(stream: &Stream) -> Result<Option<Arc<Launches>>> {
     begin_followed(stream, true, || Ok(())).map(Some)
 }
 
-/// Makes a capture known whose graph, and whose end, is another library's: `begin` begins it, unless
-/// it `is_begun`.
+/// Makes a capture known whose graph, and whose end, is another library's: `begin` begins it,
+/// unless it `is_begun`.
 pub(crate) fn begin_followed(
     stream: &Stream,
     is_begun: bool,

@@ -312,9 +312,9 @@ impl Device {
     }
 
     /// Waits on the host until all work of the device is done, including work that threads have yet
-    /// to enqueue, such as that of uploads ([`Stream::expect_work`]), unless this thread has access to
-    /// memory, for which they may wait. All ticks taken before on any of its streams are then known to
-    /// be done, and memory that outlived its allocator goes back.
+    /// to enqueue, such as that of uploads ([`Stream::expect_work`]), unless this thread has access
+    /// to memory, for which they may wait. All ticks taken before on any of its streams are then
+    /// known to be done, and memory that outlived its allocator goes back.
     ///
     /// # Errors
     /// When a stream captures, and errors of the driver.
@@ -324,8 +324,8 @@ impl Device {
         self.synchronize_enqueued()
     }
 
-    /// As [`Device::synchronize`], for work that is enqueued already: for callers that hold what the
-    /// threads which enqueue more may wait for.
+    /// As [`Device::synchronize`], for work that is enqueued already: for callers that hold what
+    /// the threads which enqueue more may wait for.
     ///
     /// # Errors
     /// As [`Device::synchronize`].

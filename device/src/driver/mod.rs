@@ -314,8 +314,8 @@ pub trait Driver: fmt::Debug + Send + Sync {
     fn capture_status(&self, stream: RawStream) -> Result<CaptureStatus>;
 
     /// The driver's number of the capture that the stream is part of, which no other capture of the
-    /// process has; `None` if it captures nothing. Fails if an earlier call broke the capture. Legal
-    /// at any time; breaks no capture.
+    /// process has; `None` if it captures nothing. Fails if an earlier call broke the capture.
+    /// Legal at any time; breaks no capture.
     fn capture_number(&self, _stream: RawStream) -> Result<Option<u64>> {
         Ok(None)
     }
@@ -328,8 +328,8 @@ pub trait Driver: fmt::Debug + Send + Sync {
             .with_detail("this device does not tell when a graph is gone"))
     }
 
-    /// Takes what was kept for graphs that are gone by now. Makes no driver call. What is kept should
-    /// keep the device, as nothing is taken after its end.
+    /// Takes what was kept for graphs that are gone by now. Makes no driver call. What is kept
+    /// should keep the device, as nothing is taken after its end.
     fn take_kept(&self) -> Vec<KeptAlive> {
         Vec::new()
     }

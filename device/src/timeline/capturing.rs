@@ -132,8 +132,8 @@ impl Timeline {
     /// Calls `begin` to begin a capture, once no call is under way that would break it. This
     /// happens under the timeline's lock, so that no event is recorded into the capture by mistake.
     ///
-    /// If another library has begun the capture (it `is_begun`), `begin` only looks for it, and this
-    /// does not wait for calls under way.
+    /// If another library has begun the capture (it `is_begun`), `begin` only looks for it, and
+    /// this does not wait for calls under way.
     pub(crate) fn begin_capture(
         self: &Arc<Self>,
         scope: &Arc<Scope>,

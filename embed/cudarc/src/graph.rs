@@ -68,9 +68,10 @@ impl<'p> Capture<'p> {
 }
 
 /// The memory of the graph that a stream is captured into, by cudarc or by the driver's functions;
-/// `None` if it captures nothing, or if [`AllocatorExt::begin_capture`](crate::AllocatorExt::begin_capture)
-/// began that, whose thread's requests are the graph's. A stream that joined a capture by an event
-/// of cudarc's is a part of it afterwards.
+/// `None` if it captures nothing, or if
+/// [`AllocatorExt::begin_capture`](crate::AllocatorExt::begin_capture) began that, whose thread's
+/// requests are the graph's. A stream that joined a capture by an event of cudarc's is a part of it
+/// afterwards.
 ///
 /// # Errors
 /// As [`Allocator::followed_graph`]; a stream that is being destroyed.
@@ -154,8 +155,8 @@ impl<R> Graph<R> {
     }
 
     /// Gives `look` the graph as cudarc has it, to look at its nodes or to upload it. Launches of
-    /// other threads wait meanwhile. Do not launch it there: nothing would order that, or bring back
-    /// what the graph lent. Take no access to buffers there: a launch may hold it, and wait.
+    /// other threads wait meanwhile. Do not launch it there: nothing would order that, or bring
+    /// back what the graph lent. Take no access to buffers there: a launch may hold it, and wait.
     pub fn with_cuda_graph<T>(&self, look: impl FnOnce(&CudaGraph) -> T) -> T {
         look(&self.theirs.graph.lock().unwrap_or_else(PoisonError::into_inner).0)
     }
@@ -178,8 +179,8 @@ impl Theirs {
         let stream = on.0 as sys::CUstream;
         let launch = || {
             self.context.bind_to_thread()?;
-            // SAFETY: the executable lives in `graph`; Aquifer's handle keeps the stream, which is of
-            // the current context.
+            // SAFETY: the executable lives in `graph`; Aquifer's handle keeps the stream, which is
+            // of the current context.
             unsafe { result::graph::launch(graph.0.cu_graph_exec(), stream) }
         };
         launch().map_err(|error| failed(Operation::LaunchGraph, error))

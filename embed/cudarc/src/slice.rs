@@ -16,8 +16,8 @@ use crate::{Capture, Error, graph_of_capture, keep_for_capture};
 /// Allocation on streams of cudarc's.
 pub trait AllocatorExt {
     /// Begins a capture, in place of `CudaStream::begin_capture`. What this thread allocates until
-    /// [`Capture::end`] comes from a pool of the graph's own, which serves no other request while the
-    /// graph lives.
+    /// [`Capture::end`] comes from a pool of the graph's own, which serves no other request while
+    /// the graph lives.
     ///
     /// Name the buffers of each launch with [`StreamExt::with`](crate::StreamExt::with): the graph
     /// keeps them, and its launches come after what other streams did with them. Slices need
@@ -239,8 +239,8 @@ impl<T> Drop for PoolSlice<T> {
         let stream = self.slice.stream().clone();
         let record = |error: Error| stream.context().record_err(Err::<(), DriverError>(error.into()));
         if let Err(error) = graph_of_capture(&self.allocator, &stream) {
-            // A graph may use the memory for ever, and waiting for the slice's events would break its
-            // capture.
+            // A graph may use the memory for ever, and waiting for the slice's events would break
+            // its capture.
             return record(error);
         }
         // SAFETY: it is taken here alone, and not used afterwards.

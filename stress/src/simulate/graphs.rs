@@ -50,8 +50,8 @@ impl World {
             self.judged.order_captured(stream.raw(), side.raw());
             let announced = stream.announce_body(side);
             let done = if announced.is_ok() { work(body) } else { Ok(()) };
-            // Also where its work failed. A fault may refuse it; the end of a capture that is broken
-            // is an error.
+            // Also where its work failed. A fault may refuse it; the end of a capture that is
+            // broken is an error.
             let _ended = (0..9).find(|_| self.driver.end_body(side.raw()).is_ok());
             self.judged.order_captured(side.raw(), stream.raw());
             let _over = announced?;

@@ -23,10 +23,10 @@ const PACKED_BYTES: usize = 1 << 20;
 /// element.
 const PACKED_ALIGNMENT: usize = 64;
 
-/// Copies of at most this many bytes go to the driver in one call. A larger one takes 20 µs and more
-/// at the 53 GB/s of an H200's link, so that the call saved is a small part of it, and on some
-/// devices and drivers large copies take longer in a batch. On that H200, 64 copies of 4 KiB take 2.6
-/// (up) and 5.2 times (down) as long with one call each (`docs/hardware/2026-11-26-h200.md`).
+/// Copies of at most this many bytes go to the driver in one call. A larger one takes 20 µs and
+/// more at the 53 GB/s of an H200's link, so that the call saved is a small part of it, and on some
+/// devices and drivers large copies take longer in a batch. On that H200, 64 copies of 4 KiB take
+/// 2.6 (up) and 5.2 times (down) as long with one call each (`docs/hardware/2026-11-26-h200.md`).
 const BATCHED_BYTES: u64 = 1 << 20;
 
 /// Many copies that are made together, in the order in which they were added.

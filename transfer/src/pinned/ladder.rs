@@ -2,9 +2,9 @@
 //!
 //! The rungs, each of which may serve the request: an unused block; blocks that the device is done
 //! with; a new slab; a part of a large unused slab; a new slab after unused ones went back; a part
-//! of a slab for larger requests; memory of the cache; a block that the host waits for. Where little
-//! is left of a limit, a new slab after unused ones went back comes before a part of a large one. If
-//! the last rung fails, the result is [`TransferError::OutOfPinned`].
+//! of a slab for larger requests; memory of the cache; a block that the host waits for. Where
+//! little is left of a limit, a new slab after unused ones went back comes before a part of a large
+//! one. If the last rung fails, the result is [`TransferError::OutOfPinned`].
 //!
 //! Invariants:
 //! * a block is handed out only when all its ticks are known to be done on the host, so never after

@@ -14,8 +14,8 @@
 //! * the pool grows instead of splitting a large slab only within an eighth of the most bytes that
 //!   were ever in use, and 32 MiB;
 //! * where little is left of a limit, a slab of which nothing is in use is not split for a request
-//!   that would leave more than a sixteenth of it, if the pool can have a slab of the request's size
-//!   instead: live parts of split slabs keep the rest from others.
+//!   that would leave more than a sixteenth of it, if the pool can have a slab of the request's
+//!   size instead: live parts of split slabs keep the rest from others.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;

@@ -42,8 +42,9 @@ impl Staging {
 
     /// Begins to copy all bytes between a host end and a device end of one length, by copies on
     /// `stream`, or on `own` where another thread cannot enqueue them there. Both must be streams
-    /// of the memory's device, and `own` must not capture. Transfers of lower `priority` go first. An upload's reservation ends when the last copy is enqueued, that of a
-    /// download when the bytes are in the target.
+    /// of the memory's device, and `own` must not capture. Transfers of lower `priority` go first.
+    /// An upload's reservation ends when the last copy is enqueued, that of a download when the
+    /// bytes are in the target.
     ///
     /// # Errors
     /// A lost device, and errors of the driver. The job has later errors.

@@ -28,8 +28,8 @@ use crate::tags::Tag;
 use crate::types::StreamId;
 
 /// Unmaps deferred memory that is known done. Its frames become spare; those of exportable memory
-/// go back to the device. Returns how many bytes went back. Unless it `waits`, it does nothing while
-/// another thread changes mappings, which may take long.
+/// go back to the device. Returns how many bytes went back. Unless it `waits`, it does nothing
+/// while another thread changes mappings, which may take long.
 pub(crate) fn recycle_deferred_releases(allocator: &Allocator, waits: bool) -> Result<u64, AllocError> {
     if !may_recycle(allocator, &mut allocator.state().shared()) {
         return Ok(0);

@@ -16,8 +16,8 @@
 //! Invariants:
 //! * the record of a deferred block is that of a live one. Slow paths merge all first
 //!   ([`Heap::coalesce_all`]);
-//! * blocks of a stream are merged in the order in which they were given back, which is the order of
-//!   their ticks.
+//! * blocks of a stream are merged in the order in which they were given back, which is the order
+//!   of their ticks.
 
 use super::last_use::RecentUse;
 use super::{Block, Heap, Owner, State, moves};

@@ -6,9 +6,9 @@
 //!   length;
 //! * **H2** live + waiting + free + holes + held = Σ region lengths, and each equals its running
 //!   total;
-//! * **H3** no two neighbours are holes, or free and of one owner. A free block in a region of another
-//!   stream than its owner is noted as a *stray*, and belongs to the region's stream once it is known
-//!   done;
+//! * **H3** no two neighbours are holes, or free and of one owner. A free block in a region of
+//!   another stream than its owner is noted as a *stray*, and belongs to the region's stream once
+//!   it is known done;
 //! * **H4** a block is in an index if and only if it is free and not in quarantine, and then in the
 //!   index of its pool and owner;
 //! * **H5** a free block's tick is the latest of all blocks that were merged into it, in whatever

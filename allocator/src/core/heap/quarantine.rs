@@ -1,11 +1,11 @@
-//! Quarantine: freed blocks that serve no request for a while, so that work which still uses them is
-//! found.
+//! Quarantine: freed blocks that serve no request for a while, so that work which still uses them
+//! is found.
 //!
 //! A driver that checks programs finds the use of a stale address only while no other block has it.
-//! So a freed block is kept from requests. The oldest leaves first, when there are too many, or when
-//! no other block of its pool serves a request. Each slow path ends the quarantine of blocks without
-//! which a granule, or a segment, would be wholly free ([`Heap::coalesce_all`]). So nothing is bought,
-//! refused or kept from the device because of the quarantine.
+//! So a freed block is kept from requests. The oldest leaves first, when there are too many, or
+//! when no other block of its pool serves a request. Each slow path ends the quarantine of blocks
+//! without which a granule, or a segment, would be wholly free ([`Heap::coalesce_all`]). So nothing
+//! is bought, refused or kept from the device because of the quarantine.
 //!
 //! A quarantined block is free memory: it counts as free, and has the owner and the tick of a free
 //! block. It is in no index, and its neighbours do not merge with it.
@@ -41,7 +41,8 @@ impl Heap {
         size <= self.quarantine.bytes_max
     }
 
-    /// Frees a live or waiting block as [`Heap::give`] does, and quarantines it unless it is too large.
+    /// Frees a live or waiting block as [`Heap::give`] does, and quarantines it unless it is too
+    /// large.
     pub(crate) fn give_quarantined(&mut self, id: BlockId, owner: StreamId, after: After) {
         if !self.quarantines(self.blocks[id].size) {
             self.give(id, owner, after);
@@ -67,8 +68,8 @@ impl Heap {
         self.give(id, owner, after);
     }
 
-    /// Lets requests have the oldest block in quarantine that a condition is true of. Returns false if
-    /// there is none.
+    /// Lets requests have the oldest block in quarantine that a condition is true of. Returns false
+    /// if there is none.
     pub(crate) fn end_oldest_quarantine(&mut self, condition: impl Fn(&Block) -> bool) -> bool {
         let place = self.quarantine.blocks.iter().position(|&id| condition(&self.blocks[id]));
         place.inspect(|&place| self.end_quarantine_at(place)).is_some()
@@ -89,7 +90,8 @@ impl Heap {
             }
             let region = self.region(region);
             let granule = if region.is_paged() { region.granules.granule() } else { region.bytes };
-            // The granules that the block touches, as far as they are free, from the region's start.
+            // The granules that the block touches, as far as they are free, from the region's
+            // start.
             let from = ((addr - region.addr) / granule * granule).max(stretch.start - region.addr);
             let to = (addr + size - region.addr).next_multiple_of(granule).min(stretch.end - region.addr);
             if from.next_multiple_of(granule) + granule <= to {
@@ -185,8 +187,9 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
-        /// Memory is bought only when no quarantined block would serve the request, alone or merged,
-        /// and when no quarantined block keeps a granule or a segment from being used elsewhere.
+        /// Memory is bought only when no quarantined block would serve the request, alone or
+        /// merged, and when no quarantined block keeps a granule or a segment from being used
+        /// elsewhere.
         #[test]
         fn nothing_is_bought_or_refused_because_of_the_quarantine(
             options in prop::sample::select(vec!["", "backing:segments", "granule_mb:4", "cross_stream:wait"]),

@@ -100,7 +100,8 @@ pub enum Advice {
         /// Bytes of addresses that are reserved for it.
         held: u64,
     },
-    /// Have all memory come in segments (`backing:segments`): addresses to map memory at are lacking.
+    /// Have all memory come in segments (`backing:segments`): addresses to map memory at are
+    /// lacking.
     UseSegments,
     /// The driver refused memory although it reports enough free memory, all of which it cannot
     /// always give (documentation of `cuMemGetInfo`). Request less, or free about as much as was

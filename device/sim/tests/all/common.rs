@@ -16,7 +16,8 @@ pub(crate) fn device(seed: u64) -> Arc<SimDriver> {
     SimDriver::new(SimConfig::new(1 << 30).seed(seed))
 }
 
-/// The same, without checks of how memory is used: addresses are free as soon as they are given back.
+/// The same, without checks of how memory is used: addresses are free as soon as they are given
+/// back.
 pub(crate) fn unchecked() -> Arc<SimDriver> {
     SimDriver::new(SimConfig::new(1 << 30).checks(false))
 }

@@ -259,8 +259,8 @@ impl AsRef<[u8]> for FirstHalf {
     }
 }
 
-/// A file for the length of a measurement. On Linux it has no name, so nothing stays of it, whatever
-/// ends the program.
+/// A file for the length of a measurement. On Linux it has no name, so nothing stays of it,
+/// whatever ends the program.
 pub(super) struct Temporary {
     /// Where it was made.
     path: PathBuf,

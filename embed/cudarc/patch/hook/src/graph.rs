@@ -62,8 +62,8 @@ impl GraphMemory for Memory {
         let launched = self.graph.launch(&stream, || {
             let launch = || {
                 self.context.bind_to_thread()?;
-                // SAFETY: cudarc's graph, which alone launches through this, has the executable; the stream
-                // lives, and is of the current context.
+                // SAFETY: cudarc's graph, which alone launches through this, has the executable;
+                // the stream lives, and is of the current context.
                 unsafe { result::graph::launch(self.executable.0, theirs.cu_stream()) }
             };
             launch().map_err(|error| {

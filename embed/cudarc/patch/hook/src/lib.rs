@@ -24,10 +24,10 @@ use cudarc::driver::{CudaContext, CudaStream, DeviceAllocator, DriverError, Grap
 /// changes nothing. cudarc frees what it allocated before.
 ///
 /// A graph has memory of its own, whether cudarc's functions capture and launch it or the driver's:
-/// no other request gets what was allocated for the capture's streams, until the graph is gone, with
-/// its clones, its executables and their launches. What was allocated before, and is dropped in the
-/// capture, is kept as long. Several graphs share no memory. Drivers before CUDA 11.3 do not tell
-/// when a graph is gone: there, requests in captures are refused.
+/// no other request gets what was allocated for the capture's streams, until the graph is gone,
+/// with its clones, its executables and their launches. What was allocated before, and is dropped
+/// in the capture, is kept as long. Several graphs share no memory. Drivers before CUDA 11.3 do not
+/// tell when a graph is gone: there, requests in captures are refused.
 ///
 /// cudarc's error for memory that ran out has room for a code alone; the allocator's observers
 /// (`Allocator::observe_oom`) get the report.
