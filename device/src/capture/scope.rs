@@ -198,6 +198,9 @@ impl Scope {
                 error.with_more(format_args!("the call that broke it: {call}"))
             }
             None if error.code == Code::CAPTURE_INVALIDATED => error.with_more("no call of this library broke it"),
+            _ if error.code == Code::CAPTURE_UNJOINED => error.with_more(
+                "a stream that joined the capture goes on: have the first stream wait for an event recorded on it",
+            ),
             _ => error,
         });
         if let Err(error) = &ended {

@@ -13,9 +13,9 @@
 //!   limit;
 //! * the pool grows instead of splitting a large slab only within an eighth of the most bytes that
 //!   were ever in use, and 32 MiB;
-//! * where little is left of a limit, a slab of which nothing is in use is not split for a request
-//!   that would leave more than a sixteenth of it, if the pool can have a slab of the request's
-//!   size instead: live parts of split slabs keep the rest from others.
+//! * where little is left of a limit, free memory of a large slab is not split for a request that
+//!   would leave more than a sixteenth of it, if the pool can have a slab of the request's size
+//!   instead: live parts of split slabs keep the rest from others.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -165,10 +165,14 @@ impl PoolState {
         }
         self.heap.coalesce(HOST);
         let scarce = self.is_scarce(class);
-        let fits = |size: u64| {
-            if scarce { size <= SLAB || class >= size - size / 16 } else { size <= GUARDED || class >= size / 8 }
+        let may_take = |block: &Block| {
+            let slab = self.slabs.range(..=block.addr).next_back().map_or(u64::MAX, |(_, slab)| slab.memory.bytes());
+            any || if scarce {
+                slab <= SLAB || class >= block.size - block.size / 16
+            } else {
+                block.is_split() || block.size <= GUARDED || class >= block.size / 8
+            }
         };
-        let may_take = |block: &Block| block.is_split() || any || fits(block.size);
         let free = self.heap.smallest_where(pool_of(class), class, may_take)?;
         Some(self.cut(free, class))
     }

@@ -155,10 +155,10 @@ fn sizes_that_vary_settle_on_few_slabs() {
 /// leave no room.
 #[test]
 fn under_a_limit_idle_memory_is_made_anew_before_a_request_is_refused() {
-    for (copies, waits) in [(false, false), (true, false), (true, true)] {
+    for (copies, waits, rounds) in [(false, false, 3000), (true, false, 1000), (true, true, 1000)] {
         let bench = Bench::new(PinnedConfig::default().limit_bytes(64 * MIB));
         let (mut random, mut live, mut refused, mut unfair) = (12345_u64, VecDeque::new(), 0, 0);
-        for _ in 0..1000 {
+        for _ in 0..rounds {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let bytes = 1 + (random >> 33) % (20 * MIB);
             match bench.pool.alloc(usize::try_from(bytes).unwrap(), 1) {
