@@ -135,8 +135,10 @@ impl Allocator {
         let state = self.state();
         state.look_at_raw(ptr, |block| {
             let core = state.shared();
-            let owner = core.pools.owner_of(core.heap().block(block).pool);
-            owner.is_some_and(|private| private.graphs.has(launches))
+            let number = core.heap().block(block).pool;
+            let owner = core.pools.owner_of(number);
+            // A graph's pool serves other requests, too, from memory that it does not keep.
+            owner.is_some_and(|private| private.keeps_for_graphs(number) && private.graphs.has(launches))
         })
     }
 
