@@ -2,10 +2,12 @@
 //! driver calls: nothing is counted, no time passes and no fault occurs.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use aquifer_device::{DevicePtr, RawEvent, RawGraph, RawStream};
 
 use crate::SimDriver;
+use crate::clock::OpClock;
 use crate::engine::EngineTimes;
 use crate::objects::{CapturedGraph, GraphNode};
 
@@ -17,6 +19,13 @@ pub struct CaptureRef {
     pub number: u64,
     /// An earlier call broke it; it can only be ended.
     pub broken: bool,
+}
+
+/// The end of a launch of a graph.
+#[derive(Clone, Debug)]
+pub struct LaunchEnd {
+    done_ns: u64,
+    clock: Arc<OpClock>,
 }
 
 /// How many objects of each kind a program has made and not given back, apart from memory of the
@@ -138,9 +147,19 @@ impl SimDriver {
         Some(is_like)
     }
 
-    /// When the latest launch of a live graph is done, in virtual ns.
-    pub fn launch_done_ns(&self, graph: RawGraph) -> Option<u64> {
-        self.machine.lock().graphs.get(graph.0)?.launched.as_ref().map(|&(at, _)| at)
+    /// The end of the latest launch of a live graph.
+    pub fn launch_end(&self, graph: RawGraph) -> Option<LaunchEnd> {
+        self.machine.lock().graphs.get(graph.0)?.launched.clone().map(|(done_ns, clock)| LaunchEnd { done_ns, clock })
+    }
+
+    /// True if the launch is done, which the host then knows.
+    pub fn is_over(&self, launch: &LaunchEnd) -> bool {
+        let machine = self.machine.lock();
+        let is_over = launch.done_ns <= machine.now;
+        if is_over {
+            machine.detector.known.learn(&launch.clock);
+        }
+        is_over
     }
 
     /// How many nodes a live graph has, those of bodies of conditional nodes aside.

@@ -27,9 +27,9 @@
 //! * **Configuration**: `config`, read from text by `parse`, with costs from `preset` and faults
 //!   from `fault`.
 //! * **Calls**: `driver` hands them on to `calls` (streams, events, copies, kernels), `vmm`
-//!   (memory), `capture`, `conditional` (nodes that run one of several graphs), `peer` (two devices),
-//!   `module`; `refused` is the reason for a refusal.
-//!   `inspect` looks inside without a call.
+//!   (memory), `capture`, `conditional` (nodes that run one of several graphs), `peer` (two
+//!   devices), `module`; `refused` is the reason for a refusal. `inspect` looks inside without a
+//!   call.
 //! * **State**: `machine` holds all of it. `address` and `mappings` are the address space, `memory`
 //!   and `host` the bytes; `queue`, `objects` and `handle` streams, other objects and their
 //!   handles; `interval` a map of ranges.
@@ -105,7 +105,7 @@ pub use conditional::Conditional;
 pub use config::{CAPACITY_BYTES_MAX, SimConfig};
 pub use engine::EngineTimes;
 pub use fault::{Fault, FaultPlan, Verdict};
-pub use inspect::{CaptureRef, LiveObjects};
+pub use inspect::{CaptureRef, LaunchEnd, LiveObjects};
 pub use lag::Lagging;
 pub use parse::SimConfigError;
 pub use preset::Preset;

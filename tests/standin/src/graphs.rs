@@ -262,8 +262,7 @@ abi! {
         let references = life.user_objects.of_launch(executable);
         let launched = life.sim.launch_graph(work, RawStream(stream)).map_err(code);
         life.graphs.end_launch(executable);
-        // Without a known end they are held as long as the device.
-        life.user_objects.note_launch(life.sim.launch_done_ns(work).unwrap_or(u64::MAX), references);
+        life.user_objects.note_launch(life.sim.launch_end(work), references);
         launched
     }
 

@@ -365,9 +365,10 @@ impl Life {
         })
     }
 
-    /// Releases the user objects of launches that are done.
+    /// Releases the user objects of launches that are done. A destructor tells the program that
+    /// they are, so the host knows it from now on.
     pub(crate) fn settle_user_objects(&self) {
-        self.user_objects.settle(|| self.sim.now_ns());
+        self.user_objects.settle(|launch| self.sim.is_over(launch));
     }
 
     /// Counts a call.

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::thread::{self, ThreadId};
 
 use aquifer_device::Code;
+use aquifer_sim::LaunchEnd;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::abi::{Answer, Handle, Out, UNKNOWN, abi, check_flags, needed};
@@ -83,8 +84,9 @@ struct Table {
     callers: References,
     /// By graph, one that is being captured included, and by executable.
     graphs: HashMap<Handle, References>,
-    /// Launches in flight, with the virtual time in ns at which each is done.
-    launches: Vec<(u64, References)>,
+    /// Launches in flight, each with its end. One without a known end holds them as long as the
+    /// device.
+    launches: Vec<(Option<LaunchEnd>, References)>,
 }
 
 impl Table {
@@ -121,20 +123,16 @@ impl UserObjects {
         self.0.lock().graphs.get(&executable).cloned().unwrap_or_default()
     }
 
-    /// A launch holds references until this virtual time.
-    pub(crate) fn note_launch(&self, done_ns: u64, references: References) {
+    /// A launch holds references until its end.
+    pub(crate) fn note_launch(&self, end: Option<LaunchEnd>, references: References) {
         if !references.0.is_empty() {
-            self.0.lock().launches.push((done_ns, references));
+            self.0.lock().launches.push((end, references));
         }
     }
 
-    /// Releases what launches hold that are done now.
-    pub(crate) fn settle(&self, now_ns: impl FnOnce() -> u64) {
-        let mut table = self.0.lock();
-        if !table.launches.is_empty() {
-            let now = now_ns();
-            table.launches.retain(|&(done, _)| done > now);
-        }
+    /// Releases what launches hold that are over.
+    pub(crate) fn settle(&self, is_over: impl Fn(&LaunchEnd) -> bool) {
+        self.0.lock().launches.retain(|(end, _)| !end.as_ref().is_some_and(&is_over));
     }
 }
 
