@@ -87,6 +87,12 @@ impl Bucket {
         (found != 0).then_some(found.trailing_zeros() as usize % 8)
     }
 
+    /// True if there is an entry of a pointer, busy or not. An entry stays where it is, and each is
+    /// read once: other threads may make it busy and release it in between two looks.
+    fn has(&self, ptr: u64) -> bool {
+        self.keys.iter().any(|key| key.load(Ordering::Acquire) & !BUSY == ptr)
+    }
+
     /// Makes the entry of a pointer busy.
     #[inline]
     fn claim(&self, ptr: u64) -> Option<Busy<'_>> {
@@ -204,12 +210,10 @@ impl RawTable {
             let mut is_busy = false;
             for level in self.levels[..=self.newest.load(Ordering::Acquire)].iter().rev().filter_map(OnceLock::get) {
                 for bucket in level.all(ptr) {
-                    // Both before and after, because it may become one between two looks.
-                    is_busy |= bucket.position(ptr | BUSY).is_some();
                     if let Some(busy) = bucket.claim(ptr) {
                         return Some(busy);
                     }
-                    is_busy |= bucket.position(ptr).is_some() || bucket.position(ptr | BUSY).is_some();
+                    is_busy |= bucket.has(ptr);
                 }
             }
             if !is_busy {
