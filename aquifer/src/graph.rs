@@ -449,10 +449,10 @@ impl FollowedGraph {
     }
 
     /// Frees memory of any allocator from outside of the capture once the graph is gone, whose work
-    /// may use it, and in the order of `stream`, as [`Allocator::free_raw_on`] does.
+    /// may use it, and in the order of `stream`, as the `free_raw_on` of the allocator does.
     ///
     /// # Errors
-    /// As [`Allocator::free_raw_on`].
+    /// As `free_raw_on` of the allocator.
     pub fn free_raw_on(&self, memory: &Allocator, ptr: DevicePtr, stream: &Stream) -> Result<(), Error> {
         memory.record_stream_raw(ptr, stream)?;
         self.dropped.lock().push((memory.clone(), ptr));

@@ -7,7 +7,7 @@ use aquifer::memory::AllocError;
 use aquifer::{Allocator, Error};
 use aquifer_allocator::config::Backing;
 use aquifer_allocator::snapshot::BlockState;
-use aquifer_device::{DeviceError, DevicePtr};
+use aquifer_device::{DeviceError, DevicePtr, ErrorKind};
 
 use super::Counts;
 use super::world::{Handed, World, count};
@@ -161,7 +161,14 @@ impl World {
         if let Err(error) = woken {
             self.report_end("memory stays asleep", &error);
         }
-        if let Err(error) = self.transfer.synchronize() {
+        // A capture that was dropped may be in the way of an event until the device is waited for.
+        let waited = self.transfer.synchronize().or_else(|error| match error.device() {
+            Some(of) if of.kind == ErrorKind::Capture && self.device.synchronize().is_ok() => {
+                self.transfer.synchronize()
+            }
+            _ => Err(error),
+        });
+        if let Err(error) = waited {
             self.report_end("transfers cannot be waited for", &error);
         }
         if let Err(error) = self.device.synchronize() {
