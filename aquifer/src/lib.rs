@@ -180,6 +180,7 @@
 mod allocator;
 pub mod buffer;
 mod error;
+mod followed_graph;
 mod graph;
 mod layout;
 #[cfg(feature = "metrics")]
@@ -197,7 +198,8 @@ pub use allocator::Allocator;
 pub use aquifer_device::{Device, Stream};
 pub use buffer::{Buffer, View, ViewMut};
 pub use error::Error;
-pub use graph::{FollowedGraph, Graph, GraphCapture, GraphPlan};
+pub use followed_graph::FollowedGraph;
+pub use graph::{Graph, GraphCapture, GraphPlan};
 pub use open::{open, open_best};
 pub use tensor::Tensor;
 pub use transfer::{Pending, PinnedBuffer};

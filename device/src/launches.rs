@@ -14,6 +14,7 @@ use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use crate::driver::KeptAlive;
 use crate::error::Result;
 use crate::sync::Mutex;
 use crate::timeline::{Tick, Timeline};
@@ -70,9 +71,6 @@ struct LaunchRecord {
     /// Identities of streams on which bodies of conditional nodes were captured.
     of_bodies: Vec<u32>,
 }
-
-/// Something that a graph keeps alive: [`Launches::keep`].
-pub(crate) type KeptAlive = Arc<dyn Any + Send + Sync>;
 
 /// An order of launches. Graphs that share it are launched one after the other, on any streams,
 /// because they use the same memory: [`Launches::keep_order`].

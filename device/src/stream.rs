@@ -452,11 +452,10 @@ impl Stream {
         AnnouncedCapture::announce(self)
     }
 
-    /// Asks the driver whether the stream captures, for an adapter to a library whose captures
-    /// nobody announces, or whose ends nobody does. Such a capture is made known; one that is over
-    /// ends here. Returns the launches of the graph. The driver tells when that is gone, with its
-    /// clones, its executables and all their launches: what the launches keep is dropped at the
-    /// next
+    /// Asks the driver whether the stream captures, for an adapter to a library that announces no
+    /// captures, or not their ends. Registers such a capture, and ends the record of one that is
+    /// over. Returns the launches of the graph. The driver tells when the graph is gone, with its
+    /// clones, its executables and all their launches. What the launches keep is dropped at the next
     /// [`crate::Device::settle`] or slow path of an allocator.
     ///
     /// # Errors

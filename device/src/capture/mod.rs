@@ -10,11 +10,11 @@ use scope::{Abandoned, Announced};
 pub(crate) use scope::{Scope, StreamHandle};
 
 use crate::context::Context;
-use crate::driver::{CaptureStatus, Driver, RawGraph, RawStream};
+use crate::driver::{CaptureStatus, Driver, KeptAlive, RawGraph, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::fork;
 use crate::label::DeviceMismatch;
-use crate::launches::{GraphOf, KeptAlive, Launches};
+use crate::launches::{GraphOf, Launches};
 use crate::release::Object;
 use crate::stream::Stream;
 use crate::unfinished;
@@ -233,9 +233,9 @@ impl Drop for AnnouncedCapture {
     }
 }
 
-/// Asks the driver whether the stream captures, and makes known what nobody announced: a capture
-/// that another library began, or that the stream joined by its calls. Also learns that a capture
-/// is over which another library ended. Returns the launches of the graph, if one may come of it.
+/// Asks the driver whether the stream captures. Registers a capture that another library began, or
+/// that the stream joined by calls of another library, and ends the record of one that is over.
+/// Returns the launches of the graph, unless the capture is broken.
 pub(crate) fn follow(stream: &Stream) -> Result<Option<Arc<Launches>>> {
     let (timeline, driver) = (stream.timeline(), stream.driver());
     let known = timeline.capture();

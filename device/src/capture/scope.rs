@@ -288,7 +288,7 @@ impl Scope {
         if self.is_over() {
             return;
         }
-        // An announced capture may have given a graph all the same.
+        // Another library may have made a graph of an announced capture.
         let kept = if self.announced { Vec::new() } else { self.launches.note_gone() };
         let streams = self.close();
         drop(alone);

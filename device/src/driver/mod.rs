@@ -30,9 +30,11 @@ use crate::capturing_streams::CapturingStreams;
 use crate::copies::{Copy2d, CopyPart};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::launch::{AccessKind, Launch};
-use crate::launches::KeptAlive;
 use crate::physical::PhysicalOptions;
 use crate::witness::Witness;
+
+/// Something that is kept alive for a graph.
+pub(crate) type KeptAlive = Arc<dyn Any + Send + Sync>;
 
 /// All the calls that this project makes on one GPU, in the shape of the CUDA driver API.
 ///
@@ -320,9 +322,8 @@ pub trait Driver: fmt::Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Keeps `what` until the graph that the stream captures is gone, and with it its clones, the
-    /// executables made of them, and all their launches, whoever makes those. Fails if the stream
-    /// does not capture.
+    /// Keeps `what` until the graph that the stream captures is gone, with its clones, the
+    /// executables made of them, and all launches. Fails if the stream does not capture.
     fn keep_for_graph(&self, _stream: RawStream, _what: KeptAlive) -> Result<()> {
         Err(DeviceError::refused(Operation::CaptureStatus, Code::NOT_SUPPORTED)
             .with_detail("this device does not tell when a graph is gone"))

@@ -166,8 +166,8 @@ fn a_launch_and_a_borrow_of_the_host_see_each_other() {
             stream.fill(world.memory, 7, BYTES as u64).unwrap();
             let access = memory.access(&stream, AccessKind::Write).unwrap();
             if memory.refuse_borrowed(AccessKind::Write).is_ok() {
-                // SAFETY: the access keeps others from the memory until the copy is done.
                 #[allow(unsafe_code, reason = "a raw driver copy, as a graph makes it")]
+                // SAFETY: the access keeps others from the memory until the copy is done.
                 unsafe {
                     stream.download(memory.ptr(), world.memory, BYTES).unwrap()
                 };
