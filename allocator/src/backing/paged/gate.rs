@@ -8,7 +8,12 @@
 //! held shared, the device is waited for only where memory is given back, or where the driver does
 //! so to give a segment.
 
+use std::time::Duration;
+
 use crate::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+/// About as long as a driver call takes.
+const MOMENT: Duration = Duration::from_micros(50);
 
 #[derive(Debug, Default)]
 pub(crate) struct Gate {
@@ -22,9 +27,11 @@ impl Gate {
         self.mappings.read()
     }
 
-    /// Waits until the operations that are on their way now have ended.
+    /// Waits until the operations that are on their way now have ended, and a moment for threads
+    /// that give back segments, which do not hold the gate.
     pub(crate) fn wait(&self) {
         drop(self.mappings.write());
+        aquifer_device::executor::pause(MOMENT);
     }
 
     /// For an operation on all mappings.
