@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use aquifer_device::internal::Clock;
+use aquifer_device::internal::StreamMap;
 
 use crate::core::Core;
 use crate::core::heap::{Block, State};
@@ -136,13 +136,13 @@ impl Core {
 
     /// Frees the waiting blocks that need not wait any more. Among them are blocks of the stream
     /// `owner` if its later work is ordered after all their uses, according to its clock.
-    pub(crate) fn end_waits_ordered(&mut self, owner: StreamId, clock: &Clock) {
+    pub(crate) fn end_waits_ordered(&mut self, owner: StreamId, clock: &StreamMap) {
         if !self.waiting.is_empty() {
             self.end_waits_of(Some((owner, clock)));
         }
     }
 
-    fn end_waits_of(&mut self, ordered: Option<(StreamId, &Clock)>) {
+    fn end_waits_of(&mut self, ordered: Option<(StreamId, &StreamMap)>) {
         let Core { waiting: list, streams, .. } = self;
         // Read before the blocks are looked at, so that progress of a stream meanwhile leads to
         // another look.

@@ -1,6 +1,6 @@
 //! Serving requests from free blocks.
 
-use aquifer_device::internal::Clock;
+use aquifer_device::internal::StreamMap;
 
 use crate::core::Core;
 use crate::core::heap::Owner;
@@ -98,7 +98,7 @@ impl Core {
 
     /// Serves a request from memory of other streams that is known done, or that the request's
     /// stream is ordered after, according to its clock.
-    pub(crate) fn take_ordered(&mut self, request: &Request, clock: &Clock) -> Option<Granted> {
+    pub(crate) fn take_ordered(&mut self, request: &Request, clock: &StreamMap) -> Option<Granted> {
         self.take_of_others(request, |streams, owner| streams.known_done(owner).max(After::ordered(clock, owner)))
     }
 
