@@ -27,8 +27,8 @@ impl Gpu {
     pub(crate) fn create_event(&self, timing: bool) -> Result<RawEvent> {
         let mut raw = ptr::null_mut();
         let flags = BLOCKING_SYNC | if timing { 0 } else { DISABLE_TIMING };
-        // SAFETY: the handle outlives the call (F1).
         self.context
+            // SAFETY: the handle outlives the call (F1).
             .call(Operation::CreateEvent, |functions| unsafe { (functions.cuEventCreate)(&raw mut raw, flags) })?;
         let raw = handle(raw);
         // SAFETY: just created, and known only here.
@@ -68,8 +68,8 @@ impl Gpu {
         let elapsed = self.optional(operation, self.context.functions().cuEventElapsedTime)?;
         let (start, end) = (find(self, operation, start)?, find(self, operation, end)?);
         let mut milliseconds = 0.0_f32;
-        // SAFETY: the number outlives the call, and the events live (L1, F1).
         self.context
+            // SAFETY: the number outlives the call, and the events live (L1, F1).
             .call(operation, |_| unsafe { elapsed(&raw mut milliseconds, pointer(start.raw()), pointer(end.raw())) })
             .map(|()| milliseconds.into())
     }

@@ -31,9 +31,9 @@ impl Gpu {
         let mut ptr = 0;
         // The driver aligns to its granularity anyway.
         let more = if Some(alignment) > self.info.granularity_bytes { alignment } else { 0 };
-        // SAFETY: the address outlives the call; 0 leaves the place to the driver, and the alignment,
-        // too (F1).
         self.context
+            // SAFETY: the address outlives the call; 0 leaves the place to the driver, and the alignment,
+            // too (F1).
             .call(operation, |_| unsafe { reserve(&raw mut ptr, size(bytes), size(more), 0, 0) })
             .map_err(|error| error.with_detail(format!("{bytes} bytes of addresses asked for")))?;
         self.reserved.insert(ptr, bytes, ());
@@ -60,8 +60,8 @@ impl Gpu {
         check_options(self, options)?;
         let properties = AllocationProperties::new(self.context.device, options);
         let mut raw = 0;
-        // SAFETY: handle and properties outlive the call; 0 are the only flags (F1).
         self.context
+            // SAFETY: handle and properties outlive the call; 0 are the only flags (F1).
             .call(operation, |_| unsafe { create(&raw mut raw, size(bytes), &raw const properties, 0) })
             .map_err(|error| error.with_more(format!("{bytes} bytes asked for")))?;
         // SAFETY: just created, and known only here.

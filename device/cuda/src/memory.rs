@@ -40,8 +40,8 @@ impl Gpu {
     pub(crate) fn memory_info(&self) -> Result<MemoryInfo> {
         let operation = Operation::MemoryInfo;
         let (mut free, mut total) = (0, 0);
-        // SAFETY: the numbers outlive the call (F1).
         self.context
+            // SAFETY: the numbers outlive the call (F1).
             .call(operation, |functions| unsafe { (functions.cuMemGetInfo_v2)(&raw mut free, &raw mut total) })?;
         Ok(MemoryInfo { free: free as u64, total: total as u64 })
     }
@@ -49,8 +49,8 @@ impl Gpu {
     pub(crate) fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
         let operation = Operation::Alloc;
         let mut ptr = 0;
-        // SAFETY: the address outlives the call (F1).
         self.context
+            // SAFETY: the address outlives the call (F1).
             .call(operation, |functions| unsafe { (functions.cuMemAlloc_v2)(&raw mut ptr, size(bytes)) })
             .map_err(|error| error.with_more(format!("{bytes} bytes asked for")))?;
         self.memory.insert(ptr, bytes, Source::Plain);
@@ -72,8 +72,8 @@ impl Gpu {
         let stream = streams::live(self, operation, stream)?;
         captures::forbid_capture(self, operation, &stream, "the driver's pool cannot be used in a capture here")?;
         let mut ptr = 0;
-        // SAFETY: the address outlives the call, and the stream lives (L1, F1).
         self.context
+            // SAFETY: the address outlives the call, and the stream lives (L1, F1).
             .call(operation, |_| unsafe { alloc(&raw mut ptr, size(bytes), stream.raw) })
             .map_err(|error| error.with_more(format!("{bytes} bytes asked for")))?;
         self.memory.insert(ptr, bytes, Source::Pool);

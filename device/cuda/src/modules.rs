@@ -30,8 +30,8 @@ impl Gpu {
             DeviceError::refused(operation, INVALID_PTX).with_detail("the PTX text has a zero byte in it")
         })?;
         let mut raw = ptr::null_mut();
-        // SAFETY: handle and text outlive the call, and the text ends with a zero byte (F1).
         self.context
+            // SAFETY: handle and text outlive the call, and the text ends with a zero byte (F1).
             .call(operation, |functions| unsafe { (functions.cuModuleLoadData)(&raw mut raw, text.as_ptr().cast()) })
             .map_err(|error| explain(self, error))?;
         let raw = handle(raw);
