@@ -5,7 +5,7 @@ use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use aquifer_device::{DeviceError, DeviceLabel, DevicePtr, RequestError};
+use aquifer_device::{DeviceError, DeviceLabel, RequestError};
 
 use crate::config::ConfigError;
 use crate::format::Bytes;
@@ -87,7 +87,7 @@ pub enum AllocError {
     /// access guards or reservations, or called [`crate::Allocator::keep_awake`]. End that first,
     /// or wait for other threads with [`crate::SleepOptions::waiting`].
     #[error("the allocator is kept awake, so it cannot sleep ({0}): end that first, or wait for other threads to")]
-    KeptAwake(Box<KeptAwakeBy>),
+    KeptAwake(KeptAwakeBy),
     /// A callback that [`crate::Allocator::observe_mappings`] registered asked for something that
     /// changes mappings, or waits for such a change to end: it would wait for itself. Memory that
     /// is free already can be allocated there; do the rest once the callback has returned.
@@ -238,46 +238,22 @@ pub struct KeptAwakeBy {
     pub wake_locks: u64,
     /// Whether the calling thread has any of them: then waiting is in vain.
     pub is_this_thread: bool,
-    /// The allocations that are known to be in use. An allocation is known if it is the only one
-    /// with an access guard, or the only one with a reservation.
-    pub allocations: Vec<UsedAllocation>,
-}
-
-/// An allocation with an access guard or a reservation.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct UsedAllocation {
-    /// Its first address.
-    pub ptr: DevicePtr,
-    /// Bytes asked for.
-    pub bytes: u64,
-    /// Its tag: see [`crate::TagScope`].
-    pub tag: Option<Arc<str>>,
-    /// The [`aquifer_device::Stream::id`] of the stream that it was allocated for.
-    pub stream: u32,
 }
 
 impl fmt::Display for KeptAwakeBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let KeptAwakeBy { access_guards, reservations, wake_locks, .. } = *self;
+        let KeptAwakeBy { access_guards, reservations, wake_locks, is_this_thread } = *self;
         let counts = [(access_guards, "access guard"), (reservations, "reservation"), (wake_locks, "`keep_awake`")];
         for (at, (count, what)) in counts.into_iter().filter(|&(count, _)| count > 0).enumerate() {
             let (comma, s) = (if at > 0 { ", " } else { "" }, if count > 1 { "s" } else { "" });
             write!(f, "{comma}{count} {what}{s}")?;
         }
-        for used in &self.allocations {
-            write!(f, "; in use: {} at {}", Bytes(used.bytes), used.ptr)?;
-            if let Some(tag) = &used.tag {
-                write!(f, ", tagged `{tag}`")?;
-            }
-            write!(f, ", of stream {}", used.stream)?;
-        }
-        f.write_str(if self.is_this_thread { "; this thread has some of them" } else { "" })
+        f.write_str(if is_this_thread { "; this thread has some of them" } else { "" })
     }
 }
 
 /// Why an allocator's memory comes in segments: [`crate::Allocator::why_segments`].
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WhySegments {
     /// The configuration says so: `backing:segments`.

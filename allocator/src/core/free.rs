@@ -42,12 +42,13 @@ impl Core {
     fn free_by_record(&mut self, id: BlockId, on: Option<StreamId>) -> Then {
         let block = self.heap.block(id);
         debug_assert_eq!(block.state, State::Live);
-        let (size, requested, owner, pool, shared) =
-            (block.size, block.requested, block.owner, block.pool, block.used_elsewhere);
+        let (size, requested, owner, pool) = (block.size, block.requested, block.owner, block.pool);
+        let sleeps = self.paged.as_ref().is_some_and(|paged| paged.sleep.isolates(&block.range()));
+        let waits = block.used_elsewhere || sleeps;
         self.heap.forget_irregular(id);
         match on.filter(|&on| on != owner) {
-            None if !shared => self.free_own(id, owner, pool.kind(), size, requested),
-            Some(on) if !shared && self.crosses_streams => {
+            None if !waits => self.free_own(id, owner, pool.kind(), size, requested),
+            Some(on) if !waits && self.crosses_streams => {
                 self.note(Actions::FREE, id);
                 self.given_back(owner, pool.kind(), size, requested);
                 let after = self.streams.enqueued(on);
@@ -95,7 +96,8 @@ impl Core {
         self.debug_check();
     }
 
-    /// Enters a block in the list of waiting blocks, as it is freed and other streams used it, too.
+    /// Enters a block in the list of waiting blocks, as it is freed and other streams used it, too, or
+    /// its memory sleeps.
     #[cold]
     fn begin_wait(&mut self, id: BlockId, on: Option<StreamId>) {
         let block = self.heap.block(id);
@@ -105,7 +107,6 @@ impl Core {
         self.heap.set_waiting(id);
         self.counters.waits(kind, size);
         let block = *self.heap.block(id);
-        // A block that only sleeps has an empty list.
         let mut streams = self.other_users.remove(&id).unwrap_or_default();
         streams.extend(on.filter(|on| !streams.contains(on)));
         let uses = streams.iter().map(|&stream| self.streams.use_so_far(stream)).collect();
