@@ -10,7 +10,7 @@ use crate::core::policy::EVENT_SHARE;
 use crate::core::pools::Which;
 use crate::core::streams::Pending;
 use crate::core::waiting::Waiting;
-use crate::history::{Action, Actions};
+use crate::history::{Action, FREE};
 use crate::size_class::{self, PoolKind};
 use crate::types::{After, BlockId, Freed, StreamId, UNKNOWN, latest_by_stream};
 
@@ -49,7 +49,7 @@ impl Core {
         match on.filter(|&on| on != owner) {
             None if !waits => self.free_own(id, owner, pool.kind(), size, requested),
             Some(on) if !waits && self.crosses_streams => {
-                self.note(Actions::FREE, id);
+                self.note(FREE, id);
                 self.given_back(owner, pool.kind(), size, requested);
                 let after = self.streams.enqueued(on);
                 self.complete(id, on, after, after);
@@ -65,7 +65,7 @@ impl Core {
     /// Frees a live block that its own stream alone used.
     #[inline(always)]
     fn free_own(&mut self, id: BlockId, stream: StreamId, kind: PoolKind, size: u64, requested: u64) {
-        self.note(Actions::FREE, id);
+        self.note(FREE, id);
         self.given_back(stream, kind, size, requested);
         let after = self.streams.enqueued(stream);
         if self.heap.quarantines(size) {
@@ -102,7 +102,7 @@ impl Core {
     fn begin_wait(&mut self, id: BlockId, on: Option<StreamId>) {
         let block = self.heap.block(id);
         let (owner, kind, size) = (block.owner, block.pool.kind(), block.size);
-        self.note(Action::FreeRequested, id);
+        self.note(&[Action::FreeRequested], id);
         self.given_back(owner, kind, size, 0);
         self.heap.set_waiting(id);
         self.counters.waits(kind, size);
@@ -171,7 +171,7 @@ impl Core {
         let tick = self.streams.enqueued(owner);
         let done = waiting.uses.iter().all(|&one| self.streams.is_done(one));
         let last_use = if done { own_use } else { tick };
-        self.note(Action::FreeCompleted, id);
+        self.note(&[Action::FreeCompleted], id);
         self.complete(id, owner, tick, last_use);
     }
 

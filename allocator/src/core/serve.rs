@@ -7,7 +7,7 @@ use crate::core::heap::Owner;
 use crate::core::heap::strays::LOOKS;
 use crate::core::pools::Which;
 use crate::core::streams::{Pending, Streams};
-use crate::history::{Action, Actions, Subject};
+use crate::history::{Action, Subject};
 use crate::tags::Tag;
 use crate::types::{After, BlockId, Granted, PoolId, Request, StreamId, Use, latest_by_stream};
 
@@ -80,7 +80,7 @@ impl Core {
         let (addr, size, kind) = (block.addr, block.size, block.pool.kind());
         self.live += 1;
         self.counters.allocated(kind, size, request.requested);
-        self.note(Action::Alloc, id);
+        self.note(&[Action::Alloc], id);
         self.debug_check();
         Granted { block: id, addr }
     }
@@ -140,14 +140,14 @@ impl Core {
 
     /// Notes in the history, if that is on, what happened to a live or waiting block.
     #[inline]
-    pub(super) fn note(&mut self, actions: impl Into<Actions>, id: BlockId) {
+    pub(super) fn note(&mut self, actions: &[Action], id: BlockId) {
         if self.history.is_on() {
-            self.note_always(actions.into(), id);
+            self.note_always(actions, id);
         }
     }
 
     #[inline(never)]
-    fn note_always(&mut self, actions: Actions, id: BlockId) {
+    fn note_always(&mut self, actions: &[Action], id: BlockId) {
         let block = self.heap.block(id);
         let pool = self.heap.history_id(block.pool);
         let (tag, stream) = (Tag(block.tag), block.owner);
