@@ -257,12 +257,20 @@ impl fmt::Display for KeptAwakeBy {
 #[non_exhaustive]
 pub enum WhySegments {
     /// The configuration says so: `backing:segments`.
+    #[error("segments were asked for (`backing:segments`; `backing:paged` maps memory)")]
     Chosen,
     /// The configuration says that nothing is cached: `no_cache:True`.
+    #[error("nothing is cached (`no_cache:True`)")]
     NoCache,
     /// The device, or its driver, cannot map memory.
+    #[error("the device cannot map memory")]
     DeviceCannot,
     /// The device has less memory than one granule.
+    #[error(
+        "the device has {}, less than one granule{} (`granule_mb`)",
+        Bytes(*.total),
+        .granule.map_or_else(String::new, |granule| format!(" of {}", Bytes(granule)))
+    )]
     GranuleTooLarge {
         /// The least granule that the configuration and the device allow, if there is one.
         granule: Option<u64>,
@@ -271,29 +279,10 @@ pub enum WhySegments {
     },
     /// A driver call failed when the allocator was made and tried to map memory. It does not try
     /// again; another allocator does.
+    #[error("mapping memory failed when the allocator was made, and is tried again by a new one: {0}")]
     Failed(DeviceError),
     /// The device gave no more addresses for some request. Memory is mapped at those that there
     /// are, and requests that find none get segments.
+    #[error("addresses to map memory at ran out: {0}")]
     NoAddresses(DeviceError),
-}
-
-impl fmt::Display for WhySegments {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            WhySegments::Chosen => {
-                write!(f, "segments were asked for (`backing:segments`; `backing:paged` maps memory)")
-            }
-            WhySegments::NoCache => write!(f, "nothing is cached (`no_cache:True`)"),
-            WhySegments::DeviceCannot => write!(f, "the device cannot map memory"),
-            WhySegments::GranuleTooLarge { granule, total } => {
-                write!(f, "the device has {}, less than one granule", Bytes(*total))?;
-                granule.iter().try_for_each(|granule| write!(f, " of {}", Bytes(*granule)))?;
-                f.write_str(" (`granule_mb`)")
-            }
-            WhySegments::Failed(error) => {
-                write!(f, "mapping memory failed when the allocator was made, and is tried again by a new one: {error}")
-            }
-            WhySegments::NoAddresses(error) => write!(f, "addresses to map memory at ran out: {error}"),
-        }
-    }
 }
