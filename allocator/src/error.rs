@@ -5,7 +5,7 @@ use std::panic::{RefUnwindSafe, UnwindSafe};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use aquifer_device::{DeviceError, DeviceLabel, DevicePtr, RequestError};
+use aquifer_device::{DeviceError, DeviceLabel, RequestError};
 
 use crate::config::ConfigError;
 use crate::format::Bytes;
@@ -87,7 +87,7 @@ pub enum AllocError {
     /// access guards or reservations, or called [`crate::Allocator::keep_awake`]. End that first,
     /// or wait for other threads with [`crate::SleepOptions::waiting`].
     #[error("the allocator is kept awake, so it cannot sleep ({0}): end that first, or wait for other threads to")]
-    KeptAwake(Box<KeptAwakeBy>),
+    KeptAwake(KeptAwakeBy),
     /// A callback that [`crate::Allocator::observe_mappings`] registered asked for something that
     /// changes mappings, or waits for such a change to end: it would wait for itself. Memory that
     /// is free already can be allocated there; do the rest once the callback has returned.
@@ -238,55 +238,39 @@ pub struct KeptAwakeBy {
     pub wake_locks: u64,
     /// Whether the calling thread has any of them: then waiting is in vain.
     pub is_this_thread: bool,
-    /// The allocations that are known to be in use. An allocation is known if it is the only one
-    /// with an access guard, or the only one with a reservation.
-    pub allocations: Vec<UsedAllocation>,
-}
-
-/// An allocation with an access guard or a reservation.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct UsedAllocation {
-    /// Its first address.
-    pub ptr: DevicePtr,
-    /// Bytes asked for.
-    pub bytes: u64,
-    /// Its tag: see [`crate::TagScope`].
-    pub tag: Option<Arc<str>>,
-    /// The [`aquifer_device::Stream::id`] of the stream that it was allocated for.
-    pub stream: u32,
 }
 
 impl fmt::Display for KeptAwakeBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let KeptAwakeBy { access_guards, reservations, wake_locks, .. } = *self;
+        let KeptAwakeBy { access_guards, reservations, wake_locks, is_this_thread } = *self;
         let counts = [(access_guards, "access guard"), (reservations, "reservation"), (wake_locks, "`keep_awake`")];
         for (at, (count, what)) in counts.into_iter().filter(|&(count, _)| count > 0).enumerate() {
             let (comma, s) = (if at > 0 { ", " } else { "" }, if count > 1 { "s" } else { "" });
             write!(f, "{comma}{count} {what}{s}")?;
         }
-        for used in &self.allocations {
-            write!(f, "; in use: {} at {}", Bytes(used.bytes), used.ptr)?;
-            if let Some(tag) = &used.tag {
-                write!(f, ", tagged `{tag}`")?;
-            }
-            write!(f, ", of stream {}", used.stream)?;
-        }
-        f.write_str(if self.is_this_thread { "; this thread has some of them" } else { "" })
+        f.write_str(if is_this_thread { "; this thread has some of them" } else { "" })
     }
 }
 
 /// Why an allocator's memory comes in segments: [`crate::Allocator::why_segments`].
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WhySegments {
     /// The configuration says so: `backing:segments`.
+    #[error("segments were asked for (`backing:segments`; `backing:paged` maps memory)")]
     Chosen,
     /// The configuration says that nothing is cached: `no_cache:True`.
+    #[error("nothing is cached (`no_cache:True`)")]
     NoCache,
     /// The device, or its driver, cannot map memory.
+    #[error("the device cannot map memory")]
     DeviceCannot,
     /// The device has less memory than one granule.
+    #[error(
+        "the device has {}, less than one granule{} (`granule_mb`)",
+        Bytes(*.total),
+        .granule.map_or_else(String::new, |granule| format!(" of {}", Bytes(granule)))
+    )]
     GranuleTooLarge {
         /// The least granule that the configuration and the device allow, if there is one.
         granule: Option<u64>,
@@ -295,29 +279,10 @@ pub enum WhySegments {
     },
     /// A driver call failed when the allocator was made and tried to map memory. It does not try
     /// again; another allocator does.
+    #[error("mapping memory failed when the allocator was made, and is tried again by a new one: {0}")]
     Failed(DeviceError),
     /// The device gave no more addresses for some request. Memory is mapped at those that there
     /// are, and requests that find none get segments.
+    #[error("addresses to map memory at ran out: {0}")]
     NoAddresses(DeviceError),
-}
-
-impl fmt::Display for WhySegments {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            WhySegments::Chosen => {
-                write!(f, "segments were asked for (`backing:segments`; `backing:paged` maps memory)")
-            }
-            WhySegments::NoCache => write!(f, "nothing is cached (`no_cache:True`)"),
-            WhySegments::DeviceCannot => write!(f, "the device cannot map memory"),
-            WhySegments::GranuleTooLarge { granule, total } => {
-                write!(f, "the device has {}, less than one granule", Bytes(*total))?;
-                granule.iter().try_for_each(|granule| write!(f, " of {}", Bytes(*granule)))?;
-                f.write_str(" (`granule_mb`)")
-            }
-            WhySegments::Failed(error) => {
-                write!(f, "mapping memory failed when the allocator was made, and is tried again by a new one: {error}")
-            }
-            WhySegments::NoAddresses(error) => write!(f, "addresses to map memory at ran out: {error}"),
-        }
-    }
 }

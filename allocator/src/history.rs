@@ -4,10 +4,8 @@
 //! Entries are made, and snapshots taken, under the allocator's lock, so that a snapshot's history
 //! and segments agree. Nothing is formatted until a snapshot is taken.
 //!
-//! Everything that happens to a block at one moment is one record, so that an operation reads the
-//! clock once and writes 40 bytes in place. A free that completes at once is
-//! two actions; when a record is read, it becomes one entry for each of its actions. The ring has a
-//! place for each entry that is to be kept, so the latest entries are always there.
+//! The actions of one moment have one stamp, so that an operation reads the clock once. The ring has
+//! a place for each entry that is to be kept.
 
 use std::sync::LazyLock;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -42,49 +40,8 @@ pub enum Action {
     Oom,
 }
 
-/// All actions, in the order of their numbers, in which the actions of one record happened.
-const ALL: [Action; 9] = [
-    Action::Alloc,
-    Action::FreeRequested,
-    Action::FreeCompleted,
-    Action::SegmentAlloc,
-    Action::SegmentFree,
-    Action::SegmentMap,
-    Action::SegmentUnmap,
-    Action::Snapshot,
-    Action::Oom,
-];
-
-/// One or two actions, as bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Actions(u16);
-
-impl Actions {
-    /// A free that completes as it is requested.
-    pub(crate) const FREE: Actions =
-        Actions(Actions::one(Action::FreeRequested).0 | Actions::one(Action::FreeCompleted).0);
-
-    const fn one(action: Action) -> Actions {
-        Actions(1 << action as u16)
-    }
-
-    fn contain(self, action: Action) -> bool {
-        self.0 & Actions::one(action).0 != 0
-    }
-
-    /// Number of actions.
-    #[inline]
-    fn count(self) -> usize {
-        1 + usize::from(self.0 & (self.0 - 1) != 0)
-    }
-}
-
-impl From<Action> for Actions {
-    #[inline]
-    fn from(action: Action) -> Actions {
-        Actions::one(action)
-    }
-}
+/// A free that completes as it is requested.
+pub(crate) const FREE: &[Action] = &[Action::FreeRequested, Action::FreeCompleted];
 
 /// The subject of an action: the memory that something happened to.
 #[derive(Clone, Copy, Debug, Default)]
@@ -101,24 +58,16 @@ pub(crate) struct Subject {
 /// An action with its subject and its time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entry {
-    pub(crate) action: Action,
-    pub(crate) subject: Subject,
+    pub(crate) addr: u64,
+    pub(crate) size: u64,
     pub(crate) stamp: Stamp,
+    pub(crate) stream: StreamId,
+    pub(crate) tag: Tag,
+    pub(crate) pool: u32,
+    pub(crate) action: Action,
 }
 
-/// The actions that concern one subject at one moment.
-#[derive(Clone, Copy, Debug)]
-struct Record {
-    addr: u64,
-    size: u64,
-    stamp: Stamp,
-    stream: StreamId,
-    tag: Tag,
-    pool: u32,
-    actions: Actions,
-}
-
-const _: () = assert!(size_of::<Record>() == 40, "a record has no room to spare");
+const _: () = assert!(size_of::<Entry>() == 40, "an entry has no room to spare");
 
 /// Options of [`Allocator::record_history`](crate::Allocator::record_history).
 ///
@@ -136,7 +85,7 @@ const _: () = assert!(size_of::<Record>() == 40, "a record has no room to spare"
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HistoryOptions {
-    /// Number of entries that are kept, at up to 40 bytes of host memory each; newer entries
+    /// Number of entries that are kept, at 40 bytes of host memory each; newer entries
     /// replace the oldest ones. 0 stops recording and forgets everything.
     pub entries: usize,
     /// Actions that are not recorded.
@@ -147,17 +96,18 @@ pub struct HistoryOptions {
 
 /// The ring. Empty and off by default.
 ///
-/// Invariants: it holds the latest records, at most `capacity` of them; they are in order from
+/// Invariants: it holds the latest entries, at most `capacity` of them; they are in order from
 /// `next` on and then from the start, and `next` is their number while there are fewer.
 #[derive(Debug, Default)]
 pub(crate) struct History {
     /// Number of entries that are kept.
     capacity: usize,
-    ring: Vec<Record>,
-    /// Place of the next record.
+    ring: Vec<Entry>,
+    /// Place of the next entry.
     next: usize,
     /// Number of entries since recording began.
     noted: usize,
+    /// Actions that are not recorded, as bits.
     skipped: u16,
     latest: Stamp,
 }
@@ -170,7 +120,7 @@ impl History {
             Stamp::prepare();
         }
         self.capacity = capacity;
-        self.skipped = skip.iter().fold(0, |bits, &action| bits | Actions::one(action).0);
+        self.skipped = skip.iter().fold(0, |bits, &action| bits | bit(action));
         if capacity == 0 {
             self.ring = Vec::new();
             self.clear();
@@ -191,37 +141,32 @@ impl History {
 
     /// Notes actions that happen now, except those that are not to be recorded.
     #[inline]
-    pub(crate) fn note(&mut self, actions: impl Into<Actions>, subject: Subject) {
-        let actions = Actions(actions.into().0 & !self.skipped);
-        if self.capacity == 0 || actions.0 == 0 {
+    pub(crate) fn note(&mut self, actions: &[Action], subject: Subject) {
+        if self.capacity == 0 {
             return;
         }
         // Stamps that two processors took at nearly the same moment may be the wrong way round;
-        // then the later record has the time of the earlier one.
+        // then the later entry has the time of the earlier one.
         self.latest = self.latest.max(Stamp::now());
         let Subject { addr, size, stream, tag, pool } = subject;
-        let record = Record { addr, size, stamp: self.latest, stream, tag, pool, actions };
-        match self.ring.get_mut(self.next) {
-            Some(place) => *place = record,
-            None => self.ring.push(record),
-        }
-        self.noted += actions.count();
-        self.next += 1;
-        if self.next == self.capacity {
-            self.next = 0;
+        for &action in actions.iter().filter(|&&action| self.skipped & bit(action) == 0) {
+            let entry = Entry { addr, size, stamp: self.latest, stream, tag, pool, action };
+            match self.ring.get_mut(self.next) {
+                Some(place) => *place = entry,
+                None => self.ring.push(entry),
+            }
+            self.noted += 1;
+            self.next += 1;
+            if self.next == self.capacity {
+                self.next = 0;
+            }
         }
     }
 
     /// The recorded entries, oldest first.
     pub(crate) fn entries(&self) -> impl Iterator<Item = Entry> + '_ {
         let (later, earlier) = self.ring.split_at(self.next.min(self.ring.len()));
-        let entries = earlier.iter().chain(later).flat_map(|&record| {
-            let Record { addr, size, stamp, stream, tag, pool, actions } = record;
-            let subject = Subject { addr, size, stream, tag, pool };
-            let actions = ALL.into_iter().filter(move |&action| actions.contain(action));
-            actions.map(move |action| Entry { action, subject, stamp })
-        });
-        entries.skip(self.held().saturating_sub(self.capacity))
+        earlier.iter().chain(later).copied()
     }
 
     /// Number of entries that are kept; 0 if recording is off.
@@ -231,18 +176,17 @@ impl History {
 
     /// Number of entries overwritten since recording began.
     pub(crate) fn overwritten(&self) -> u64 {
-        (self.noted - self.held().min(self.capacity)) as u64
-    }
-
-    /// Number of entries in the ring.
-    fn held(&self) -> usize {
-        self.ring.iter().map(|record| record.actions.count()).sum()
+        (self.noted - self.ring.len()) as u64
     }
 
     pub(crate) fn clear(&mut self) {
         self.ring.clear();
         (self.next, self.noted) = (0, 0);
     }
+}
+
+fn bit(action: Action) -> u16 {
+    1 << action as u16
 }
 
 /// A moment, as a value of the counter.
@@ -288,7 +232,7 @@ mod tests {
     use crate::types::StreamId;
 
     fn sizes(history: &History) -> Vec<(Action, u64)> {
-        history.entries().map(|entry| (entry.action, entry.subject.size)).collect()
+        history.entries().map(|entry| (entry.action, entry.size)).collect()
     }
 
     fn subject(size: u64) -> Subject {
@@ -296,34 +240,34 @@ mod tests {
     }
 
     #[test]
-    fn the_latest_entries_are_kept_whatever_records_they_are_in() {
+    fn the_latest_entries_are_kept() {
         use Action::{Alloc, FreeCompleted, FreeRequested};
         let mut history = History::default();
-        history.note(Alloc, subject(1));
+        history.note(&[Alloc], subject(1));
         assert!(sizes(&history).is_empty(), "off");
         history.record(4, &[]);
-        history.note(Alloc, subject(1));
-        history.note(Actions::FREE, subject(1));
+        history.note(&[Alloc], subject(1));
+        history.note(FREE, subject(1));
         assert_eq!(sizes(&history), [(Alloc, 1), (FreeRequested, 1), (FreeCompleted, 1)]);
         assert_eq!(history.overwritten(), 0);
         for size in 2..=9 {
-            history.note(Alloc, subject(size));
-            history.note(Actions::FREE, subject(size));
+            history.note(&[Alloc], subject(size));
+            history.note(FREE, subject(size));
             let latest = [(FreeCompleted, size - 1), (Alloc, size), (FreeRequested, size), (FreeCompleted, size)];
             assert_eq!(sizes(&history), latest);
             assert_eq!(history.overwritten(), 3 * size - 4);
         }
         history.record(3, &[FreeRequested]);
         assert_eq!(sizes(&history), [(Alloc, 9), (FreeRequested, 9), (FreeCompleted, 9)]);
-        history.note(Actions::FREE, subject(10));
-        history.note(FreeRequested, subject(11));
+        history.note(FREE, subject(10));
+        history.note(&[FreeRequested], subject(11));
         assert_eq!(sizes(&history), [(FreeRequested, 9), (FreeCompleted, 9), (FreeCompleted, 10)]);
         history.record(5, &[]);
-        history.note(Alloc, subject(12));
-        assert_eq!(sizes(&history)[..2], [(Alloc, 9), (FreeRequested, 9)], "more room, as far as records are left");
-        assert_eq!((sizes(&history).len(), history.overwritten()), (5, 24));
+        history.note(&[Alloc], subject(12));
+        let left = [(FreeRequested, 9), (FreeCompleted, 9), (FreeCompleted, 10), (Alloc, 12)];
+        assert_eq!((sizes(&history), history.overwritten()), (left.to_vec(), 25), "more room, for later entries");
         history.clear();
-        history.note(Alloc, subject(13));
+        history.note(&[Alloc], subject(13));
         assert_eq!((sizes(&history), history.overwritten()), (vec![(Alloc, 13)], 0));
         history.record(0, &[]);
         assert!(sizes(&history).is_empty() && !history.is_on());

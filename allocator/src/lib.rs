@@ -80,7 +80,7 @@ pub use allocation::Allocation;
 pub use allocator::{ALIGNMENT, Allocator};
 pub use backing::{Exportable, Growable, PinnedMapping, Refusal};
 pub use config::Config;
-pub use error::{AllocError, KeptAwakeBy, UsedAllocation, WhySegments};
+pub use error::{AllocError, KeptAwakeBy, WhySegments};
 pub use format::Bytes;
 pub use history::{Action, HistoryOptions};
 pub use open::empty_caches;

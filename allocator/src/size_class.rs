@@ -27,7 +27,8 @@ pub const ROUND_LARGE: u64 = 2 << 20;
 pub const REQUEST_LIMIT: u64 = 1 << 60;
 
 /// The pool that a request belongs to. Pools share no segments.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum PoolKind {
     /// Rounded requests of at most [`SMALL_SIZE`].
     Small,

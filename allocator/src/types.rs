@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use aquifer_device::internal::{Clock, Timeline};
+use aquifer_device::internal::{StreamMap, Timeline};
 use aquifer_device::{Stream, Tick};
 
 use crate::size_class::PoolKind;
@@ -92,8 +92,8 @@ impl After {
     }
 
     /// After the work of `stream` that the owner of a clock is ordered after.
-    pub(crate) fn ordered(clock: &Clock, stream: StreamId) -> After {
-        After(clock.of(stream.0))
+    pub(crate) fn ordered(clock: &StreamMap, stream: StreamId) -> After {
+        After(clock.get(stream.0))
     }
 
     /// The last tick of the stream that comes before.

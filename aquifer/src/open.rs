@@ -127,9 +127,7 @@ impl FromStr for DeviceSpec {
                 .map(|config| DeviceSpec::Sim(Box::new(config)))
                 .map_err(|mut cause| {
                     // Counted in the text that is quoted with it.
-                    if cause.file.is_none() {
-                        cause.offset += text.len() - rest.map_or(0, str::len);
-                    }
+                    cause.offset += text.len() - rest.map_or(0, str::len);
                     OpenError::Sim { text: text.to_owned(), cause }
                 }),
             #[cfg(not(feature = "sim"))]

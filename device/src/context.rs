@@ -18,11 +18,10 @@ use std::sync::{Arc, Weak};
 use crate::fork::Mutex as Leaf;
 use crossbeam_queue::SegQueue;
 
-use crate::capture::Scope;
 use crate::capturing_streams::{CapturingStreams, HeldOff};
 use crate::counted::Counted;
-use crate::driver::{DevicePtr, Driver, RawEvent, RawStream};
-use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
+use crate::driver::{DevicePtr, Driver, KeptAlive, RawEvent, RawStream};
+use crate::error::{DeviceError, ErrorKind, Operation, Result};
 use crate::fork;
 use crate::label::DeviceLabel;
 use crate::release::{Effort, ReleaseQueue, Work};
@@ -72,8 +71,8 @@ pub(crate) trait Waited: fmt::Debug + Send + Sync {
     /// Asks the driver whether all work enqueued so far is done.
     fn is_idle(&self) -> Result<bool>;
 
-    /// The capture that the stream is known to be part of.
-    fn known_capture(&self) -> Option<Arc<Scope>>;
+    /// The scope of the capture that the stream is known to be part of.
+    fn known_capture(&self) -> Option<KeptAlive>;
 }
 
 /// Timelines, and some that are gone.
@@ -234,8 +233,7 @@ impl Context {
     /// Holds captures off for a call that would break one; refused while a stream captures.
     fn hold_off_for(&self, operation: Operation, detail: &str) -> Result<HeldOff<'_>> {
         fork::check(operation)?;
-        let refusal = || DeviceError::refused(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail);
-        self.hold_off().ok_or_else(refusal)
+        self.hold_off().ok_or_else(|| DeviceError::in_capture(operation, detail))
     }
 
     /// Waits on the host until the device is idle; refused while a stream captures, because that
@@ -282,10 +280,9 @@ impl Context {
         self.timelines.lock().known.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// The capture with this number of the driver's, if a stream is known to be part of it.
-    pub(crate) fn capture(&self, number: u64) -> Option<Arc<Scope>> {
-        let captures = self.timelines().into_iter().filter_map(|timeline| timeline.known_capture());
-        captures.into_iter().find(|scope| scope.number() == Some(number))
+    /// The scopes of the captures that streams are known to be part of.
+    pub(crate) fn captures(&self) -> Vec<KeptAlive> {
+        self.timelines().into_iter().filter_map(|timeline| timeline.known_capture()).collect()
     }
 
     /// Registers a stream's timeline, so that it is updated when the host has waited for the

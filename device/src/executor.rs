@@ -37,30 +37,21 @@ const TURN_MAX: Duration = Duration::from_secs(60);
 pub type Body = Box<dyn FnOnce() + Send>;
 
 /// The result of a run that did not end well.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum Failure {
     /// These threads wait for each other: their names, each with what it waits for.
+    #[error("threads wait for each other: {}", .0.join("; "))]
     Stuck(Vec<String>),
     /// The threads did not end within so many turns.
+    #[error("the threads do not end: {0} turns were taken")]
     Endless(u64),
     /// The thread with this name keeps its turn: it calls and waits for nothing, and does not end.
+    #[error("{0} keeps its turn: it calls and waits for nothing")]
     Keeps(String),
     /// A thread panicked, with this message.
+    #[error("{0}")]
     Panicked(String),
 }
-
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Failure::Stuck(threads) => write!(f, "threads wait for each other: {}", threads.join("; ")),
-            Failure::Endless(turns) => write!(f, "the threads do not end: {turns} turns were taken"),
-            Failure::Keeps(thread) => write!(f, "{thread} keeps its turn: it calls and waits for nothing"),
-            Failure::Panicked(message) => f.write_str(message),
-        }
-    }
-}
-
-impl std::error::Error for Failure {}
 
 /// What a thread does while another one runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -108,7 +108,7 @@ pub mod internal {
     pub use crate::launches::{LaunchOrder, Launches};
     pub use crate::stream_map::StreamMap;
     pub use crate::thread_end::RunningThread;
-    pub use crate::timeline::{CapturesHeldOff, Clock, ExpectedWork, Timeline, enqueues_expected_work, while_held};
+    pub use crate::timeline::{CapturesHeldOff, ExpectedWork, Timeline, enqueues_expected_work, while_held};
     pub use crate::unfinished::{drop_left, finish_all};
     pub use crate::waits::WaitMark;
     pub use crate::witness::{

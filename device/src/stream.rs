@@ -487,7 +487,8 @@ impl Stream {
     /// node. Streams that a body forked stand for themselves. No driver call.
     pub fn body_of(&self) -> Option<Stream> {
         let scope = self.0.timeline.capture_if_any()?;
-        let (with_node, _) = scope.around().filter(|_| scope.began_on(&self.0.timeline))?;
+        let ((_, with_node), _) = scope.around().filter(|_| scope.began_on(&self.0.timeline))?;
+        let with_node = Stream(with_node.downcast().ok()?);
         with_node.body_of().or(Some(with_node))
     }
 

@@ -76,8 +76,7 @@ Settings of simulated devices, such as --device sim:24GiB,seed=7,vmm=off:
   oom_at=SIZE           no more memory than this is available
   lost_at=N             the device is lost at the Nth call
   spike=RATE:DURATION   this share of calls takes this much longer: 0.001:5ms; not in the times of
-                        `calls`, nor in modelled times of driver calls
-  faults=FILE           a file with one fault per line, as above";
+                        `calls`, nor in modelled times of driver calls";
 
 /// Shows why GPU memory runs out while much of it is free: replays allocation traces, fragments
 /// memory, runs out of it, and measures the allocator.

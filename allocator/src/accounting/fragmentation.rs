@@ -74,22 +74,6 @@ pub struct FreeSizes {
     pub bytes: u64,
 }
 
-fn measure(allocator: &Allocator, request_bytes: u64) -> Fragmentation {
-    let request_bytes = size_class::round_checked(request_bytes).unwrap_or(u64::MAX);
-    let mut found = Fragmentation { request_bytes, ..Fragmentation::default() };
-    let mut free = Free { request_bytes, ..Free::default() };
-    let shared = allocator.state().shared();
-    add_shared(&shared, &mut found, &mut free);
-    let is_asleep = shared.is_asleep();
-    drop(shared);
-    allocator.state().walk(|shared, passed| add_block(shared, &mut found, &mut free, passed));
-    free.tell(&mut found);
-    if is_asleep {
-        (found.releasable_segments, found.releasable_bytes) = (0, 0);
-    }
-    found
-}
-
 /// Adds what is not in heaps, and how much of mapped memory is held.
 fn add_shared(core: &Core, found: &mut Fragmentation, free: &mut Free) {
     let Some(paged) = core.paged() else { return };
@@ -259,7 +243,19 @@ impl Allocator {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn fragmentation(&self, request_bytes: u64) -> Fragmentation {
-        measure(self, request_bytes)
+        let request_bytes = size_class::round_checked(request_bytes).unwrap_or(u64::MAX);
+        let mut found = Fragmentation { request_bytes, ..Fragmentation::default() };
+        let mut free = Free { request_bytes, ..Free::default() };
+        let shared = self.state().shared();
+        add_shared(&shared, &mut found, &mut free);
+        let is_asleep = shared.is_asleep();
+        drop(shared);
+        self.state().walk(|shared, passed| add_block(shared, &mut found, &mut free, passed));
+        free.tell(&mut found);
+        if is_asleep {
+            (found.releasable_segments, found.releasable_bytes) = (0, 0);
+        }
+        found
     }
 }
 

@@ -10,91 +10,11 @@ use aquifer_device::{MemoryUsers, Operation, Result, fork};
 use crate::accounting::attribution::{Attribution, driver_bytes_of_graphs, used};
 use crate::accounting::fragmentation::held_in;
 use crate::allocator::{Allocator, all_states};
-use crate::core::counters::{Counters, PoolStats, Stat};
+use crate::core::counters::{MemoryStats, PoolStats, Stat};
 use crate::core::limits::Holding;
 use crate::error::AllocError;
 
-/// Everything that an allocator counts. Names and meanings are those of PyTorch's `memory_stats()`.
-/// Fields that PyTorch lacks say so.
-///
-/// All values are exact, and of one moment. A block that a thread gave back while another one held
-/// the allocator's lock counts as live until the next allocation, or until statistics are read.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct MemoryStats {
-    /// Number of live blocks.
-    pub allocation: PoolStats,
-    /// Number of segments held from the device. Mapped memory has none, as PyTorch's expandable
-    /// segments.
-    pub segment: PoolStats,
-    /// Number of live blocks and of freed ones that other streams still use.
-    pub active: PoolStats,
-    /// Bytes in live blocks.
-    pub allocated_bytes: PoolStats,
-    /// Bytes held from the device.
-    pub reserved_bytes: PoolStats,
-    /// Bytes in live blocks and in freed ones that other streams still use.
-    pub active_bytes: PoolStats,
-    /// Bytes requested for active blocks, before rounding.
-    pub requested_bytes: PoolStats,
-    /// How often the cache was flushed to serve a request.
-    pub num_alloc_retries: u64,
-    /// How often a request failed for lack of memory.
-    pub num_ooms: u64,
-    /// How often the host waited for streams that still used freed blocks.
-    pub num_sync_all_streams: u64,
-    /// How often a segment came from the device.
-    pub num_device_alloc: u64,
-    /// How often a segment went back to the device.
-    pub num_device_free: u64,
-    /// How often the limit refused a request at once (`throw_on_cudamalloc_oom`).
-    pub num_oom_rejections: u64,
-    /// How often granules moved to where contiguous memory was needed. Not in PyTorch.
-    pub remaps: u64,
-    /// Number of granules that moved. Not in PyTorch.
-    pub granules_moved: u64,
-    /// Number of frames that were split to serve a request: [`SplitFrames`]. Not in PyTorch.
-    ///
-    /// [`SplitFrames`]: crate::config::SplitFrames
-    pub frames_split: u64,
-    /// Bytes of the memory of idle graphs that were lent, in all:
-    /// [`PoolOptions::lends_when_idle`](crate::PoolOptions::lends_when_idle). Not in PyTorch.
-    pub graph_bytes_lent: u64,
-    /// Bytes that were brought back for launches of these graphs. Not in PyTorch.
-    pub graph_bytes_returned: u64,
-    /// How often a stream reused a block that another one had freed. Not in PyTorch.
-    pub cross_stream_reuses: u64,
-    /// How often that made the stream wait. Not in PyTorch.
-    pub cross_stream_waits: u64,
-}
-
 impl MemoryStats {
-    fn read(counters: &Counters) -> MemoryStats {
-        let events = counters.events;
-        MemoryStats {
-            allocation: counters.blocks.read(),
-            segment: counters.segment.read(),
-            active: counters.active(),
-            allocated_bytes: counters.bytes.read(),
-            reserved_bytes: counters.reserved_bytes.read(),
-            active_bytes: counters.active_bytes(),
-            requested_bytes: counters.requested.read(),
-            num_alloc_retries: events.num_alloc_retries,
-            num_ooms: events.num_ooms,
-            num_sync_all_streams: events.num_sync_all_streams,
-            num_device_alloc: events.num_device_alloc,
-            num_device_free: events.num_device_free,
-            num_oom_rejections: events.num_oom_rejections,
-            remaps: events.remaps,
-            granules_moved: events.granules_moved,
-            frames_split: events.frames_split,
-            graph_bytes_lent: events.graph_bytes_lent,
-            graph_bytes_returned: events.graph_bytes_returned,
-            cross_stream_reuses: events.cross_stream_reuses,
-            cross_stream_waits: events.cross_stream_waits,
-        }
-    }
-
     /// The 123 entries of PyTorch's `memory_stats()`, by its keys, such as
     /// `allocated_bytes.all.peak`.
     ///
@@ -189,7 +109,7 @@ impl Allocator {
 
     /// The allocator's statistics.
     pub fn stats(&self) -> MemoryStats {
-        self.state().read(|shared| MemoryStats::read(&shared.counters))
+        self.state().read(|shared| shared.counters.read())
     }
 
     /// Bytes that each private pool holds from the device, by its id, for open pools and for closed

@@ -7,7 +7,6 @@ pub(crate) mod attribution;
 pub(crate) mod fragmentation;
 pub(crate) mod memory_stats;
 
-pub use crate::core::counters::{PoolStats, Stat};
+pub use crate::core::counters::{MemoryStats, PoolStats, Stat};
 pub use attribution::Attribution;
 pub use fragmentation::{Fragmentation, FreeSizes};
-pub use memory_stats::MemoryStats;

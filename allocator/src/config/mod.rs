@@ -2,21 +2,22 @@
 //!
 //! An option string is a list of `name:value` pairs with commas between them, such as
 //! `limit_mb:4096,cross_stream:off`. Whitespace around names, values and punctuation is
-//! ignored; everything else is taken literally, and what is not understood is an error that points
-//! at it. If an option is given twice, the later one counts. The option strings of PyTorch work
+//! ignored; everything else is taken literally, and what is not understood is an error that says
+//! where it stands. If an option is given twice, the later one counts. The option strings of PyTorch work
 //! unchanged.
 //!
 //! [`Config`] lists the options and their ranges.
 
 use std::ffi::OsString;
 use std::fmt;
-use std::path::PathBuf;
 use std::str::FromStr;
 
 use options::ROWS;
 
 pub use error::{ConfigError, ConfigErrorKind};
-pub use options::IgnoredOption;
+#[doc(hidden)]
+pub use options::OPTIONS;
+pub use options::{Config, IgnoredOption};
 pub(crate) use options::{GRANULE_MIN, listed};
 pub use values::{Backing, CrossStream, SplitFrames, TagSource};
 
@@ -27,126 +28,6 @@ mod values;
 
 #[cfg(test)]
 mod tests;
-
-/// The options in words, as the documentation of [`Config`] has them.
-#[doc(hidden)]
-pub const OPTIONS: &str = options::table!();
-
-/// The configuration of an [`Allocator`](crate::Allocator).
-///
-/// It is parsed from an option string, taken from the environment ([`Config::from_env`]), or set
-/// field by field in code. The allocator checks it with [`Config::validate`].
-///
-/// ```
-/// use aquifer_allocator::config::{Config, CrossStream};
-///
-/// # fn main() -> Result<(), aquifer_allocator::config::ConfigError> {
-/// let mut config: Config = "limit_mb:4096, split_frames:on".parse()?;
-/// assert_eq!(config.limit, Some(4096 << 20));
-///
-/// config.apply("cross_stream:off")?;
-/// config.history = 10_000;
-/// config.validate()?;
-/// assert_eq!(config.cross_stream, CrossStream::Off);
-/// assert_eq!(config.to_string(), "split_frames:on,cross_stream:off,limit_mb:4096,history:10000");
-///
-/// let error = Config::parse("limits_mb:128").unwrap_err();
-/// assert_eq!(error.offset(), Some(0));
-/// println!("{error}"); // … did you mean `limit_mb`?
-/// # Ok(())
-/// # }
-/// ```
-///
-/// # Options
-///
-#[doc = options::table!()]
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct Config {
-    /// Limit on the bytes held from the device, as a share of all its memory, in [0, 1]; 1, the
-    /// default, is no limit. Option `per_process_memory_fraction`.
-    pub per_process_memory_fraction: f64,
-    /// Whether a request that the limit does not allow is refused at once, without releasing cached
-    /// memory and trying again. Default `false`. Option `throw_on_cudamalloc_oom`.
-    pub fail_fast: bool,
-    /// Where memory comes from. Option `backing`.
-    pub backing: Backing,
-    /// Size in bytes of a granule, the unit in which physical memory is mapped with
-    /// [`Backing::Paged`]: a power of two, at least 2 MiB. `None`, the default, is 2 MiB on devices
-    /// of up to 512 GiB, and more on larger ones, so that the memory of a device is at most 2^18
-    /// granules. Larger granules take fewer driver calls and waste more memory. Option
-    /// `granule_mb`.
-    pub granule: Option<u64>,
-    /// Size in bytes of the largest frames, the pieces in which physical memory is taken from the
-    /// device and mapped with [`Backing::Paged`]: a power of two, at least 2 MiB. A frame is one
-    /// granule or several. `None`, the default, is 16 MiB, but less for small blocks and for
-    /// programs that use less than 4 GiB. Either way frames are granules while memory is scarce. As
-    /// large as a granule, every frame is one. Option `frame_mb`.
-    pub frame: Option<u64>,
-    /// Whether frames that are partly in use are split before a request is refused. Option
-    /// `split_frames`.
-    pub split_frames: SplitFrames,
-    /// Reuse of blocks between streams. Option `cross_stream`.
-    pub cross_stream: CrossStream,
-    /// Limit on the bytes held from the device, more than 0; `None`, the default, is no limit.
-    /// Option `limit_mb`.
-    pub limit: Option<u64>,
-    /// Limit on the bytes held from the device, as a share of them and of what is free there
-    /// whenever more are taken, in (0, 1]; `None`, the default, is no limit.
-    /// [`Allocator::set_limit`](crate::Allocator::set_limit) replaces it. Option
-    /// `limit_free_fraction`.
-    pub limit_free_fraction: Option<f64>,
-    /// Bytes that are left free on the device for libraries that allocate by themselves. Default 0.
-    /// Option `headroom_mb`.
-    pub headroom: u64,
-    /// How many trace entries are kept, the oldest giving way; 0, the default, is off. Option
-    /// `history`.
-    pub history: u32,
-    /// A file to which a snapshot of the memory is saved when a request is first refused for lack
-    /// of memory; `None`, the default, is off. Its ending names the format, as for
-    /// [`Snapshot::save`](crate::Snapshot::save). The file names of devices other than the first
-    /// have their ordinal before the ending. With `history`, the snapshot has the time before.
-    /// Option `oom_snapshot`.
-    pub oom_snapshot: Option<PathBuf>,
-    /// Where names of allocations come from. Option `tags`.
-    pub tags: TagSource,
-    /// Whether every allocation goes straight to the driver. Dropping one makes no driver call: its
-    /// memory goes back when the allocator next allocates, or with `empty_cache`. Private pools
-    /// keep their memory. Default `false`. Option `no_cache`.
-    pub no_cache: bool,
-    /// The most bytes of freed blocks in quarantine: blocks that serve no request while there is
-    /// other memory for it, so that work which uses them after they were freed is found. Memory in
-    /// quarantine counts as free, and none is bought or kept from the device because of it. `None`,
-    /// the default, is 64 MiB on a device with a [`Witness`](aquifer_device::Witness) that watches
-    /// blocks, and 0, which is off, on others. Option `quarantine_mb`.
-    pub quarantine: Option<u64>,
-    /// The inert options that were given and would change something if they were not inert, with
-    /// their values.
-    pub(crate) inert: options::Inert,
-}
-
-impl Default for Config {
-    fn default() -> Config {
-        Config {
-            per_process_memory_fraction: 1.0,
-            fail_fast: false,
-            backing: Backing::default(),
-            granule: None,
-            frame: None,
-            split_frames: SplitFrames::default(),
-            cross_stream: CrossStream::default(),
-            limit: None,
-            limit_free_fraction: None,
-            headroom: 0,
-            history: 0,
-            oom_snapshot: None,
-            tags: TagSource::default(),
-            no_cache: false,
-            quarantine: None,
-            inert: options::Inert::default(),
-        }
-    }
-}
 
 impl Config {
     /// The configuration that an option string describes; what it does not name has its default.
@@ -170,13 +51,7 @@ impl Config {
     /// After an error `self` is unchanged.
     pub fn apply(&mut self, text: &str) -> Result<(), ConfigError> {
         let mut config = self.clone();
-        for value in parse::parse(text)? {
-            let word = value.whole();
-            (word.row.set)(&mut config, &value)?;
-            if !word.row.in_range(&config) {
-                return Err(word.out_of_range());
-            }
-        }
+        parse::apply(&mut config, text)?;
         config.validate()?;
         *self = config;
         Ok(())
@@ -203,12 +78,8 @@ impl Config {
     ///
     /// The first that is not. There is no option string to point into.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        let Some(row) = ROWS.iter().find(|row| !row.in_range(self)) else { return Ok(()) };
-        Err(ConfigError::new(ConfigErrorKind::OutOfRange {
-            key: row.name(),
-            value: (row.text)(self).unwrap_or_default(),
-            expected: row.expected.to_owned(),
-        }))
+        let wrong = ROWS.iter().find(|row| !row.in_range(self));
+        wrong.map_or(Ok(()), |row| Err(row.refusal(&(row.text)(self).unwrap_or_default())))
     }
 
     /// The options that were given, ask for something other than the default, and have no effect

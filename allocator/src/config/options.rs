@@ -3,11 +3,10 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::path::PathBuf;
 
-use super::error::ConfigError;
-use super::parse::Value;
-use super::values::{Field, backend, divisions, flag, mib_from, number, open_fraction, reserve, reserve_by_class};
-use super::{Backing, Config};
+use super::error::{ConfigError, ConfigErrorKind, quoted};
+use super::values::{Backing, CrossStream, Field, SplitFrames, TagSource};
 
 /// An option.
 #[derive(Debug)]
@@ -15,9 +14,9 @@ pub(super) struct Row {
     /// Every accepted spelling, the canonical one first.
     names: &'static [&'static str],
     /// What the value may be, as messages say it.
-    pub(super) expected: &'static str,
-    /// Takes the value, which [`Row::in_range`] then checks.
-    pub(super) set: fn(&mut Config, &Value<'_>) -> Result<(), ConfigError>,
+    expected: &'static str,
+    /// Takes the value, which [`Row::in_range`] then checks. Returns false if it is none.
+    pub(super) set: fn(&mut Config, &str) -> bool,
     /// The value in an option string; `None` if it has its default.
     pub(super) text: fn(&Config) -> Option<String>,
     /// What must hold of the value.
@@ -44,24 +43,27 @@ impl Row {
     pub(super) fn without_effect(&self, backing: Backing) -> Option<&'static str> {
         self.in_vain.iter().find(|(_, backings)| backings.contains(&backing)).map(|(why, _)| *why)
     }
+
+    /// The error for a value that the option does not take.
+    pub(super) fn refusal(&self, value: &str) -> ConfigError {
+        let (key, value, expected) = (self.name(), quoted(value), self.expected);
+        ConfigError::new(ConfigErrorKind::InvalidValue { key, value, expected })
+    }
 }
 
 /// The inert options that were given and ask for something, with their values.
-pub(crate) type Inert = BTreeMap<&'static str, String>;
+type Inert = BTreeMap<&'static str, String>;
 
 /// Declares `ROWS`, and `table`, a macro for the documentation.
 ///
 /// A row is: names `=>` the field of [`Config`], its range, what the value may be, the default, the
 /// effect, and whether it has one on mapped memory only. Inert options, by why they have no effect,
-/// have in place of the field a function that checks the value and returns whether it asks for
-/// something other than the default.
+/// have in place of all that the values that ask for nothing.
 macro_rules! options {
     (
         $($name:literal $(| $alias:literal)* => $field:ident $(if $in_range:expr)?,
             $expected:literal, $default:literal, $effect:literal $(, $only:ident)?;)*
-        $(inert $reason:literal {
-            $($inert:literal $(| $inert_alias:literal)* => $asks:expr, $inert_expected:literal, $inert_default:literal;)*
-        })*
+        $(inert $reason:literal { $($inert:literal $(| $inert_alias:literal)* $(= $nothing:literal)*;)* })*
     ) => {
         /// All options in the order of the documentation, which is that of canonical option
         /// strings.
@@ -69,25 +71,20 @@ macro_rules! options {
             $(Row {
                 names: &[$name, $($alias),*],
                 expected: $expected,
-                set: |config, value| {
-                    config.$field = Field::read(value.word()?)?;
-                    Ok(())
-                },
+                set: |config, text| Field::read(text).map(|value| config.$field = value).is_some(),
                 text: |config| (config.$field != Config::default().$field).then(|| Field::text(&config.$field)),
                 range: &[$($in_range)?],
                 in_vain: &[$($only)?],
             },)*
             $($(Row {
                 names: &[$inert, $($inert_alias),*],
-                expected: $inert_expected,
-                set: |config, value| {
-                    let asks: fn(&Value<'_>) -> Result<bool, ConfigError> = $asks;
-                    if asks(value)? {
-                        config.inert.insert($inert, value.to_string());
-                    } else {
-                        config.inert.remove($inert);
+                expected: "any text",
+                set: |config, text| {
+                    config.inert.remove($inert);
+                    if ![$($nothing),*].contains(&text) {
+                        config.inert.insert($inert, text.split_whitespace().collect());
                     }
-                    Ok(())
+                    true
                 },
                 text: |config| config.inert.get($inert).cloned(),
                 range: &[],
@@ -97,25 +94,22 @@ macro_rules! options {
 
         macro_rules! table {
             () => { concat!(
-"All `_mb` options are whole MiB (1048576 bytes), but for `limit_mb` and `headroom_mb`, which may have a fraction
-(`1.5`) that is whole bytes. *Inert* options are checked and then have no effect here. Some others have one on
-mapped memory only. [`Config::ignored`] lists those that were given in vain.
+"All `_mb` options are whole MiB (1048576 bytes), but for `limit_mb`, `headroom_mb` and `quarantine_mb`, which may have
+a fraction (`1.5`) that is whole bytes. *Inert* options have no effect here, whatever their value. Some others have one
+on mapped memory only. [`Config::ignored`] lists those that were given in vain.
 
 | option | value | default | effect |
 | --- | --- | --- | --- |
 ",
                 $("| `", $name, "`", $(", `", $alias, "`",)* " | ", $expected, " | ", $default, " | ", $effect, " |\n",)*
-                $($("| `", $inert, "`", $(", `", $inert_alias, "`",)* " | ", $inert_expected, " | ", $inert_default,
-                    " | inert: ", $reason, " |\n",)*)*
+                $($("| `", $inert, "`", $(", `", $inert_alias, "`",)* " | any |  | inert: ", $reason, " |\n",)*)*
 "
 Some malformed options that PyTorch accepts are errors here: numbers with text behind them (PyTorch reads `12abc`
 as 12), negative numbers (which it wraps), sizes of 2^64 bytes and more (which it cuts off), missing colons (after
-which it misassigns words), commas at the end (which it skips), and a reserve that cannot be read (of which it only
-warns).
+which it misassigns words), and commas at the end (which it skips).
 ",
             ) };
         }
-        pub(super) use table;
     };
 }
 
@@ -153,7 +147,7 @@ options! {
     "headroom_mb" => headroom, "MiB, such as 512 or 0.5", "0", "left free on the device for libraries";
     "history" => history, "a whole number of entries, at most 4294967295", "0 = off",
         "length of the ring of trace entries";
-    "oom_snapshot" => oom_snapshot, "a path that ends in .pickle, .pkl or .json, without `,:[]`", "none",
+    "oom_snapshot" => oom_snapshot, "a path that ends in .pickle, .pkl or .json, without `,[]`", "none",
         "the first refused request saves a snapshot: [`Config::oom_snapshot`]";
     "tags" => tags, "`off`, `scope` or `span`", "`scope`", "where names of allocations come from: [`TagSource`]";
     "no_cache" => no_cache, "`True` or `False`", "`False`", "every allocation goes straight to the driver, and what \
@@ -161,88 +155,187 @@ options! {
     "quarantine_mb" => quarantine, "MiB, such as 64 or 0.5", "64 on a device that checks programs, else 0",
         "freed memory that serves no request while there is other: [`Config::quarantine`]";
 
-    inert "the driver's pool is never used, and `cudaMallocAsync` is an error" {
-        "backend" => backend, "`native`", "`native`";
+    inert "the driver's pool is never used" {
+        "backend" = "native";
     }
     inert "no lock is ever held during a driver call" {
-        "release_lock_on_cudamalloc" | "release_lock_on_hipmalloc" => |value| flag(value).map(|_| false),
-            "`True` or `False`", "";
+        "release_lock_on_cudamalloc" | "release_lock_on_hipmalloc" = "True" = "False";
     }
     inert "the sizes of blocks and segments follow fixed rules" {
-        "large_segment_size_mb" => |value| mib_from(value, 11, Some(20)),
-            "a whole number of MiB greater than 10", "20";
-        "max_split_size_mb" => |value| mib_from(value, 11, None),
-            "a whole number of MiB greater than 10", "";
-        "max_non_split_rounding_mb" => |value| mib_from(value, 11, None),
-            "a whole number of MiB greater than 10", "";
-        "roundup_power2_divisions" => divisions,
-            "a power of two or 0, or a list such as `[64:8,128:4,>:1]`", "0 = off";
+        "large_segment_size_mb" = "20";
+        "max_split_size_mb";
+        "max_non_split_rounding_mb";
+        "roundup_power2_divisions" = "0" = "1";
     }
     inert "unused memory goes back when a request needs it, whatever its age" {
-        "garbage_collection_threshold" => open_fraction,
-            "a fraction in (0, 1), both ends excluded", "off";
+        "garbage_collection_threshold";
     }
     inert "`backing:paged` does what it asks for" {
-        "expandable_segments" => flag, "`True` or `False`", "`False`";
+        "expandable_segments" = "False";
     }
     inert "addresses are reserved as they are needed" {
-        "expandable_segments_reserve" => reserve,
-            "a positive fraction such as `0.5` or a size in GiB such as `40G`", "";
-        "expandable_segments_reserve_by_class" => reserve_by_class, "a list such as `[name:0.5,other:40G]`", "";
+        "expandable_segments_reserve";
+        "expandable_segments_reserve_by_class";
     }
     inert "blocks used by several streams are not reused inside a graph capture" {
-        "graph_capture_record_stream_reuse" => flag, "`True` or `False`", "`False`";
+        "graph_capture_record_stream_reuse" = "False";
     }
     inert "pinned host memory has a pool of its own, which has options of its own" {
-        "pinned_use_background_threads" => flag, "`True` or `False`", "`False`";
-        "pinned_max_round_threshold_mb" => |value| mib_from(value, 0, None),
-            "a whole number of MiB", "";
-        "pinned_max_cached_size_mb" => |value| mib_from(value, 0, None),
-            "a whole number of MiB", "";
-        "pinned_use_cuda_host_register" | "pinned_use_hip_host_register" => flag,
-            "`True` or `False`", "`False`";
-        "pinned_num_register_threads" => |value| number(value, Some(1), |n| n.is_power_of_two() && n <= 128),
-            "a power of two in 1..=128", "1";
-        "pinned_reserve_segment_size_mb" => |value| mib_from(value, 1, None),
-            "a whole number of MiB greater than 0", "";
-        "pinned_free_catch_all" => flag, "`True` or `False`", "`False`";
+        "pinned_use_background_threads" = "False";
+        "pinned_max_round_threshold_mb";
+        "pinned_max_cached_size_mb";
+        "pinned_use_cuda_host_register" | "pinned_use_hip_host_register" = "False";
+        "pinned_num_register_threads" = "1";
+        "pinned_reserve_segment_size_mb";
+        "pinned_free_catch_all" = "False";
     }
 }
 
-/// The known spelling that is nearest to `name`, if it is near enough to be what was meant.
-pub(super) fn nearest(name: &str) -> Option<&'static str> {
-    const LONGEST: usize = 64;
-    const FARTHEST: usize = 5;
-    let length = name.chars().count();
-    if length > LONGEST {
-        return None;
+/// The options in words, as the documentation of [`Config`] has them.
+#[doc(hidden)]
+pub const OPTIONS: &str = table!();
+
+/// The configuration of an [`Allocator`](crate::Allocator).
+///
+/// It is parsed from an option string, taken from the environment ([`Config::from_env`]), or set
+/// field by field in code. The allocator checks it with [`Config::validate`].
+///
+/// ```
+/// use aquifer_allocator::config::{Config, CrossStream};
+///
+/// # fn main() -> Result<(), aquifer_allocator::config::ConfigError> {
+/// let mut config: Config = "limit_mb:4096, split_frames:on".parse()?;
+/// assert_eq!(config.limit, Some(4096 << 20));
+///
+/// config.apply("cross_stream:off")?;
+/// config.history = 10_000;
+/// config.validate()?;
+/// assert_eq!(config.cross_stream, CrossStream::Off);
+/// assert_eq!(config.to_string(), "split_frames:on,cross_stream:off,limit_mb:4096,history:10000");
+///
+/// let error = Config::parse("limits_mb:128").unwrap_err();
+/// assert_eq!(error.offset(), Some(0));
+/// println!("{error}"); // … did you mean `limit_mb`?
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Options
+///
+#[doc = table!()]
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Config {
+    /// Limit on the bytes held from the device, as a share of all its memory, in [0, 1]; 1, the
+    /// default, is no limit. Option `per_process_memory_fraction`.
+    pub per_process_memory_fraction: f64,
+    /// Whether a request that the limit does not allow is refused at once, without releasing cached
+    /// memory and trying again. Default `false`. Option `throw_on_cudamalloc_oom`.
+    pub fail_fast: bool,
+    /// Where memory comes from. Option `backing`.
+    pub backing: Backing,
+    /// Size in bytes of a granule, the unit in which physical memory is mapped with
+    /// [`Backing::Paged`]: a power of two, at least 2 MiB. `None`, the default, is 2 MiB on devices
+    /// of up to 512 GiB, and more on larger ones, so that the memory of a device is at most 2^18
+    /// granules. Larger granules take fewer driver calls and waste more memory. Option
+    /// `granule_mb`.
+    pub granule: Option<u64>,
+    /// Size in bytes of the largest frames, the pieces in which physical memory is taken from the
+    /// device and mapped with [`Backing::Paged`]: a power of two, at least 2 MiB. A frame is one
+    /// granule or several. `None`, the default, is 16 MiB, but less for small blocks and for
+    /// programs that use less than 4 GiB. Either way frames are granules while memory is scarce. As
+    /// large as a granule, every frame is one. Option `frame_mb`.
+    pub frame: Option<u64>,
+    /// Whether frames that are partly in use are split before a request is refused. Option
+    /// `split_frames`.
+    pub split_frames: SplitFrames,
+    /// Reuse of blocks between streams. Option `cross_stream`.
+    pub cross_stream: CrossStream,
+    /// Limit on the bytes held from the device, more than 0; `None`, the default, is no limit.
+    /// Option `limit_mb`.
+    pub limit: Option<u64>,
+    /// Limit on the bytes held from the device, as a share of them and of what is free there
+    /// whenever more are taken, in (0, 1]; `None`, the default, is no limit.
+    /// [`Allocator::set_limit`](crate::Allocator::set_limit) replaces it. Option
+    /// `limit_free_fraction`.
+    pub limit_free_fraction: Option<f64>,
+    /// Bytes that are left free on the device for libraries that allocate by themselves. Default 0.
+    /// Option `headroom_mb`.
+    pub headroom: u64,
+    /// How many trace entries are kept, the oldest giving way; 0, the default, is off. Option
+    /// `history`.
+    pub history: u32,
+    /// A file to which a snapshot of the memory is saved when a request is first refused for lack
+    /// of memory; `None`, the default, is off. Its ending names the format, as for
+    /// [`Snapshot::save`](crate::Snapshot::save). The file names of devices other than the first
+    /// have their ordinal before the ending. With `history`, the snapshot has the time before.
+    /// Option `oom_snapshot`.
+    pub oom_snapshot: Option<PathBuf>,
+    /// Where names of allocations come from. Option `tags`.
+    pub tags: TagSource,
+    /// Whether every allocation goes straight to the driver. Dropping one makes no driver call: its
+    /// memory goes back when the allocator next allocates, or with `empty_cache`. Private pools
+    /// keep their memory. Default `false`. Option `no_cache`.
+    pub no_cache: bool,
+    /// The most bytes of freed blocks in quarantine: blocks that serve no request while there is
+    /// other memory for it, so that work which uses them after they were freed is found. Memory in
+    /// quarantine counts as free, and none is bought or kept from the device because of it. `None`,
+    /// the default, is 64 MiB on a device with a [`Witness`](aquifer_device::Witness) that watches
+    /// blocks, and 0, which is off, on others. Option `quarantine_mb`.
+    pub quarantine: Option<u64>,
+    /// The inert options that were given and would change something if they were not inert, with
+    /// their values.
+    pub(crate) inert: Inert,
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            per_process_memory_fraction: 1.0,
+            fail_fast: false,
+            backing: Backing::default(),
+            granule: None,
+            frame: None,
+            split_frames: SplitFrames::default(),
+            cross_stream: CrossStream::default(),
+            limit: None,
+            limit_free_fraction: None,
+            headroom: 0,
+            history: 0,
+            oom_snapshot: None,
+            tags: TagSource::default(),
+            no_cache: false,
+            quarantine: None,
+            inert: Inert::default(),
+        }
     }
+}
+
+/// The known spelling that differs from `name` in few characters, or else begins with it.
+pub(super) fn nearest(name: &str) -> Option<&'static str> {
+    const FARTHEST: usize = 5;
     let known = || ROWS.iter().flat_map(|row| row.names).copied();
-    let (distance, closest) = known().map(|known| (edit_distance(name, known), known)).min()?;
-    let near = distance <= FARTHEST && distance * 2 < length;
-    if near { Some(closest) } else { known().find(|known| length >= 4 && known.starts_with(name)) }
+    let candidates = known().filter(|known| known.len().abs_diff(name.len()) <= FARTHEST);
+    let closest = candidates.map(|known| (edit_distance(name, known), known)).min();
+    let near = closest.filter(|&(distance, _)| distance <= FARTHEST && distance * 2 < name.len());
+    near.map(|(_, known)| known).or_else(|| known().find(|known| name.len() >= 4 && known.starts_with(name)))
 }
 
 /// Insertions, deletions and substitutions that turn one text into the other, ignoring ASCII case.
 fn edit_distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, ca) in a.chars().enumerate() {
-        let mut diagonal = i;
-        let mut left = i + 1;
-        for (j, cb) in b.iter().enumerate() {
-            let above = row[j + 1];
-            let substituted = diagonal + usize::from(!ca.eq_ignore_ascii_case(cb));
-            row[j] = left;
-            left = substituted.min(above + 1).min(left + 1);
-            diagonal = above;
+    for (i, from) in a.bytes().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
+        for (j, to) in b.bytes().enumerate() {
+            let substituted = diagonal + usize::from(!from.eq_ignore_ascii_case(&to));
+            let least = substituted.min(row[j] + 1).min(row[j + 1] + 1);
+            diagonal = std::mem::replace(&mut row[j + 1], least);
         }
-        row[b.len()] = left;
     }
     row[b.len()]
 }
 
-/// An option that was given, is valid, and has no effect: [`Config::ignored`].
+/// An option that was given and has no effect: [`Config::ignored`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct IgnoredOption {

@@ -68,24 +68,16 @@ fn every_choice_is_read() {
 #[test]
 fn ends_of_ranges_are_accepted() {
     for text in [
-        "large_segment_size_mb:11",
-        "max_split_size_mb:11",
-        "max_split_size_mb:17592186044415",
-        "max_non_split_rounding_mb:20",
         "per_process_memory_fraction:0",
         "per_process_memory_fraction:1.0",
         "limit_free_fraction:1",
-        "garbage_collection_threshold:1e-9",
-        "garbage_collection_threshold:.5",
+        "limit_free_fraction:1e-9",
+        "limit_free_fraction:.5",
         "history:4294967295",
         "oom_snapshot:a b/c.JSON",
         "limit_mb:1",
+        "limit_mb:17592186044415",
         "headroom_mb:0",
-        "roundup_power2_divisions:0",
-        "roundup_power2_divisions:9223372036854775808",
-        "pinned_num_register_threads:128",
-        "pinned_max_cached_size_mb:0",
-        "backend:native",
     ] {
         parse(text);
     }
@@ -136,13 +128,10 @@ fn inert_options_are_named_when_they_ask_for_something() {
     assert_eq!(config.to_string(), all);
 
     let mut config = config;
-    config
-        .apply(
-            "large_segment_size_mb:20,roundup_power2_divisions:[64:1,>:0],expandable_segments:False,\
-             graph_capture_record_stream_reuse:False,pinned_use_background_threads:False,\
-             pinned_use_hip_host_register:False,pinned_num_register_threads:1,pinned_free_catch_all:False",
-        )
-        .unwrap();
+    let nothing = "large_segment_size_mb:20,roundup_power2_divisions:1,expandable_segments:False,\
+                   graph_capture_record_stream_reuse:False,pinned_use_background_threads:False,\
+                   pinned_use_hip_host_register:False,pinned_num_register_threads:1,pinned_free_catch_all:False";
+    config.apply(nothing).unwrap();
     let left: Vec<&str> = config.ignored(Backing::Paged).iter().map(|option| option.key).collect();
     assert_eq!(
         left,
@@ -157,6 +146,12 @@ fn inert_options_are_named_when_they_ask_for_something() {
             "pinned_reserve_segment_size_mb",
         ],
     );
+}
+
+#[test]
+fn inert_options_take_any_value() {
+    let text = "backend:cudaMallocAsync,max_split_size_mb:2,roundup_power2_divisions:[6:x,y]";
+    assert_eq!(parse(text).to_string(), text);
 }
 
 #[test]
@@ -202,7 +197,7 @@ fn the_documentation_lists_every_option_once() {
     let listed: Vec<&str> = OPTIONS.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();
     assert_eq!(listed, ROWS.iter().map(Row::name).collect::<Vec<_>>());
     for name in ["release_lock_on_hipmalloc", "pinned_use_hip_host_register"] {
-        assert!(OPTIONS.contains(&format!(", `{name}` | `True` or `False` |")));
+        assert!(OPTIONS.contains(&format!(", `{name}` | any |")));
     }
     assert!(OPTIONS.lines().filter(|line| line.starts_with('|')).all(|line| line.matches('|').count() == 5));
 }
@@ -241,7 +236,7 @@ fn sizes_that_are_not_whole_mib_are_printed_in_full() {
     let config = Config { limit: Some(MIB * 3 / 2), headroom: 1, ..Config::default() };
     assert_eq!(config.to_string(), "limit_mb:1.5,headroom_mb:0.00000095367431640625");
     assert_eq!(parse(&config.to_string()), config);
-    assert_eq!(parse("limit_mb:0.50,headroom_mb:17592186044415.999999046325683593750").headroom, u64::MAX);
+    assert_eq!(parse("limit_mb:0.50,headroom_mb:0000.75").headroom, MIB / 4 * 3);
 }
 
 fn from_vars(vars: &[(&str, &str)]) -> Result<Config, super::ConfigError> {
@@ -278,12 +273,7 @@ fn caching_is_turned_off_by_its_variable() {
 fn errors_name_the_variable() {
     let error = from_vars(&[("PYTORCH_ALLOC_CONF", "foo:1")]).unwrap_err();
     assert_eq!(error.variable(), Some("PYTORCH_ALLOC_CONF"));
-    assert_eq!(
-        error.to_string(),
-        "PYTORCH_ALLOC_CONF: unknown option `foo` (at byte 0)\n  \
-         foo:1\n  \
-         ^^^",
-    );
+    assert_eq!(error.to_string(), "PYTORCH_ALLOC_CONF: unknown option `foo` (at byte 0)",);
 }
 
 #[cfg(unix)]
@@ -295,7 +285,7 @@ fn a_variable_must_be_unicode() {
     let error = read(|name| (name == "AQUIFER_ALLOC_CONF").then(|| value.clone())).unwrap_err();
     assert_eq!(error.kind(), &ConfigErrorKind::NotUnicode);
     assert_eq!(error.to_string(), "AQUIFER_ALLOC_CONF: the value is not Unicode text");
-    assert_eq!((error.text(), error.offset(), error.span()), (None, None, None));
+    assert_eq!(error.offset(), None);
 }
 
 #[test]

@@ -1,29 +1,24 @@
-//! Reading one value: numbers, sizes, fractions, choices, which are listed here, and the two kinds
-//! of list.
+//! Values of options as text: numbers, sizes, fractions, and choices, which are listed here.
 //!
-//! A value is taken as a whole or refused. Numbers are digits only: no sign, no hexadecimal,
-//! nothing after them.
+//! A value is taken as a whole or refused. Numbers have no sign, and nothing after them.
 
 use std::fmt;
 use std::path::PathBuf;
 
-use super::error::{ConfigError, ConfigErrorKind, quoted};
-use super::parse::{Value, Word};
-
 /// Bytes in a MiB, the unit of every `_mb` option.
-const MIB: u64 = 1 << 20;
+const MIB: f64 = 1048576.0;
 
 /// The type of a field of a [`Config`](super::Config).
 pub(super) trait Field: PartialEq + Sized {
-    fn read(word: Word<'_>) -> Result<Self, ConfigError>;
+    fn read(text: &str) -> Option<Self>;
 
     /// The text from which it is read.
     fn text(&self) -> String;
 }
 
 impl<T: Field> Field for Option<T> {
-    fn read(word: Word<'_>) -> Result<Option<T>, ConfigError> {
-        T::read(word).map(Some)
+    fn read(text: &str) -> Option<Option<T>> {
+        T::read(text).map(Some)
     }
 
     fn text(&self) -> String {
@@ -32,17 +27,8 @@ impl<T: Field> Field for Option<T> {
 }
 
 impl Field for bool {
-    fn read(word: Word<'_>) -> Result<bool, ConfigError> {
-        let hint = match word.text() {
-            "True" => return Ok(true),
-            "False" => return Ok(false),
-            "1" => "True",
-            "0" => "False",
-            text if ["true", "yes", "on"].iter().any(|word| text.eq_ignore_ascii_case(word)) => "True",
-            text if ["false", "no", "off"].iter().any(|word| text.eq_ignore_ascii_case(word)) => "False",
-            _ => return Err(word.invalid()),
-        };
-        Err(word.invalid_expecting(format!("{}; write `{hint}`", word.row.expected)))
+    fn read(text: &str) -> Option<bool> {
+        [("True", true), ("False", false)].into_iter().find(|(name, _)| *name == text).map(|(_, value)| value)
     }
 
     fn text(&self) -> String {
@@ -51,8 +37,8 @@ impl Field for bool {
 }
 
 impl Field for u32 {
-    fn read(word: Word<'_>) -> Result<u32, ConfigError> {
-        u32::try_from(integer(word)?).map_err(|_| word.out_of_range())
+    fn read(text: &str) -> Option<u32> {
+        if is_digits(text) { text.parse().ok() } else { None }
     }
 
     fn text(&self) -> String {
@@ -60,39 +46,32 @@ impl Field for u32 {
     }
 }
 
-/// Bytes, given in MiB: a whole number, or a decimal fraction with every digit.
+/// Bytes, given in MiB: a whole number, or a decimal fraction that is whole bytes. It is exact up to
+/// 2^53 bytes, and for whole MiB.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::cast_precision_loss,
+    reason = "a whole number below 2^64; the loss is documented"
+)]
 impl Field for u64 {
-    fn read(word: Word<'_>) -> Result<u64, ConfigError> {
-        let Some((whole, fraction)) = word.text().split_once('.') else { return mib(word) };
-        if !is_digits(whole) || !is_digits(fraction) {
-            return Err(word.invalid());
-        }
-        let whole = whole.parse().ok().and_then(|whole: u64| whole.checked_mul(MIB)).ok_or_else(|| too_many(word))?;
-        let rest = bytes_of_fraction(fraction).ok_or_else(|| {
-            word.out_of_range_expecting("MiB with a fraction that is a whole number of bytes".to_owned())
-        })?;
-        // Less than a MiB on top of whole ones.
-        Ok(whole + rest)
+    fn read(text: &str) -> Option<u64> {
+        let (whole, fraction) = text.split_once('.').unwrap_or((text, "0"));
+        let mib: f64 = if is_digits(whole) && is_digits(fraction) { text.parse().ok()? } else { return None };
+        let bytes = mib * MIB;
+        (bytes.fract() == 0.0 && bytes < u64::MAX as f64).then_some(bytes as u64)
     }
 
     fn text(&self) -> String {
-        let mut text = (self / MIB).to_string();
-        let mut rest = self % MIB;
-        if rest != 0 {
-            text.push('.');
-        }
-        while rest != 0 {
-            rest *= 10;
-            text.push(char::from(b"0123456789"[(rest / MIB) as usize % 10]));
-            rest %= MIB;
-        }
-        text
+        (*self as f64 / MIB).to_string()
     }
 }
 
+/// A finite decimal number such as `0.5`, `.5`, `1` or `2e-3`.
 impl Field for f64 {
-    fn read(word: Word<'_>) -> Result<f64, ConfigError> {
-        decimal(word.text()).ok_or_else(|| word.invalid())
+    fn read(text: &str) -> Option<f64> {
+        let starts_well = text.starts_with(|first: char| first.is_ascii_digit() || first == '.');
+        text.parse().ok().filter(|value: &f64| starts_well && value.is_finite())
     }
 
     fn text(&self) -> String {
@@ -103,10 +82,10 @@ impl Field for f64 {
 
 /// A file whose ending names a format of snapshots.
 impl Field for PathBuf {
-    fn read(word: Word<'_>) -> Result<PathBuf, ConfigError> {
-        let path = PathBuf::from(word.text());
+    fn read(text: &str) -> Option<PathBuf> {
+        let path = PathBuf::from(text);
         let ends_in = |ending: &&str| path.extension().is_some_and(|found| found.eq_ignore_ascii_case(ending));
-        if ["pickle", "pkl", "json"].iter().any(ends_in) { Ok(path) } else { Err(word.invalid()) }
+        if ["pickle", "pkl", "json"].iter().any(ends_in) { Some(path) } else { None }
     }
 
     fn text(&self) -> String {
@@ -116,124 +95,6 @@ impl Field for PathBuf {
 
 fn is_digits(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
-}
-
-fn integer(word: Word<'_>) -> Result<u64, ConfigError> {
-    if !is_digits(word.text()) {
-        return Err(word.invalid());
-    }
-    word.text().parse().map_err(|_| word.out_of_range())
-}
-
-/// A whole number of MiB, in bytes.
-fn mib(word: Word<'_>) -> Result<u64, ConfigError> {
-    integer(word)?.checked_mul(MIB).ok_or_else(|| too_many(word))
-}
-
-fn too_many(word: Word<'_>) -> ConfigError {
-    word.out_of_range_expecting(format!("at most {} MiB", u64::MAX / MIB))
-}
-
-/// The bytes in a MiB times the fraction with these decimals, if that is a whole number.
-fn bytes_of_fraction(decimals: &str) -> Option<u64> {
-    let decimals = decimals.trim_end_matches('0');
-    // A byte has 20 decimals.
-    let scale = 10_u128.checked_pow(u32::try_from(decimals.len()).ok().filter(|&len| len <= 20)?)?;
-    let scaled = decimals.bytes().fold(0, |sum, digit| sum * 10 + u128::from(digit - b'0')) * u128::from(MIB);
-    if scaled.is_multiple_of(scale) { u64::try_from(scaled / scale).ok() } else { None }
-}
-
-/// A finite decimal number such as `0.5`, `.5`, `1` or `2e-3`.
-fn decimal(text: &str) -> Option<f64> {
-    let starts_well = text.bytes().next().is_some_and(|byte| byte.is_ascii_digit() || byte == b'.');
-    let only_numeric = text.bytes().all(|byte| byte.is_ascii_digit() || b".eE+-".contains(&byte));
-    if !starts_well || !only_numeric {
-        return None;
-    }
-    text.parse().ok().filter(|value: &f64| value.is_finite())
-}
-
-// The functions below check the values of inert options, and return whether a value asks for
-// something other than the default.
-
-pub(super) fn flag(value: &Value<'_>) -> Result<bool, ConfigError> {
-    bool::read(value.word()?)
-}
-
-/// A number that `holds`, and is not the default.
-pub(super) fn number(
-    value: &Value<'_>,
-    default: Option<u64>,
-    holds: impl Fn(u64) -> bool,
-) -> Result<bool, ConfigError> {
-    let word = value.word()?;
-    let number = integer(word)?;
-    if holds(number) { Ok(default != Some(number)) } else { Err(word.out_of_range()) }
-}
-
-/// At least so many MiB, and not the default.
-pub(super) fn mib_from(value: &Value<'_>, least: u64, default: Option<u64>) -> Result<bool, ConfigError> {
-    mib(value.word()?)?;
-    number(value, default, |mib| mib >= least)
-}
-
-/// A fraction between 0 and 1, neither of which is one.
-pub(super) fn open_fraction(value: &Value<'_>) -> Result<bool, ConfigError> {
-    let word = value.word()?;
-    let fraction = f64::read(word)?;
-    if fraction > 0.0 && fraction < 1.0 { Ok(true) } else { Err(word.out_of_range()) }
-}
-
-pub(super) fn backend(value: &Value<'_>) -> Result<bool, ConfigError> {
-    let word = value.word()?;
-    match word.text() {
-        "native" => Ok(false),
-        "cudaMallocAsync" => Err(word.fail(ConfigErrorKind::Unavailable {
-            key: word.row.name(),
-            value: quoted(word.text()),
-            instead: "the driver's own pool is not used; leave `backend` out, or use `no_cache:True` to cache nothing here",
-        })),
-        _ => Err(word.invalid()),
-    }
-}
-
-/// One number of divisions, or a list of numbers for intervals of sizes. Numbers above 1 ask for
-/// rounding.
-pub(super) fn divisions(value: &Value<'_>) -> Result<bool, ConfigError> {
-    let of = |word: Word<'_>| match integer(word)? {
-        number if number == 0 || number.is_power_of_two() => Ok(number > 1),
-        _ => Err(word.out_of_range()),
-    };
-    let Value::List(_, entries) = value else { return of(value.word()?) };
-    let mut asks = false;
-    for (size, number) in entries {
-        asks |= of(*number)?;
-        if size.text() != ">" && !integer(*size).is_ok_and(u64::is_power_of_two) {
-            let expected = "a power of two, a size in MiB, or `>` before the `:`";
-            return Err(size.invalid_expecting(expected.to_owned()));
-        }
-    }
-    Ok(asks)
-}
-
-/// How much address space to reserve.
-pub(super) fn reserve(value: &Value<'_>) -> Result<bool, ConfigError> {
-    reserved(value.word()?)
-}
-
-/// The same for each of several classes.
-pub(super) fn reserve_by_class(value: &Value<'_>) -> Result<bool, ConfigError> {
-    let Value::List(_, entries) = value else { return Err(value.whole().invalid()) };
-    entries.iter().try_fold(true, |_, (_, word)| reserved(*word))
-}
-
-/// A positive fraction, or a size in GiB with `G` after it.
-fn reserved(word: Word<'_>) -> Result<bool, ConfigError> {
-    match decimal(word.text().strip_suffix('G').unwrap_or(word.text())) {
-        Some(value) if value > 0.0 => Ok(true),
-        Some(_) => Err(word.out_of_range()),
-        None => Err(word.invalid()),
-    }
 }
 
 macro_rules! choice {
@@ -256,8 +117,8 @@ macro_rules! choice {
         }
 
         impl Field for $name {
-            fn read(word: Word<'_>) -> Result<$name, ConfigError> {
-                Self::ALL.iter().copied().find(|choice| choice.name() == word.text()).ok_or_else(|| word.invalid())
+            fn read(text: &str) -> Option<$name> {
+                Self::ALL.iter().copied().find(|choice| choice.name() == text)
             }
 
             fn text(&self) -> String {

@@ -24,32 +24,62 @@ pub(crate) struct Counters {
     active_peaks: ActivePeaks,
     pub(crate) segment: PooledCounter,
     pub(crate) reserved_bytes: PooledCounter,
-    pub(crate) events: Events,
+    /// How often something happened since the last reset; nothing else of it is set.
+    pub(crate) events: MemoryStats,
 }
 
-/// How often something happened since the last reset.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Events {
-    pub(crate) num_alloc_retries: u64,
-    pub(crate) num_ooms: u64,
-    pub(crate) num_sync_all_streams: u64,
-    pub(crate) num_device_alloc: u64,
-    pub(crate) num_device_free: u64,
-    pub(crate) num_oom_rejections: u64,
-    /// How often memory moved. Not in PyTorch.
-    pub(crate) remaps: u64,
-    /// How many granules moved. Not in PyTorch.
-    pub(crate) granules_moved: u64,
-    /// How many frames were split so that a request found memory. Not in PyTorch.
-    pub(crate) frames_split: u64,
-    /// Bytes that idle graphs lent. Not in PyTorch.
-    pub(crate) graph_bytes_lent: u64,
-    /// Bytes that were brought back for launches of them. Not in PyTorch.
-    pub(crate) graph_bytes_returned: u64,
-    /// Blocks reused by another stream than the one that freed them. Not in PyTorch.
-    pub(crate) cross_stream_reuses: u64,
-    /// Those of them that cost a wait. Not in PyTorch.
-    pub(crate) cross_stream_waits: u64,
+/// Everything that an allocator counts. Names and meanings are those of PyTorch's `memory_stats()`.
+/// Fields that PyTorch lacks say so.
+///
+/// All values are exact, and of one moment. A block that a thread gave back while another one held
+/// the allocator's lock counts as live until the next allocation, or until statistics are read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryStats {
+    /// Number of live blocks.
+    pub allocation: PoolStats,
+    /// Number of segments held from the device. Mapped memory has none, as PyTorch's expandable
+    /// segments.
+    pub segment: PoolStats,
+    /// Number of live blocks and of freed ones that other streams still use.
+    pub active: PoolStats,
+    /// Bytes in live blocks.
+    pub allocated_bytes: PoolStats,
+    /// Bytes held from the device.
+    pub reserved_bytes: PoolStats,
+    /// Bytes in live blocks and in freed ones that other streams still use.
+    pub active_bytes: PoolStats,
+    /// Bytes requested for active blocks, before rounding.
+    pub requested_bytes: PoolStats,
+    /// How often the cache was flushed to serve a request.
+    pub num_alloc_retries: u64,
+    /// How often a request failed for lack of memory.
+    pub num_ooms: u64,
+    /// How often the host waited for streams that still used freed blocks.
+    pub num_sync_all_streams: u64,
+    /// How often a segment came from the device.
+    pub num_device_alloc: u64,
+    /// How often a segment went back to the device.
+    pub num_device_free: u64,
+    /// How often the limit refused a request at once (`throw_on_cudamalloc_oom`).
+    pub num_oom_rejections: u64,
+    /// How often granules moved to where contiguous memory was needed. Not in PyTorch.
+    pub remaps: u64,
+    /// Number of granules that moved. Not in PyTorch.
+    pub granules_moved: u64,
+    /// Number of frames that were split to serve a request: [`SplitFrames`]. Not in PyTorch.
+    ///
+    /// [`SplitFrames`]: crate::config::SplitFrames
+    pub frames_split: u64,
+    /// Bytes of the memory of idle graphs that were lent, in all:
+    /// [`PoolOptions::lends_when_idle`](crate::PoolOptions::lends_when_idle). Not in PyTorch.
+    pub graph_bytes_lent: u64,
+    /// Bytes that were brought back for launches of these graphs. Not in PyTorch.
+    pub graph_bytes_returned: u64,
+    /// How often a stream reused a block that another one had freed. Not in PyTorch.
+    pub cross_stream_reuses: u64,
+    /// How often that made the stream wait. Not in PyTorch.
+    pub cross_stream_waits: u64,
 }
 
 /// Peaks of active blocks and bytes while any block was waiting: for the small pool, the large
@@ -109,6 +139,19 @@ impl Counters {
         }
     }
 
+    pub(crate) fn read(&self) -> MemoryStats {
+        MemoryStats {
+            allocation: self.blocks.read(),
+            segment: self.segment.read(),
+            active: self.active(),
+            allocated_bytes: self.bytes.read(),
+            reserved_bytes: self.reserved_bytes.read(),
+            active_bytes: self.active_bytes(),
+            requested_bytes: self.requested.read(),
+            ..self.events
+        }
+    }
+
     /// Number of live and waiting blocks.
     pub(crate) fn active(&self) -> PoolStats {
         active(self.blocks.read(), self.waiting.read(), &self.active_peaks.blocks)
@@ -141,7 +184,7 @@ impl Counters {
     /// Starts every accumulated value from zero.
     pub(crate) fn reset_accumulated(&mut self) {
         self.pooled().into_iter().for_each(PooledCounter::reset_accumulated);
-        self.events = Events::default();
+        self.events = MemoryStats::default();
     }
 }
 

@@ -9,7 +9,7 @@ use crate::core::Core;
 use crate::core::paged::deferred_release::DeferredRelease;
 use crate::core::paged::frames::Frame;
 use crate::core::paged::granules::{Owned, POOL, Purpose};
-use crate::history::{Action, Actions, Subject};
+use crate::history::{Action, FREE, Subject};
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
 use crate::types::{Request, StreamId, Use};
@@ -83,10 +83,10 @@ impl Core {
         self.count_owned(before, size, requested);
         let subject = |size| Subject { addr: base, size, stream: before.stream, tag: before.tag, pool: 0 };
         if before.size > 0 {
-            self.history.note(Actions::FREE, subject(before.requested));
+            self.history.note(FREE, subject(before.requested));
         }
         if size > 0 {
-            self.history.note(Action::Alloc, subject(requested));
+            self.history.note(&[Action::Alloc], subject(requested));
         }
     }
 

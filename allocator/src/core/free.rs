@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use aquifer_device::internal::Clock;
+use aquifer_device::internal::StreamMap;
 
 use crate::core::Core;
 use crate::core::heap::{Block, State};
@@ -10,7 +10,7 @@ use crate::core::policy::EVENT_SHARE;
 use crate::core::pools::Which;
 use crate::core::streams::Pending;
 use crate::core::waiting::Waiting;
-use crate::history::{Action, Actions};
+use crate::history::{Action, FREE};
 use crate::size_class::{self, PoolKind};
 use crate::types::{After, BlockId, Freed, StreamId, UNKNOWN, latest_by_stream};
 
@@ -42,13 +42,14 @@ impl Core {
     fn free_by_record(&mut self, id: BlockId, on: Option<StreamId>) -> Then {
         let block = self.heap.block(id);
         debug_assert_eq!(block.state, State::Live);
-        let (size, requested, owner, pool, shared) =
-            (block.size, block.requested, block.owner, block.pool, block.used_elsewhere);
+        let (size, requested, owner, pool) = (block.size, block.requested, block.owner, block.pool);
+        let sleeps = self.paged.as_ref().is_some_and(|paged| paged.sleep.isolates(&block.range()));
+        let waits = block.used_elsewhere || sleeps;
         self.heap.forget_irregular(id);
         match on.filter(|&on| on != owner) {
-            None if !shared => self.free_own(id, owner, pool.kind(), size, requested),
-            Some(on) if !shared && self.crosses_streams => {
-                self.note(Actions::FREE, id);
+            None if !waits => self.free_own(id, owner, pool.kind(), size, requested),
+            Some(on) if !waits && self.crosses_streams => {
+                self.note(FREE, id);
                 self.given_back(owner, pool.kind(), size, requested);
                 let after = self.streams.enqueued(on);
                 self.complete(id, on, after, after);
@@ -64,7 +65,7 @@ impl Core {
     /// Frees a live block that its own stream alone used.
     #[inline(always)]
     fn free_own(&mut self, id: BlockId, stream: StreamId, kind: PoolKind, size: u64, requested: u64) {
-        self.note(Actions::FREE, id);
+        self.note(FREE, id);
         self.given_back(stream, kind, size, requested);
         let after = self.streams.enqueued(stream);
         if self.heap.quarantines(size) {
@@ -95,17 +96,17 @@ impl Core {
         self.debug_check();
     }
 
-    /// Enters a block in the list of waiting blocks, as it is freed and other streams used it, too.
+    /// Enters a block in the list of waiting blocks, as it is freed and other streams used it, too, or
+    /// its memory sleeps.
     #[cold]
     fn begin_wait(&mut self, id: BlockId, on: Option<StreamId>) {
         let block = self.heap.block(id);
         let (owner, kind, size) = (block.owner, block.pool.kind(), block.size);
-        self.note(Action::FreeRequested, id);
+        self.note(&[Action::FreeRequested], id);
         self.given_back(owner, kind, size, 0);
         self.heap.set_waiting(id);
         self.counters.waits(kind, size);
         let block = *self.heap.block(id);
-        // A block that only sleeps has an empty list.
         let mut streams = self.other_users.remove(&id).unwrap_or_default();
         streams.extend(on.filter(|on| !streams.contains(on)));
         let uses = streams.iter().map(|&stream| self.streams.use_so_far(stream)).collect();
@@ -136,13 +137,13 @@ impl Core {
 
     /// Frees the waiting blocks that need not wait any more. Among them are blocks of the stream
     /// `owner` if its later work is ordered after all their uses, according to its clock.
-    pub(crate) fn end_waits_ordered(&mut self, owner: StreamId, clock: &Clock) {
+    pub(crate) fn end_waits_ordered(&mut self, owner: StreamId, clock: &StreamMap) {
         if !self.waiting.is_empty() {
             self.end_waits_of(Some((owner, clock)));
         }
     }
 
-    fn end_waits_of(&mut self, ordered: Option<(StreamId, &Clock)>) {
+    fn end_waits_of(&mut self, ordered: Option<(StreamId, &StreamMap)>) {
         let Core { waiting: list, streams, .. } = self;
         // Read before the blocks are looked at, so that progress of a stream meanwhile leads to
         // another look.
@@ -170,7 +171,7 @@ impl Core {
         let tick = self.streams.enqueued(owner);
         let done = waiting.uses.iter().all(|&one| self.streams.is_done(one));
         let last_use = if done { own_use } else { tick };
-        self.note(Action::FreeCompleted, id);
+        self.note(&[Action::FreeCompleted], id);
         self.complete(id, owner, tick, last_use);
     }
 

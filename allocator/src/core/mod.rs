@@ -189,7 +189,7 @@ impl Core {
         id
     }
 
-    /// Number of live blocks that other streams use, too, or that sleep.
+    /// Number of live blocks that other streams use, too.
     #[cfg(test)]
     pub(crate) fn used_elsewhere(&self) -> usize {
         self.other_users.len()

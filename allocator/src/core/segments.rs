@@ -52,7 +52,7 @@ impl Core {
         self.segments.insert(addr, tag);
         let pool = self.pools.history_id(pool);
         let subject = Subject { addr, size: bytes, stream, tag, pool };
-        self.history.note(Action::SegmentAlloc, subject);
+        self.history.note(&[Action::SegmentAlloc], subject);
     }
 
     /// Takes a segment out of the heap. `None` if it is not wholly free any more, or if a graph may
@@ -79,7 +79,7 @@ impl Core {
         let tag = self.segments.remove(&region.addr).unwrap_or_default();
         let pool = self.pools.history_id(region.pool);
         let subject = Subject { addr: region.addr, size: region.bytes, stream: region.stream, tag, pool };
-        self.history.note(Action::SegmentFree, subject);
+        self.history.note(&[Action::SegmentFree], subject);
         Some(Releasing { region, tag, owner, after })
     }
 
@@ -143,7 +143,7 @@ impl Core {
     pub(crate) fn note_mapping(&mut self, action: Action, pool: PoolId, stream: StreamId, addr: u64, bytes: u64) {
         let pool = self.pools.history_id(pool);
         let subject = Subject { addr, size: bytes, stream, tag: Tag::default(), pool };
-        self.history.note(action, subject);
+        self.history.note(&[action], subject);
     }
 
     /// Makes `reserved` the sum of granules and segments (P3).

@@ -1,13 +1,13 @@
 //! Serving requests from free blocks.
 
-use aquifer_device::internal::Clock;
+use aquifer_device::internal::StreamMap;
 
 use crate::core::Core;
 use crate::core::heap::Owner;
 use crate::core::heap::strays::LOOKS;
 use crate::core::pools::Which;
 use crate::core::streams::{Pending, Streams};
-use crate::history::{Action, Actions, Subject};
+use crate::history::{Action, Subject};
 use crate::tags::Tag;
 use crate::types::{After, BlockId, Granted, PoolId, Request, StreamId, Use, latest_by_stream};
 
@@ -80,7 +80,7 @@ impl Core {
         let (addr, size, kind) = (block.addr, block.size, block.pool.kind());
         self.live += 1;
         self.counters.allocated(kind, size, request.requested);
-        self.note(Action::Alloc, id);
+        self.note(&[Action::Alloc], id);
         self.debug_check();
         Granted { block: id, addr }
     }
@@ -98,7 +98,7 @@ impl Core {
 
     /// Serves a request from memory of other streams that is known done, or that the request's
     /// stream is ordered after, according to its clock.
-    pub(crate) fn take_ordered(&mut self, request: &Request, clock: &Clock) -> Option<Granted> {
+    pub(crate) fn take_ordered(&mut self, request: &Request, clock: &StreamMap) -> Option<Granted> {
         self.take_of_others(request, |streams, owner| streams.known_done(owner).max(After::ordered(clock, owner)))
     }
 
@@ -140,14 +140,14 @@ impl Core {
 
     /// Notes in the history, if that is on, what happened to a live or waiting block.
     #[inline]
-    pub(super) fn note(&mut self, actions: impl Into<Actions>, id: BlockId) {
+    pub(super) fn note(&mut self, actions: &[Action], id: BlockId) {
         if self.history.is_on() {
-            self.note_always(actions.into(), id);
+            self.note_always(actions, id);
         }
     }
 
     #[inline(never)]
-    fn note_always(&mut self, actions: Actions, id: BlockId) {
+    fn note_always(&mut self, actions: &[Action], id: BlockId) {
         let block = self.heap.block(id);
         let pool = self.heap.history_id(block.pool);
         let (tag, stream) = (Tag(block.tag), block.owner);

@@ -63,17 +63,7 @@ impl Allocator {
     #[track_caller]
     #[inline]
     pub fn free_raw(&self, ptr: DevicePtr) -> Result<(), AllocError> {
-        fork::check(Operation::Free)?;
-        if ptr.0 == 0 {
-            return Ok(());
-        }
-        let state = self.state();
-        let block = state.raw.remove(ptr.0).ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
-        if self.is_watched() {
-            state.report_end(ptr, Some(Location::caller()));
-        }
-        state.free(block, StreamId::default(), None, UNKNOWN);
-        Ok(())
+        self.free_raw_after(ptr, None, Location::caller())
     }
 
     /// Frees a raw allocation in the order of `stream`, as `cuMemFreeAsync(ptr, stream)`: work
@@ -89,16 +79,26 @@ impl Allocator {
     /// As [`Allocator::free_raw`]; a stream of another device. The pointer is live afterwards.
     #[track_caller]
     pub fn free_raw_on(&self, ptr: DevicePtr, stream: &Stream) -> Result<(), AllocError> {
-        fork::check(Operation::Free)?;
         self.check_stream(stream)?;
+        self.free_raw_after(ptr, Some(stream), Location::caller())
+    }
+
+    #[inline]
+    fn free_raw_after(
+        &self,
+        ptr: DevicePtr,
+        on: Option<&Stream>,
+        at: &'static Location<'static>,
+    ) -> Result<(), AllocError> {
+        fork::check(Operation::Free)?;
         if ptr.0 == 0 {
             return Ok(());
         }
         let state = self.state();
         let block = state.raw.remove(ptr.0).ok_or(AllocError::InvalidPointer { ptr: ptr.0 })?;
-        note_use(self, block, stream);
+        on.into_iter().for_each(|stream| note_use(self, block, stream));
         if self.is_watched() {
-            state.report_end(ptr, Some(Location::caller()));
+            state.report_end(ptr, Some(at));
         }
         state.free(block, StreamId::default(), None, UNKNOWN);
         Ok(())

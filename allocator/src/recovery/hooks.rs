@@ -41,8 +41,16 @@ pub enum MappingChange {
     },
 }
 
-type Observer = Arc<dyn Fn(&OomReport) + Send + Sync>;
-type MappingObserver = Arc<dyn Fn(&MappingChange) + Send + Sync>;
+/// A registered callback.
+pub(crate) enum Hook {
+    Reclaimer(Reclaimer),
+    /// Is told of out-of-memory errors.
+    Observer(Arc<dyn Fn(&OomReport) + Send + Sync>),
+    MappingObserver(Arc<dyn Fn(&MappingChange) + Send + Sync>),
+}
+
+/// The order in which callbacks are called: by descending priority, and by number.
+type Key = (Reverse<i32>, u64);
 
 #[derive(Default)]
 pub(crate) struct Hooks {
@@ -52,37 +60,23 @@ pub(crate) struct Hooks {
 #[derive(Default)]
 struct State {
     next: u64,
-    /// By descending priority, and by number.
-    reclaimers: BTreeMap<(Reverse<i32>, u64), Reclaimer>,
-    /// By number.
-    observers: BTreeMap<u64, Observer>,
-    mapping_observers: BTreeMap<u64, MappingObserver>,
+    hooks: BTreeMap<Key, Hook>,
     /// Whether a snapshot was saved when a request was refused.
     has_refused: bool,
 }
 
 impl Hooks {
-    pub(crate) fn add_reclaimer(self: &Arc<Self>, priority: i32, name: &str, reclaim: Reclaim) -> Registration {
-        self.register(priority, |state, number| {
-            let reclaimer = Reclaimer { number, priority, name: name.to_owned(), reclaim };
-            state.reclaimers.insert((Reverse(priority), number), reclaimer);
-        })
-    }
-
-    pub(crate) fn add_observer(self: &Arc<Self>, observe: Observer) -> Registration {
-        self.register(0, |state, number| drop(state.observers.insert(number, observe)))
-    }
-
-    pub(crate) fn add_mapping_observer(self: &Arc<Self>, observe: MappingObserver) -> Registration {
-        self.register(0, |state, number| drop(state.mapping_observers.insert(number, observe)))
-    }
-
-    fn register(self: &Arc<Self>, priority: i32, add: impl FnOnce(&mut State, u64)) -> Registration {
+    pub(crate) fn register(self: &Arc<Self>, priority: i32, hook: Hook) -> Registration {
         let mut state = self.state.lock();
         state.next += 1;
-        let number = state.next;
-        add(&mut state, number);
-        Registration { hooks: self.clone(), priority, number }
+        let key = (Reverse(priority), state.next);
+        state.hooks.insert(key, hook);
+        Registration { hooks: self.clone(), key }
+    }
+
+    /// What `pick` takes of the callbacks, in their order.
+    fn all<T>(&self, pick: impl Fn(&Key, &Hook) -> Option<T>) -> Vec<T> {
+        self.state.lock().hooks.iter().filter_map(|(key, hook)| pick(key, hook)).collect()
     }
 
     pub(crate) fn about_to_unmap(&self, addr: u64, bytes: u64) {
@@ -94,7 +88,10 @@ impl Hooks {
     }
 
     fn tell(&self, change: &MappingChange) {
-        let observers: Vec<MappingObserver> = self.state.lock().mapping_observers.values().cloned().collect();
+        let observers = self.all(|_, hook| match hook {
+            Hook::MappingObserver(observe) => Some(observe.clone()),
+            _ => None,
+        });
         if observers.is_empty() {
             return;
         }
@@ -118,9 +115,12 @@ impl Hooks {
         std::ptr::from_ref(self).addr()
     }
 
-    /// The reclaimers, by descending priority.
-    pub(crate) fn reclaimers(&self) -> Vec<Reclaimer> {
-        self.state.lock().reclaimers.values().cloned().collect()
+    /// The reclaimers, by descending priority, with their numbers.
+    pub(crate) fn reclaimers(&self) -> Vec<(u64, Reclaimer)> {
+        self.all(|&(_, number), hook| match hook {
+            Hook::Reclaimer(reclaimer) => Some((number, reclaimer.clone())),
+            _ => None,
+        })
     }
 
     /// Whether this is the first call.
@@ -130,7 +130,10 @@ impl Hooks {
 
     pub(crate) fn notify(&self, report: &OomReport) {
         let Some(_within) = Within::enter(&NOTIFYING) else { return };
-        let observers: Vec<Observer> = self.state.lock().observers.values().cloned().collect();
+        let observers = self.all(|_, hook| match hook {
+            Hook::Observer(observe) => Some(observe.clone()),
+            _ => None,
+        });
         for observe in observers {
             contained(&"an observer of out-of-memory errors", move || observe(report));
         }
@@ -185,9 +188,7 @@ fn message(panic: &(dyn Any + Send)) -> &str {
 #[must_use = "dropping the registration ends it"]
 pub struct Registration {
     hooks: Arc<Hooks>,
-    /// That of a reclaimer; otherwise 0.
-    priority: i32,
-    number: u64,
+    key: Key,
 }
 
 impl Drop for Registration {
@@ -195,28 +196,22 @@ impl Drop for Registration {
         if aquifer_device::fork::is_child() {
             return;
         }
-        let mut state = self.hooks.state.lock();
-        // Taken out first and dropped after the lock, because values captured by a callback may
-        // call the allocator when dropped.
-        let reclaimer = state.reclaimers.remove(&(Reverse(self.priority), self.number));
-        let observer = state.observers.remove(&self.number);
-        let mapping_observer = state.mapping_observers.remove(&self.number);
-        drop(state);
-        drop((reclaimer, observer, mapping_observer));
+        // Dropped after the lock, because values captured by a callback may call the allocator when
+        // dropped.
+        let hook = self.hooks.state.lock().hooks.remove(&self.key);
+        drop(hook);
     }
 }
 
 impl fmt::Debug for Registration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Registration").field("number", &self.number).finish_non_exhaustive()
+        f.debug_struct("Registration").field("number", &self.key.1).finish_non_exhaustive()
     }
 }
 
 impl fmt::Debug for Hooks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let state = self.state.lock();
-        let reclaimers: Vec<_> = state.reclaimers.values().map(|of| (of.priority, &of.name)).collect();
-        f.debug_struct("Hooks").field("reclaimers", &reclaimers).field("observers", &state.observers.len()).finish()
+        f.debug_struct("Hooks").field("registered", &self.state.lock().hooks.len()).finish()
     }
 }
 
@@ -240,13 +235,9 @@ impl ReclaimRequest {
     }
 }
 
-pub(crate) type Reclaim = Arc<dyn Fn(&ReclaimRequest) -> u64 + Send + Sync>;
-
 /// A registered reclaimer.
 #[derive(Clone)]
 pub(crate) struct Reclaimer {
-    pub(crate) number: u64,
-    pub(crate) priority: i32,
     pub(crate) name: String,
-    pub(crate) reclaim: Reclaim,
+    pub(crate) reclaim: Arc<dyn Fn(&ReclaimRequest) -> u64 + Send + Sync>,
 }

@@ -8,6 +8,7 @@
 use std::sync::Arc;
 
 use crate::allocator::Allocator;
+use crate::recovery::hooks::{Hook, Reclaimer};
 
 pub(crate) mod hooks;
 pub(crate) mod ladder;
@@ -78,7 +79,8 @@ impl Allocator {
         name: &str,
         reclaim: impl Fn(&ReclaimRequest) -> u64 + Send + Sync + 'static,
     ) -> Registration {
-        self.hooks().add_reclaimer(priority, name, Arc::new(reclaim))
+        let reclaimer = Reclaimer { name: name.to_owned(), reclaim: Arc::new(reclaim) };
+        self.hooks().register(priority, Hook::Reclaimer(reclaimer))
     }
 
     /// Registers the callback `observe`, which is called with the report before an out-of-memory
@@ -87,7 +89,7 @@ impl Allocator {
     /// there and calls no observer. A panic in it is logged and goes no further: the caller still
     /// gets the error.
     pub fn observe_oom(&self, observe: impl Fn(&OomReport) + Send + Sync + 'static) -> Registration {
-        self.hooks().add_observer(Arc::new(observe))
+        self.hooks().register(0, Hook::Observer(Arc::new(observe)))
     }
 
     /// Registers the callback `observe`, which is called before memory is unmapped and after memory
@@ -129,6 +131,6 @@ impl Allocator {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn observe_mappings(&self, observe: impl Fn(&MappingChange) + Send + Sync + 'static) -> Registration {
-        self.hooks().add_mapping_observer(Arc::new(observe))
+        self.hooks().register(0, Hook::MappingObserver(Arc::new(observe)))
     }
 }

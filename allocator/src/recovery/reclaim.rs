@@ -8,7 +8,7 @@
 //! called again for that request.
 
 use std::cell::Cell;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 
 use aquifer_device::fork::Mutex;
 
@@ -30,12 +30,11 @@ pub(crate) fn ask_reclaimers<'a>(allocator: &'a Allocator, request: &Request) ->
         spent: HashSet::new(),
         fruitful: false,
         answers: Vec::new(),
-        by_name: HashMap::new(),
     }
 }
 
-/// The reclaimers, by descending priority; none while this thread runs one already.
-fn reclaimers(allocator: &Allocator) -> Vec<Reclaimer> {
+/// The reclaimers, by descending priority, with their numbers; none while this thread runs one already.
+fn reclaimers(allocator: &Allocator) -> Vec<(u64, Reclaimer)> {
     if RECLAIMING.get() { Vec::new() } else { allocator.hooks().reclaimers() }
 }
 
@@ -46,15 +45,13 @@ pub(crate) struct Asking<'a> {
     /// The least number of bytes that the second round asks for.
     least_again: u64,
     /// The reclaimers that are still to be called in this round.
-    round: std::vec::IntoIter<Reclaimer>,
+    round: std::vec::IntoIter<(u64, Reclaimer)>,
     /// Numbers of the reclaimers that have nothing to free.
     spent: HashSet<u64>,
     /// True if any reclaimer freed something in this round.
     fruitful: bool,
     /// What each did so far, in the order in which they were first called.
     answers: Vec<Reclaimed>,
-    /// Their places among these.
-    by_name: HashMap<String, usize>,
 }
 
 impl Asking<'_> {
@@ -63,14 +60,14 @@ impl Asking<'_> {
     /// device.
     pub(crate) fn ask(&mut self) -> bool {
         loop {
-            while let Some(reclaimer) = self.round.next() {
-                if self.spent.contains(&reclaimer.number) {
+            while let Some((number, reclaimer)) = self.round.next() {
+                if self.spent.contains(&number) {
                     continue;
                 }
                 let freed = run(&reclaimer, &self.request);
                 self.note(&reclaimer.name, freed);
                 if freed.unwrap_or(0) == 0 {
-                    self.spent.insert(reclaimer.number);
+                    self.spent.insert(number);
                 }
                 self.fruitful |= freed.is_some_and(|freed| freed > 0);
                 if freed != Some(0) {
@@ -88,7 +85,7 @@ impl Asking<'_> {
     fn note(&mut self, name: &str, freed: Option<u64>) {
         let why = self.request.why.get_mut().take();
         let why = if freed.is_none() { Some("it panicked".to_owned()) } else { why };
-        let at = *self.by_name.entry(name.to_owned()).or_insert_with(|| {
+        let at = self.answers.iter().position(|answer| answer.name == name).unwrap_or_else(|| {
             self.answers.push(Reclaimed { name: name.to_owned(), bytes: 0, why: None });
             self.answers.len() - 1
         });

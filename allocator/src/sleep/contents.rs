@@ -204,21 +204,10 @@ impl<'a> Mover<'a> {
     }
 
     /// Waits until all copies are done. Returns the pinned host memory that they used.
-    pub(crate) fn finish(self) -> Result<UsedBuffers, DeviceError> {
+    pub(crate) fn finish(self) -> Result<Vec<Arc<Mutex<HostBuffer>>>, DeviceError> {
         self.stream.synchronize()?;
         self.buffers.iter().try_for_each(|buffer| buffer.lock().wait())?;
-        Ok(UsedBuffers(self.buffers))
-    }
-}
-
-/// Pinned host memory that copies used.
-#[derive(Default)]
-pub(crate) struct UsedBuffers(Vec<Arc<Mutex<HostBuffer>>>);
-
-impl UsedBuffers {
-    /// Those of which all contents are gone.
-    pub(crate) fn into_spare(self) -> impl Iterator<Item = HostBuffer> {
-        self.0.into_iter().filter_map(Arc::into_inner).map(Mutex::into_inner)
+        Ok(self.buffers)
     }
 }
 

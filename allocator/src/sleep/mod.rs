@@ -11,6 +11,11 @@
 //! anywhere: if falling asleep is interrupted, waking up undoes it; if waking up is interrupted, it
 //! is continued where it stopped. Saved contents are kept until their memory is back in use.
 //!
+//! What sleeps is decided once, by the request of each allocation: its tag, its private pool, or
+//! all ([`Part`]). No caller names addresses. Ranges are how the list says it, because frames and
+//! granules are shared by allocations that are chosen and others: a frame goes whole or stays, and
+//! a granule wakes up whole.
+//!
 //! While all memory sleeps, nothing is mapped, moved, trimmed or allocated, and frees only change
 //! the heap. While a part sleeps, it is isolated from the rest. Segments, exportable memory and
 //! frames with pinned granules stay where they are, because others know their addresses, and so do
@@ -22,8 +27,10 @@ pub(crate) mod options;
 pub(crate) mod wake_lock;
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use aquifer_device::fork::Mutex;
 use aquifer_device::{DeviceError, PhysicalOptions};
 
 use crate::allocator::Allocator;
@@ -37,7 +44,7 @@ use crate::core::sleep::{ContentsPlace, SleepingRange};
 use crate::error::AllocError;
 use crate::format::Bytes;
 use crate::open::trim_others;
-use crate::sleep::contents::{Mover, UsedBuffers};
+use crate::sleep::contents::Mover;
 use crate::state::{StateGuard, special};
 use crate::sync::atomic::Ordering;
 use crate::sync::pause_for;
@@ -477,7 +484,7 @@ fn restore(
         allocator.state().tell_witness(|witness| witness.lost(one.range.clone()));
     }
     let mut saved = lost.flat_map(|one| &one.saved).peekable();
-    let (mut spare, mut used) = (Vec::new(), UsedBuffers::default());
+    let (mut spare, mut used) = (Vec::new(), Vec::new());
     if saved.peek().is_some() {
         let mut mover = Mover::new(allocator.device(), &mut spare)?;
         saved.try_for_each(|saved| mover.restore(saved))?;
@@ -486,7 +493,8 @@ fn restore(
     let mapped = allocator.state().lock().commit_mapped(ranges);
     // This removes files.
     ranges.clear();
-    allocator.state().shared().keep_host_buffers(used.into_spare());
+    let spare = used.into_iter().filter_map(Arc::into_inner).map(Mutex::into_inner);
+    allocator.state().shared().keep_host_buffers(spare);
     mapped.iter().for_each(|range| allocator.hooks().mapped(range.start, range.end - range.start));
     Ok(())
 }

@@ -8,8 +8,7 @@ use aquifer_sim::{SimConfig, SimDriver};
 use proptest::prelude::*;
 
 use crate::{
-    AccessGuard, AllocError, Allocation, Allocator, Config, Contents, KeptBy, Part, PoolOptions, Reservation,
-    SleepOptions, TagScope,
+    AllocError, Allocation, Allocator, Config, Contents, KeptBy, Part, PoolOptions, Reservation, SleepOptions, TagScope,
 };
 
 const MIB: u64 = 1 << 20;
@@ -184,23 +183,6 @@ fn what_stays_awake_is_named_before_the_sleep_and_after_it() {
     let text = allocator.staying_awake(Contents::Discard).iter().map(ToString::to_string).collect::<Vec<_>>();
     assert!(text.len() == 2 && text.iter().all(|one| one.contains("tagged \"weights\": ")), "{text:?}");
     drop((other, exported));
-}
-
-/// The simulated device maps memory above 2^48, and plain segments below.
-#[test]
-fn the_allocation_that_keeps_an_allocator_awake_is_named_wherever_it_is() {
-    let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
-    let allocator = Allocator::new(&device, Config::default()).unwrap();
-    let stream = device.stream().unwrap();
-    let blocks = [0; 3].map(|_| allocator.alloc_storage(3 * MIB, 1, &stream).unwrap());
-    let mut growable = allocator.growable(64 * MIB, &stream).unwrap();
-    growable.grow_to(5 * MIB, &stream).unwrap();
-    for storage in blocks.iter().chain([growable.storage()]) {
-        let _access = AccessGuard::acquire(&stream, &[(storage, AccessKind::Write)]).unwrap();
-        let Err(AllocError::KeptAwake(by)) = allocator.sleep(Contents::Discard) else { panic!("it sleeps") };
-        let used: Vec<_> = by.allocations.iter().map(|used| (used.ptr, used.bytes)).collect();
-        assert_eq!((used, by.access_guards), (vec![(storage.ptr(), storage.bytes())], 1));
-    }
 }
 
 #[test]

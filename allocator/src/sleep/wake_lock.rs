@@ -25,18 +25,15 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use aquifer_device::DevicePtr;
 #[cfg(aquifer_shuttle)]
 use shuttle::thread_local;
 
 use crate::allocator::Allocator;
 use crate::core::Core;
-use crate::core::heap::State;
-use crate::error::{AllocError, KeptAwakeBy, UsedAllocation};
+use crate::error::{AllocError, KeptAwakeBy};
 use crate::state::{AllocatorState, WakeLocks};
 use crate::sync::atomic::Ordering;
 use crate::sync::pause;
-use crate::tags::Tag;
 
 thread_local! {
     /// The wake locks and splits of this thread.
@@ -64,28 +61,11 @@ pub(crate) enum Kind {
     Split,
 }
 
-/// The low bits of a count are the number of wake locks; the others are the sum of the addresses
-/// that they are for, in units of [`UNIT`] and from 1 on, as far as it has room. So the address is
-/// known of a wake lock that is alone, but for multiples of 128 TiB, and counting one costs one
-/// atomic operation.
-const NUMBER_BITS: u32 = 26;
-/// The most wake locks, so that the number keeps to its bits.
-const NUMBER_MAX: u64 = 1 << (NUMBER_BITS - 1);
-/// Allocations lie at multiples of it.
-const UNIT: u64 = 512;
-
-/// The number of wake locks that a count says.
-fn number(count: u64) -> u64 {
-    count % (1 << NUMBER_BITS)
-}
-
 /// A count of one in what keeps an allocator awake. While there is any, on any thread, the
 /// allocator does not give its memory back.
 pub(crate) struct Count {
     state: &'static AllocatorState,
     kind: Kind,
-    /// What it added to the count.
-    added: u64,
 }
 
 impl Count {
@@ -101,7 +81,7 @@ impl Count {
             if state.refuses(memory) {
                 return Err(AllocError::Asleep);
             }
-            let count = Count::unrefused(state, kind, memory)?;
+            let count = Count::unrefused(state, kind);
             if !state.has_flag(SPLITTING) {
                 return if state.refuses(memory) { Err(AllocError::Asleep) } else { Ok(count) };
             }
@@ -109,18 +89,9 @@ impl Count {
     }
 
     /// As [`Count::new`], for a caller by which the allocator is kept awake already.
-    ///
-    /// # Errors
-    /// When there are too many.
-    fn unrefused(state: &'static AllocatorState, kind: Kind, memory: &Range<u64>) -> Result<Count, AllocError> {
-        let place = if memory.is_empty() { 0 } else { memory.start / UNIT + 1 };
-        let added = (place << NUMBER_BITS) + 1;
-        let before = state.wake_locks.counts[kind as usize].fetch_add(added, Ordering::SeqCst);
-        let count = Count { state, kind, added };
-        if number(before) >= NUMBER_MAX {
-            return Err(state.kept_awake(state.wake_counts().unwrap_or_default()));
-        }
-        Ok(count)
+    fn unrefused(state: &'static AllocatorState, kind: Kind) -> Count {
+        state.wake_locks.counts[kind as usize].fetch_add(1, Ordering::SeqCst);
+        Count { state, kind }
     }
 }
 
@@ -132,7 +103,7 @@ impl fmt::Debug for Count {
 
 impl Drop for Count {
     fn drop(&mut self) {
-        self.state.wake_locks.counts[self.kind as usize].fetch_sub(self.added, Ordering::SeqCst);
+        self.state.wake_locks.counts[self.kind as usize].fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -171,8 +142,8 @@ impl WakeLock {
 
     /// The wake lock of an access guard of a reservation, which keeps the allocator awake, too. The
     /// guard counts of its own, because its thread has it even if it is forgotten.
-    pub(crate) fn of_reservation(state: &'static AllocatorState, memory: &Range<u64>) -> Result<WakeLock, AllocError> {
-        Ok(WakeLock::noted(Count::unrefused(state, Kind::AccessGuard, memory)?, None))
+    pub(crate) fn of_reservation(state: &'static AllocatorState) -> WakeLock {
+        WakeLock::noted(Count::unrefused(state, Kind::AccessGuard), None)
     }
 
     fn noted(count: Count, allocator: Option<Allocator>) -> WakeLock {
@@ -274,7 +245,7 @@ impl AllocatorState {
     /// The counts of wake locks by [`Kind`], if there are any.
     pub(crate) fn wake_counts(&self) -> Option<[u64; 3]> {
         let counts = self.wake_locks.counts.each_ref().map(|count| count.load(Ordering::SeqCst));
-        counts.iter().any(|&count| number(count) > 0).then_some(counts)
+        counts.iter().any(|&count| count > 0).then_some(counts)
     }
 
     /// Makes the allocator quiescing if nothing keeps it awake; otherwise the error says what does.
@@ -309,7 +280,7 @@ impl AllocatorState {
         self.wake_locks.flags.fetch_or(SPLITTING, Ordering::SeqCst);
         let splitting = Splitting(self);
         let own = self.wake_locks_here(|kind| kind == Kind::AccessGuard)? as u64;
-        let count = |kind| number(self.wake_locks.counts[kind as usize].load(Ordering::SeqCst));
+        let count = |kind| self.wake_locks.counts[kind as usize].load(Ordering::SeqCst);
         for _ in 0..SPLIT_LOOKS {
             if count(Kind::AccessGuard) == own && count(Kind::Reservation) == 0 {
                 return Some(splitting);
@@ -341,13 +312,11 @@ impl AllocatorState {
     /// The error for a caller that asked the allocator to sleep.
     #[cold]
     pub(crate) fn kept_awake(&'static self, counts: [u64; 3]) -> AllocError {
-        let [access_guards, reservations, wake_locks] = counts.map(number);
-        let alone = counts.into_iter().filter(|&count| number(count) == 1 && count >> NUMBER_BITS != 0);
-        let allocations = alone.filter_map(|count| used_at(self, count >> NUMBER_BITS)).collect();
+        let [access_guards, reservations, wake_locks] = counts;
         // A thread must not wait for itself.
         let is_this_thread = self.wake_locks_here(|kind| kind != Kind::Split).is_none_or(|count| count > 0);
-        let by = KeptAwakeBy { access_guards, reservations, wake_locks, is_this_thread, allocations };
-        AllocError::KeptAwake(Box::new(by))
+        let by = KeptAwakeBy { access_guards, reservations, wake_locks, is_this_thread };
+        AllocError::KeptAwake(by)
     }
 }
 
@@ -445,26 +414,4 @@ impl Allocator {
         }
         true
     }
-}
-
-/// The live allocation at an address, which is given as a count has it.
-fn used_at(state: &'static AllocatorState, place: u64) -> Option<UsedAllocation> {
-    let behind = |addr: u64| place.wrapping_sub(addr / UNIT + 1) << NUMBER_BITS >> NUMBER_BITS;
-    let shared = state.shared();
-    let mut owned = shared.paged().into_iter().flat_map(|paged| &paged.owned);
-    let owned = owned.find(|&(&base, owned)| behind(base) == 0 && owned.size > 0);
-    let mut found = owned.map(|(&base, owned)| (base, owned.requested, owned.tag, owned.stream));
-    drop(shared);
-    state.walk(|_, passed| {
-        let block = &passed.block;
-        if block.state == State::Live && behind(block.addr) < block.size / UNIT {
-            found = Some((block.addr, block.requested, Tag(block.tag), block.owner));
-        }
-    });
-    found.map(|(addr, bytes, tag, stream)| UsedAllocation {
-        ptr: DevicePtr(addr),
-        bytes,
-        tag: tag.name(),
-        stream: stream.0,
-    })
 }

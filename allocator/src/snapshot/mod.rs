@@ -19,7 +19,7 @@
 
 use std::sync::Arc;
 
-use serde::ser::{Serialize, SerializeMap, SerializeSeq, Serializer};
+use serde::ser::{SerializeMap, Serializer};
 
 use crate::config::Config;
 use crate::history::Action;
@@ -30,6 +30,9 @@ pub use save::{FileFormat, SaveError};
 mod pickle;
 mod save;
 pub(crate) mod take;
+
+/// A list that is always empty.
+type Nothing = &'static [()];
 
 /// The memory of an allocator as of one moment, with the history up to it.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
@@ -68,7 +71,6 @@ pub struct Segment {
     /// The stream that it belongs to, by its [`Stream::id`](aquifer_device::Stream::id).
     pub stream: u32,
     /// The pool: `"large"` or `"small"`.
-    #[serde(serialize_with = "serialize_kind")]
     pub segment_type: PoolKind,
     /// Id of the private pool that it belongs to; `(0, 0)` if none.
     pub segment_pool_id: (u64, u64),
@@ -76,7 +78,7 @@ pub struct Segment {
     pub is_expandable: bool,
     frames: Nothing,
     /// Name that was in scope when it was taken from the device.
-    #[serde(serialize_with = "serialize_name", skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub user_metadata: Option<Arc<str>>,
     /// Blocks by address.
     pub blocks: Vec<Block>,
@@ -96,7 +98,7 @@ pub struct Block {
     pub state: BlockState,
     frames: Nothing,
     /// Name that was in scope when it was allocated.
-    #[serde(serialize_with = "serialize_name", skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub user_metadata: Option<Arc<str>>,
 }
 
@@ -133,7 +135,6 @@ pub struct TraceEntry {
     pub time_us: u64,
     compile_context: &'static str,
     /// Name that was in scope; empty for none.
-    #[serde(serialize_with = "serialize_str")]
     pub user_metadata: Arc<str>,
     /// Id of the private pool; `(0, 0)` if none.
     pub pool_id: (u64, u64),
@@ -156,31 +157,6 @@ impl BlockState {
     pub fn is_active(self) -> bool {
         self != BlockState::Inactive
     }
-}
-
-/// A list that is always empty.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Nothing;
-
-impl Serialize for Nothing {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_seq(Some(0))?.end()
-    }
-}
-
-fn serialize_kind<S: Serializer>(kind: &PoolKind, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(match kind {
-        PoolKind::Small => "small",
-        PoolKind::Large => "large",
-    })
-}
-
-fn serialize_str<S: Serializer>(name: &Arc<str>, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(name)
-}
-
-fn serialize_name<S: Serializer>(name: &Option<Arc<str>>, serializer: S) -> Result<S::Ok, S::Error> {
-    name.as_deref().serialize(serializer)
 }
 
 /// The configuration under the keys of PyTorch's `allocator_settings`. Sizes are bytes; -1 is

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use super::{Block, BlockState, Nothing, Segment, Settings, Snapshot, TraceEntry};
+use super::{Block, BlockState, Segment, Settings, Snapshot, TraceEntry};
 use crate::allocator::Allocator;
 use crate::core::Core;
 use crate::core::heap::{self, Passed, State};
@@ -44,7 +44,7 @@ impl Allocator {
         copied.add_history(&guard.history);
         if guard.history.is_on() {
             let size = guard.in_use();
-            guard.history.note(Action::Snapshot, Subject { size, ..Subject::default() });
+            guard.history.note(&[Action::Snapshot], Subject { size, ..Subject::default() });
         }
         drop(guard);
         let settings = Settings::new(self.config(), copied.capacity, copied.overwritten);
@@ -57,9 +57,9 @@ impl Allocator {
             segments: copied.into_segments(device, &mut names),
             device_traces,
             allocator_settings: settings,
-            external_annotations: Nothing,
-            host_segments: Nothing,
-            host_traces: Nothing,
+            external_annotations: &[],
+            host_segments: &[],
+            host_traces: &[],
         }
     }
 }
@@ -169,7 +169,7 @@ fn segment(device: u32, range: &Range, user_metadata: Option<Arc<str>>, blocks: 
         segment_type: range.kind,
         segment_pool_id: range.pool,
         is_expandable: range.is_paged,
-        frames: Nothing,
+        frames: &[],
         user_metadata,
         blocks,
     }
@@ -182,26 +182,19 @@ fn snapshot_block(block: &heap::Block, names: &mut Names) -> Block {
         _ => BlockState::Inactive,
     };
     let (requested_size, tag) = if state.is_active() { (block.requested, Tag(block.tag)) } else { (0, Tag::default()) };
-    Block {
-        address: block.addr,
-        size: block.size,
-        requested_size,
-        state,
-        frames: Nothing,
-        user_metadata: names.of(tag),
-    }
+    Block { address: block.addr, size: block.size, requested_size, state, frames: &[], user_metadata: names.of(tag) }
 }
 
 fn trace_entry(entry: &Entry, names: &mut Names) -> TraceEntry {
-    let Subject { addr, size, stream, tag, pool } = entry.subject;
-    let is_oom = entry.action == Action::Oom;
+    let Entry { addr, size, stamp, stream, tag, pool, action } = *entry;
+    let is_oom = action == Action::Oom;
     TraceEntry {
-        action: entry.action,
+        action,
         addr: (!is_oom).then_some(addr),
         device_free: is_oom.then_some(addr),
         size,
         stream: stream.0,
-        time_us: entry.stamp.time_us(),
+        time_us: stamp.time_us(),
         compile_context: "N/A",
         user_metadata: names.of(tag).unwrap_or_else(|| names.none.clone()),
         pool_id: (0, u64::from(pool)),

@@ -62,7 +62,7 @@ impl AllocatorState {
 
     #[cfg(all(test, aquifer_shuttle))]
     pub(crate) fn is_empty(&'static self) -> bool {
-        self.freed.is_empty() && self.shared().live() == 0
+        self.freed.0.is_empty() && self.shared().live() == 0
     }
 }
 

@@ -102,13 +102,6 @@ impl Default for FreedBlocks {
     }
 }
 
-impl FreedBlocks {
-    #[inline]
-    fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-}
-
 /// What is under the lock.
 #[derive(Debug, Default)]
 pub(crate) struct Locked {
@@ -216,7 +209,7 @@ impl AllocatorState {
     #[inline]
     pub(crate) fn enter(&'static self) -> StateGuard {
         let mut guard = self.shared();
-        if !self.freed.is_empty() {
+        if !self.freed.0.is_empty() {
             guard.apply_queued_frees();
         }
         guard

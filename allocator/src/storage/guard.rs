@@ -169,8 +169,8 @@ impl<'a> AccessGuard<'a> {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
         stream.end_abandoned_captures()?;
-        let (state, range) = storage.place();
-        let awake = WakeLock::of_reservation(state, &range)?;
+        let (state, _) = storage.place();
+        let awake = WakeLock::of_reservation(state);
         let mut held = storage.hold()?;
         held.order(storage.memory(), stream, kind)?;
         Ok(AccessGuard { held: vec![(held, kind, stream)], _awake: vec![awake] })

@@ -49,7 +49,7 @@ fn handles_may_be_used_after_a_panic_that_was_caught() {
         use aquifer::{Allocator, Buffer, View, ViewMut};
         use aquifer_allocator::{
             AccessGuard, Allocation, CaptureRoute, Config, Exportable, Growable, PinnedMapping, PoolRoute, PrivatePool,
-            RawOwner, Registration, Reservation, Snapshot, Storage, TagScope, UsedAllocation, WakeLock,
+            RawOwner, Registration, Reservation, Snapshot, Storage, TagScope, WakeLock,
         };
         stays_usable::<(Allocator, Config)>();
         stays_usable::<Buffer<f32>>();
@@ -57,7 +57,6 @@ fn handles_may_be_used_after_a_panic_that_was_caught() {
         stays_usable::<ViewMut<'_, f32>>();
         stays_usable::<Storage>();
         stays_usable::<Allocation>();
-        stays_usable::<UsedAllocation>();
         stays_usable::<Growable>();
         stays_usable::<Exportable>();
         stays_usable::<PinnedMapping>();

@@ -37,9 +37,116 @@ pub(crate) fn status(gpu: &Gpu, operation: Operation, stream: CUstream) -> Resul
     unsafe { crate::objects::status(&gpu.context, operation, stream) }
 }
 
-pub(crate) fn capture_status(gpu: &Gpu, stream: RawStream) -> Result<CaptureStatus> {
-    let stream = streams::live(gpu, Operation::CaptureStatus, stream)?;
-    status(gpu, Operation::CaptureStatus, stream.raw)
+impl Gpu {
+    pub(crate) fn capture_status(&self, stream: RawStream) -> Result<CaptureStatus> {
+        let stream = streams::live(self, Operation::CaptureStatus, stream)?;
+        status(self, Operation::CaptureStatus, stream.raw)
+    }
+
+    pub(crate) fn capture_number(&self, stream: RawStream) -> Result<Option<u64>> {
+        // The legacy default stream cannot capture, nor be asked while a blocking stream does.
+        if stream.is_legacy() { Ok(None) } else { Ok(captured_graph(self, stream)?.map(|(number, _)| number)) }
+    }
+
+    /// Ties `what` to the graph by a *user object* (CUDA programming guide, “CUDA User Objects”), of
+    /// which clones and executables of the graph, and launches under way, have references, too. This
+    /// library must not be unloaded while such graphs live.
+    pub(crate) fn keep_for_graph(&self, stream: RawStream, what: Arc<dyn Any + Send + Sync>) -> Result<()> {
+        let (operation, functions) = (Operation::CaptureStatus, self.context.functions());
+        let create = self.optional(operation, functions.cuUserObjectCreate)?;
+        let release = self.optional(operation, functions.cuUserObjectRelease)?;
+        let retain = self.optional(operation, functions.cuGraphRetainUserObject)?;
+        let captured = captured_graph(self, stream)?;
+        let (_, graph) = captured.ok_or_else(|| bad_value(operation, "the stream does not capture"))?;
+        let _current = self.context.enter_relaxed(operation)?;
+        let kept = Kept { next: ptr::null_mut(), what, gone: self.gone.clone() };
+        let (kept, mut object) = (Box::into_raw(Box::new(kept)), ptr::null_mut());
+        // `CU_USER_OBJECT_NO_DESTRUCTOR_SYNC`, the only flag, must be given.
+        // SAFETY: the handle outlives the call, and `note_gone` takes the entry (F1).
+        let code = unsafe { create(&raw mut object, kept.cast(), note_gone, 1, 1) };
+        if let Err(error) = check_function(operation, "cuUserObjectCreate", code) {
+            // SAFETY: there is no object that would give it up.
+            drop(unsafe { Box::from_raw(kept) });
+            return Err(error);
+        }
+        // The graph gets the object's one reference: `CU_GRAPH_USER_OBJECT_MOVE`. SAFETY: the object
+        // was just created, and the graph lives while it is captured, which the caller's stream does
+        // (F1).
+        let code = unsafe { retain(graph, object, 1, 1) };
+        check_function(operation, "cuGraphRetainUserObject", code).inspect_err(|_| {
+            // SAFETY: nothing else has the reference (F1).
+            unsafe { release(object, 1) };
+        })
+    }
+
+    pub(crate) fn synchronize(&self) -> Result<()> {
+        let operation = Operation::Synchronize;
+        forbid_device_wait(self, operation)?;
+        let _current = self.context.enter_relaxed(operation)?;
+        // SAFETY: the context is current (C1, F1).
+        let waited = check(operation, unsafe { (self.context.functions().cuCtxSynchronize)() });
+        waited.map_err(|error| match error.kind {
+            ErrorKind::Capture => error.with_detail(UNANNOUNCED),
+            _ => error,
+        })
+    }
+
+    pub(crate) fn begin_capture(&self, stream: RawStream) -> Result<()> {
+        let operation = Operation::BeginCapture;
+        let functions = self.context.functions();
+        let begin = self.optional(operation, functions.cuStreamBeginCapture_v2)?;
+        self.optional(operation, functions.cuStreamEndCapture)?;
+        self.optional(operation, functions.cuGraphInstantiateWithFlags)?;
+        self.optional(operation, functions.cuGraphLaunch)?;
+        self.optional(operation, functions.cuGraphExecDestroy)?;
+        self.optional(operation, functions.cuGraphDestroy)?;
+        let live = streams::live(self, operation, stream)?;
+        if stream.is_legacy() {
+            return Err(refuse(operation, "the legacy default stream cannot capture"));
+        }
+        forbid_capture(self, operation, &live, "it cannot begin another capture")?;
+        let _current = self.context.enter(operation)?;
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint;
+        // SAFETY: the stream lives (L1, F1).
+        check(operation, unsafe { begin(live.raw, mode) })?;
+        self.context.shared.begin(stream);
+        Ok(())
+    }
+
+    pub(crate) fn end_capture(&self, stream: RawStream) -> Result<RawGraph> {
+        let operation = Operation::EndCapture;
+        let end = self.optional(operation, self.context.functions().cuStreamEndCapture)?;
+        let live = streams::live(self, operation, stream)?;
+        if status(self, operation, live.raw)? == CaptureStatus::None {
+            self.context.shared.end(stream);
+            return Err(bad_value(operation, "the stream does not capture"));
+        }
+        let _current = self.context.enter(operation)?;
+        let mut graph: CUgraph = ptr::null_mut();
+        // SAFETY: the handle outlives the call, and the stream lives (L1, F1).
+        let ended = check(operation, unsafe { end(live.raw, &raw mut graph) });
+        // A capture that failed to end as it should has mostly ended nevertheless.
+        if ended.is_ok() || matches!(status(self, operation, live.raw), Ok(CaptureStatus::None)) {
+            self.context.shared.end(stream);
+        }
+        ended?;
+        if graph.is_null() {
+            return Err(DeviceError::new(operation, Code::CAPTURE_INVALIDATED)
+                .with_detail("an earlier call broke the capture; it is gone"));
+        }
+        instantiate(self, graph)
+    }
+
+    pub(crate) fn launch_graph(&self, graph: RawGraph, stream: RawStream) -> Result<()> {
+        let operation = Operation::LaunchGraph;
+        let launch = self.optional(operation, self.context.functions().cuGraphLaunch)?;
+        let (graph, stream) = (self.graphs.find(operation, graph.0)?, streams::live(self, operation, stream)?);
+        // Relaxed: the first launch may prepare the graph.
+        let _alone = graph.extra.lock();
+        // SAFETY: graph and stream live (L1, F1), and no other call uses the graph: it is destroyed
+        // after the last launch (L1).
+        self.context.call(operation, |_| unsafe { launch(pointer(graph.raw()), stream.raw) })
+    }
 }
 
 /// The number and the graph of the stream's capture; `None` if it captures nothing.
@@ -54,11 +161,6 @@ fn captured_graph(gpu: &Gpu, stream: RawStream) -> Result<Option<(u64, CUgraph)>
         CaptureStatus::Invalidated => Err(DeviceError::refused(operation, Code::CAPTURE_INVALIDATED)
             .with_detail("an earlier call broke the stream's capture, which must be ended first")),
     }
-}
-
-pub(crate) fn capture_number(gpu: &Gpu, stream: RawStream) -> Result<Option<u64>> {
-    // The legacy default stream cannot capture, nor be asked while a blocking stream does.
-    if stream.is_legacy() { Ok(None) } else { Ok(captured_graph(gpu, stream)?.map(|(number, _)| number)) }
 }
 
 /// What is kept for a graph.
@@ -109,37 +211,6 @@ pub(crate) fn take_kept(gpu: &Gpu) -> Vec<Arc<dyn Any + Send + Sync>> {
     all
 }
 
-/// Ties `what` to the graph by a *user object* (CUDA programming guide, “CUDA User Objects”), of
-/// which clones and executables of the graph, and launches under way, have references, too. This
-/// library must not be unloaded while such graphs live.
-pub(crate) fn keep_for_graph(gpu: &Gpu, stream: RawStream, what: Arc<dyn Any + Send + Sync>) -> Result<()> {
-    let (operation, functions) = (Operation::CaptureStatus, gpu.context.functions());
-    let create = gpu.optional(operation, functions.cuUserObjectCreate)?;
-    let release = gpu.optional(operation, functions.cuUserObjectRelease)?;
-    let retain = gpu.optional(operation, functions.cuGraphRetainUserObject)?;
-    let captured = captured_graph(gpu, stream)?;
-    let (_, graph) = captured.ok_or_else(|| bad_value(operation, "the stream does not capture"))?;
-    let _current = gpu.context.enter_relaxed(operation)?;
-    let kept = Kept { next: ptr::null_mut(), what, gone: gpu.gone.clone() };
-    let (kept, mut object) = (Box::into_raw(Box::new(kept)), ptr::null_mut());
-    // `CU_USER_OBJECT_NO_DESTRUCTOR_SYNC`, the only flag, must be given.
-    // SAFETY: the handle outlives the call, and `note_gone` takes the entry (F1).
-    let code = unsafe { create(&raw mut object, kept.cast(), note_gone, 1, 1) };
-    if let Err(error) = check_function(operation, "cuUserObjectCreate", code) {
-        // SAFETY: there is no object that would give it up.
-        drop(unsafe { Box::from_raw(kept) });
-        return Err(error);
-    }
-    // The graph gets the object's one reference: `CU_GRAPH_USER_OBJECT_MOVE`. SAFETY: the object
-    // was just created, and the graph lives while it is captured, which the caller's stream does
-    // (F1).
-    let code = unsafe { retain(graph, object, 1, 1) };
-    check_function(operation, "cuGraphRetainUserObject", code).inspect_err(|_| {
-        // SAFETY: nothing else has the reference (F1).
-        unsafe { release(object, 1) };
-    })
-}
-
 /// Refuses a call that would break the stream's capture, or not keep its contract, because of
 /// `reason`.
 pub(crate) fn forbid_capture(gpu: &Gpu, operation: Operation, stream: &LiveStream, reason: &str) -> Result<()> {
@@ -160,64 +231,6 @@ pub(crate) fn forbid_device_wait(gpu: &Gpu, operation: Operation) -> Result<()> 
     Err(refuse(operation, "this waits for the device, which is not possible while a stream captures"))
 }
 
-pub(crate) fn synchronize(gpu: &Gpu) -> Result<()> {
-    let operation = Operation::Synchronize;
-    forbid_device_wait(gpu, operation)?;
-    let _current = gpu.context.enter_relaxed(operation)?;
-    // SAFETY: the context is current (C1, F1).
-    let waited = check(operation, unsafe { (gpu.context.functions().cuCtxSynchronize)() });
-    waited.map_err(|error| match error.kind {
-        ErrorKind::Capture => error.with_detail(UNANNOUNCED),
-        _ => error,
-    })
-}
-
-pub(crate) fn begin_capture(gpu: &Gpu, stream: RawStream) -> Result<()> {
-    let operation = Operation::BeginCapture;
-    let functions = gpu.context.functions();
-    let begin = gpu.optional(operation, functions.cuStreamBeginCapture_v2)?;
-    gpu.optional(operation, functions.cuStreamEndCapture)?;
-    gpu.optional(operation, functions.cuGraphInstantiateWithFlags)?;
-    gpu.optional(operation, functions.cuGraphLaunch)?;
-    gpu.optional(operation, functions.cuGraphExecDestroy)?;
-    gpu.optional(operation, functions.cuGraphDestroy)?;
-    let live = streams::live(gpu, operation, stream)?;
-    if stream.is_legacy() {
-        return Err(refuse(operation, "the legacy default stream cannot capture"));
-    }
-    forbid_capture(gpu, operation, &live, "it cannot begin another capture")?;
-    let _current = gpu.context.enter(operation)?;
-    let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint;
-    // SAFETY: the stream lives (L1, F1).
-    check(operation, unsafe { begin(live.raw, mode) })?;
-    gpu.context.shared.begin(stream);
-    Ok(())
-}
-
-pub(crate) fn end_capture(gpu: &Gpu, stream: RawStream) -> Result<RawGraph> {
-    let operation = Operation::EndCapture;
-    let end = gpu.optional(operation, gpu.context.functions().cuStreamEndCapture)?;
-    let live = streams::live(gpu, operation, stream)?;
-    if status(gpu, operation, live.raw)? == CaptureStatus::None {
-        gpu.context.shared.end(stream);
-        return Err(bad_value(operation, "the stream does not capture"));
-    }
-    let _current = gpu.context.enter(operation)?;
-    let mut graph: CUgraph = ptr::null_mut();
-    // SAFETY: the handle outlives the call, and the stream lives (L1, F1).
-    let ended = check(operation, unsafe { end(live.raw, &raw mut graph) });
-    // A capture that failed to end as it should has mostly ended nevertheless.
-    if ended.is_ok() || matches!(status(gpu, operation, live.raw), Ok(CaptureStatus::None)) {
-        gpu.context.shared.end(stream);
-    }
-    ended?;
-    if graph.is_null() {
-        return Err(DeviceError::new(operation, Code::CAPTURE_INVALIDATED)
-            .with_detail("an earlier call broke the capture; it is gone"));
-    }
-    instantiate(gpu, graph)
-}
-
 /// Makes a captured graph executable. What was captured is not needed after that.
 fn instantiate(gpu: &Gpu, graph: CUgraph) -> Result<RawGraph> {
     let operation = Operation::EndCapture;
@@ -236,16 +249,4 @@ fn instantiate(gpu: &Gpu, graph: CUgraph) -> Result<RawGraph> {
     // SAFETY: just created, and known only here.
     gpu.graphs.insert(raw, unsafe { OwnedObject::new(&gpu.context, raw, Mutex::new(())) });
     Ok(RawGraph(raw))
-}
-
-pub(crate) fn launch_graph(gpu: &Gpu, graph: RawGraph, stream: RawStream) -> Result<()> {
-    let operation = Operation::LaunchGraph;
-    let launch = gpu.optional(operation, gpu.context.functions().cuGraphLaunch)?;
-    let (graph, stream) = (gpu.graphs.find(operation, graph.0)?, streams::live(gpu, operation, stream)?);
-    // Relaxed: the first launch may prepare the graph.
-    let _current = gpu.context.enter_relaxed(operation)?;
-    let _alone = graph.extra.lock();
-    // SAFETY: graph and stream live (L1, F1), and no other call uses the graph: it is destroyed
-    // after the last launch (L1).
-    check(operation, unsafe { launch(pointer(graph.raw()), stream.raw) })
 }

@@ -175,6 +175,12 @@ impl GpuContext {
         Ok(current)
     }
 
+    /// Makes a call of the driver in the context, as [`GpuContext::enter_relaxed`] does.
+    pub(crate) fn call(&self, operation: Operation, call: impl FnOnce(&'static Functions) -> u32) -> Result<()> {
+        let _current = self.enter_relaxed(operation)?;
+        check(operation, call(self.functions()))
+    }
+
     /// Least and greatest stream priority.
     pub(crate) fn priorities(&self) -> Result<(i32, i32)> {
         let _current = self.enter_relaxed(Operation::Init)?;

@@ -21,34 +21,182 @@ use crate::raw::{pointer, size};
 use crate::shapes::CopyAttributes;
 use crate::{captures, memory, streams};
 
-/// Enqueues a copy from host memory.
-///
-/// # Safety
-/// As for [`aquifer_device::Driver::copy_to_device`].
-pub(crate) unsafe fn copy_to_device(
-    gpu: &Gpu,
-    dst: DevicePtr,
-    src: *const u8,
-    bytes: usize,
-    stream: RawStream,
-) -> Result<()> {
-    // SAFETY: passed on to the caller.
-    unsafe { copy_host(gpu, Operation::CopyToDevice, dst, src, bytes, stream) }
-}
+impl Gpu {
+    /// Enqueues a copy from host memory.
+    ///
+    /// # Safety
+    /// As for [`aquifer_device::Driver::copy_to_device`].
+    pub(crate) unsafe fn copy_to_device(
+        &self,
+        dst: DevicePtr,
+        src: *const u8,
+        bytes: usize,
+        stream: RawStream,
+    ) -> Result<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { copy_host(self, Operation::CopyToDevice, dst, src, bytes, stream) }
+    }
 
-/// Enqueues a copy to host memory.
-///
-/// # Safety
-/// As for [`aquifer_device::Driver::copy_to_host`].
-pub(crate) unsafe fn copy_to_host(
-    gpu: &Gpu,
-    dst: *mut u8,
-    src: DevicePtr,
-    bytes: usize,
-    stream: RawStream,
-) -> Result<()> {
-    // SAFETY: passed on to the caller.
-    unsafe { copy_host(gpu, Operation::CopyToHost, src, dst, bytes, stream) }
+    /// Enqueues a copy to host memory.
+    ///
+    /// # Safety
+    /// As for [`aquifer_device::Driver::copy_to_host`].
+    pub(crate) unsafe fn copy_to_host(
+        &self,
+        dst: *mut u8,
+        src: DevicePtr,
+        bytes: usize,
+        stream: RawStream,
+    ) -> Result<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { copy_host(self, Operation::CopyToHost, src, dst, bytes, stream) }
+    }
+
+    pub(crate) fn copy_on_device(&self, dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> Result<()> {
+        let operation = Operation::CopyOnDevice;
+        let stream = streams::live(self, operation, stream)?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        memory::check_memory(self, operation, dst, bytes)?;
+        memory::check_memory(self, operation, src, bytes)?;
+        if dst.0.abs_diff(src.0) < bytes {
+            return Err(bad_value(operation, format!("{bytes} bytes at {dst} and at {src} overlap")));
+        }
+        // SAFETY: both ranges are live device memory.
+        unsafe { copy_range(self, operation, CopyEnd::Device(dst), CopyEnd::Device(src), bytes, &stream) }
+    }
+
+    pub(crate) fn memset(&self, ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> Result<()> {
+        let operation = Operation::Memset;
+        let stream = streams::live(self, operation, stream)?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        memory::check_memory(self, operation, ptr, bytes)?;
+        // Relaxed: the first fill may load the kernel that makes it.
+        let call = self.context.functions().cuMemsetD8Async;
+        // SAFETY: the range is live device memory, and the stream lives (L1, F1).
+        self.context.call(operation, |_| unsafe { call(ptr.0, value, size(bytes), stream.raw) })
+    }
+
+    /// Enqueues a copy of rows.
+    ///
+    /// # Safety
+    /// As for [`aquifer_device::Driver::copy_2d`].
+    pub(crate) unsafe fn copy_2d(&self, copy: &Copy2d, stream: RawStream) -> Result<()> {
+        let operation = Operation::Copy2d;
+        let call = self.optional(operation, self.context.functions().cuMemcpy2DAsync_v2)?;
+        let stream = streams::live(self, operation, stream)?;
+        let Copy2d { dst, dst_pitch, src, src_pitch, width, height } = *copy;
+        if dst_pitch < width || src_pitch < width {
+            let detail = format!("rows of {width} bytes at pitches of {dst_pitch} and {src_pitch}");
+            return Err(bad_value(operation, detail));
+        }
+        if width == 0 || height == 0 {
+            return Ok(());
+        }
+        check_ends(operation, dst, src)?;
+        let mut spans = Vec::new();
+        for (place, pitch, writes) in [(dst, dst_pitch, true), (src, src_pitch, false)] {
+            let spanned = pitch.checked_mul(height - 1).and_then(|bytes| bytes.checked_add(width));
+            let bytes = spanned.ok_or_else(|| bad_value(operation, format!("{height} rows of {pitch} bytes")))?;
+            check_place(self, operation, place, bytes)?;
+            spans.push(Touched::new(place, bytes, writes));
+        }
+        // Mostly the two ends cannot overlap, and then no row has to be looked at.
+        if first_overlap(spans).is_some() {
+            let rows = copy.rows().ok_or_else(|| bad_value(operation, "rows beyond the last address"))?;
+            refuse_overlap(operation, rows.iter().flat_map(CopyPart::touched).collect())?;
+        }
+        if height == 1 || (dst_pitch == width && src_pitch == width) {
+            // SAFETY: the ends were checked for all of the rows, and the caller vouches for those on
+            // the host.
+            return unsafe { copy_range(self, operation, dst, src, width * height, &stream) };
+        }
+        let end = |place| match place {
+            CopyEnd::Device(ptr) => (CUmemorytype::CU_MEMORYTYPE_DEVICE, ptr.0),
+            CopyEnd::Host(ptr) => (CUmemorytype::CU_MEMORYTYPE_HOST, ptr.0 as u64),
+        };
+        let ((dst_kind, dst), (src_kind, src)) = (end(dst), end(src));
+        // Of the two addresses of an end the driver reads the one that its kind says.
+        let copy = CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: src_kind,
+            srcHost: pointer::<c_void>(src),
+            srcDevice: src,
+            srcArray: ptr::null_mut(),
+            srcPitch: size(src_pitch),
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: dst_kind,
+            dstHost: pointer(dst),
+            dstDevice: dst,
+            dstArray: ptr::null_mut(),
+            dstPitch: size(dst_pitch),
+            WidthInBytes: size(width),
+            Height: size(height),
+        };
+        // SAFETY: the description outlives the call; its ranges are live device memory, or pinned
+        // memory for which the caller vouches; the stream lives (L1, F1).
+        self.context.call(operation, |_| unsafe { call(&raw const copy, stream.raw) })
+    }
+
+    /// Enqueues many copies.
+    ///
+    /// # Safety
+    /// As for [`aquifer_device::Driver::copy_batch`].
+    pub(crate) unsafe fn copy_batch(&self, copies: &[CopyPart], stream: RawStream) -> Result<()> {
+        let operation = Operation::CopyBatch;
+        let functions = self.context.functions();
+        self.optional(operation, has_batches(functions).then_some(()))?;
+        if stream.is_legacy() {
+            return Err(DeviceError::refused(operation, Code::NOT_SUPPORTED)
+                .with_detail("the driver takes no batches on the legacy default stream; use another stream"));
+        }
+        let stream = streams::live(self, operation, stream)?;
+        captures::forbid_capture(self, operation, &stream, "copies in a batch cannot be captured")?;
+        let (mut targets, mut sources, mut lengths) = (Vec::new(), Vec::new(), Vec::new());
+        for copy in copies.iter().filter(|copy| copy.bytes > 0) {
+            check_ends(operation, copy.dst, copy.src)?;
+            for place in [copy.dst, copy.src] {
+                check_place(self, operation, place, copy.bytes)?;
+                check_address(self, operation, place)?;
+            }
+            // Places in the unified address space of host and device.
+            let [target, source] = copy.touched();
+            targets.push(target.range.start);
+            sources.push(source.range.start);
+            lengths.push(size(copy.bytes));
+        }
+        if targets.is_empty() {
+            return Ok(());
+        }
+        refuse_overlap(operation, copies.iter().flat_map(CopyPart::touched).collect())?;
+        let _current = self.context.enter_relaxed(operation)?;
+        let (count, raw) = (targets.len(), stream.raw);
+        let (targets, sources, lengths) = (targets.as_mut_ptr(), sources.as_mut_ptr(), lengths.as_mut_ptr());
+        // One description, from the first copy on.
+        let (mut attributes, mut first, mut failed) = (CopyAttributes::in_stream_order(), 0, usize::MAX);
+        let (attributes, first) = (&raw mut attributes, &raw mut first);
+        // The call lost an argument with CUDA 13.
+        let code = match (functions.cuMemcpyBatchAsync_v2, functions.cuMemcpyBatchAsync) {
+            // SAFETY: all of it outlives the call; the three lists have one length, and their ranges
+            // are live device memory, or pinned memory for which the caller vouches; the stream
+            // lives (L1, F1).
+            (Some(call), _) => unsafe { call(targets, sources, lengths, count, attributes, first, 1, raw) },
+            (None, Some(call)) => {
+                let failed = &raw mut failed;
+                // SAFETY: as above.
+                unsafe { call(targets, sources, lengths, count, attributes, first, 1, failed, raw) }
+            }
+            (None, None) => Code::NOT_SUPPORTED.0,
+        };
+        check(operation, code).map_err(|error| {
+            if failed < count { error.with_detail(format!("copy {failed} of {}", copies.len())) } else { error }
+        })
+    }
 }
 
 /// Enqueues a copy from host memory, or to it if `operation` is [`Operation::CopyToHost`].
@@ -172,35 +320,6 @@ fn finish(gpu: &Gpu, operation: Operation, stream: &LiveStream) -> Result<()> {
     check_function(operation, "cuStreamSynchronize", code)
 }
 
-pub(crate) fn copy_on_device(gpu: &Gpu, dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> Result<()> {
-    let operation = Operation::CopyOnDevice;
-    let stream = streams::live(gpu, operation, stream)?;
-    if bytes == 0 {
-        return Ok(());
-    }
-    memory::check_memory(gpu, operation, dst, bytes)?;
-    memory::check_memory(gpu, operation, src, bytes)?;
-    if dst.0.abs_diff(src.0) < bytes {
-        return Err(bad_value(operation, format!("{bytes} bytes at {dst} and at {src} overlap")));
-    }
-    // SAFETY: both ranges are live device memory.
-    unsafe { copy_range(gpu, operation, CopyEnd::Device(dst), CopyEnd::Device(src), bytes, &stream) }
-}
-
-pub(crate) fn memset(gpu: &Gpu, ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> Result<()> {
-    let operation = Operation::Memset;
-    let stream = streams::live(gpu, operation, stream)?;
-    if bytes == 0 {
-        return Ok(());
-    }
-    memory::check_memory(gpu, operation, ptr, bytes)?;
-    // Relaxed: the first fill may load the kernel that makes it.
-    let _current = gpu.context.enter_relaxed(operation)?;
-    let call = gpu.context.functions().cuMemsetD8Async;
-    // SAFETY: the range is live device memory, and the stream lives (L1, F1).
-    check(operation, unsafe { call(ptr.0, value, size(bytes), stream.raw) })
-}
-
 /// Refuses copies within the host, which the driver would make while the caller waits.
 fn check_ends(operation: Operation, dst: CopyEnd, src: CopyEnd) -> Result<()> {
     if matches!((dst, src), (CopyEnd::Host(_), CopyEnd::Host(_))) {
@@ -231,142 +350,6 @@ fn refuse_overlap(operation: Operation, touched: Vec<Touched>) -> Result<()> {
         None => Ok(()),
         Some(at) => Err(bad_value(operation, format!("a copy writes bytes that another one touches, at {at:#x}"))),
     }
-}
-
-/// Enqueues a copy of rows.
-///
-/// # Safety
-/// As for [`aquifer_device::Driver::copy_2d`].
-pub(crate) unsafe fn copy_2d(gpu: &Gpu, copy: &Copy2d, stream: RawStream) -> Result<()> {
-    let operation = Operation::Copy2d;
-    let call = gpu.optional(operation, gpu.context.functions().cuMemcpy2DAsync_v2)?;
-    let stream = streams::live(gpu, operation, stream)?;
-    let Copy2d { dst, dst_pitch, src, src_pitch, width, height } = *copy;
-    if dst_pitch < width || src_pitch < width {
-        let detail = format!("rows of {width} bytes at pitches of {dst_pitch} and {src_pitch}");
-        return Err(bad_value(operation, detail));
-    }
-    if width == 0 || height == 0 {
-        return Ok(());
-    }
-    check_ends(operation, dst, src)?;
-    let mut spans = Vec::new();
-    for (place, pitch, writes) in [(dst, dst_pitch, true), (src, src_pitch, false)] {
-        let spanned = pitch.checked_mul(height - 1).and_then(|bytes| bytes.checked_add(width));
-        let bytes = spanned.ok_or_else(|| bad_value(operation, format!("{height} rows of {pitch} bytes")))?;
-        check_place(gpu, operation, place, bytes)?;
-        spans.push(Touched::new(place, bytes, writes));
-    }
-    // Mostly the two ends cannot overlap, and then no row has to be looked at.
-    if first_overlap(spans).is_some() {
-        let rows = copy.rows().ok_or_else(|| bad_value(operation, "rows beyond the last address"))?;
-        refuse_overlap(operation, rows.iter().flat_map(CopyPart::touched).collect())?;
-    }
-    if height == 1 || (dst_pitch == width && src_pitch == width) {
-        // SAFETY: the ends were checked for all of the rows, and the caller vouches for those on
-        // the host.
-        return unsafe { copy_range(gpu, operation, dst, src, width * height, &stream) };
-    }
-    let copy = CUDA_MEMCPY2D {
-        dstPitch: size(dst_pitch),
-        srcPitch: size(src_pitch),
-        WidthInBytes: size(width),
-        Height: size(height),
-        ..ends(dst, src)
-    };
-    let _current = gpu.context.enter_relaxed(operation)?;
-    // SAFETY: the description outlives the call; its ranges are live device memory, or pinned
-    // memory for which the caller vouches; the stream lives (L1, F1).
-    check(operation, unsafe { call(&raw const copy, stream.raw) })
-}
-
-/// A description of a copy of rows in which only the two ends are set.
-fn ends(dst: CopyEnd, src: CopyEnd) -> CUDA_MEMCPY2D {
-    let kind = |place| match place {
-        CopyEnd::Device(_) => CUmemorytype::CU_MEMORYTYPE_DEVICE,
-        CopyEnd::Host(_) => CUmemorytype::CU_MEMORYTYPE_HOST,
-    };
-    let host = |place| match place {
-        CopyEnd::Device(_) => ptr::null_mut::<c_void>(),
-        CopyEnd::Host(ptr) => pointer(ptr.0 as u64),
-    };
-    let device = |place| match place {
-        CopyEnd::Device(ptr) => ptr.0,
-        CopyEnd::Host(_) => 0,
-    };
-    CUDA_MEMCPY2D {
-        srcXInBytes: 0,
-        srcY: 0,
-        srcMemoryType: kind(src),
-        srcHost: host(src).cast_const(),
-        srcDevice: device(src),
-        srcArray: ptr::null_mut(),
-        srcPitch: 0,
-        dstXInBytes: 0,
-        dstY: 0,
-        dstMemoryType: kind(dst),
-        dstHost: host(dst),
-        dstDevice: device(dst),
-        dstArray: ptr::null_mut(),
-        dstPitch: 0,
-        WidthInBytes: 0,
-        Height: 0,
-    }
-}
-
-/// Enqueues many copies.
-///
-/// # Safety
-/// As for [`aquifer_device::Driver::copy_batch`].
-pub(crate) unsafe fn copy_batch(gpu: &Gpu, copies: &[CopyPart], stream: RawStream) -> Result<()> {
-    let operation = Operation::CopyBatch;
-    let functions = gpu.context.functions();
-    gpu.optional(operation, has_batches(functions).then_some(()))?;
-    if stream.is_legacy() {
-        return Err(DeviceError::refused(operation, Code::NOT_SUPPORTED)
-            .with_detail("the driver takes no batches on the legacy default stream; use another stream"));
-    }
-    let stream = streams::live(gpu, operation, stream)?;
-    captures::forbid_capture(gpu, operation, &stream, "copies in a batch cannot be captured")?;
-    let (mut targets, mut sources, mut lengths) = (Vec::new(), Vec::new(), Vec::new());
-    for copy in copies.iter().filter(|copy| copy.bytes > 0) {
-        check_ends(operation, copy.dst, copy.src)?;
-        for place in [copy.dst, copy.src] {
-            check_place(gpu, operation, place, copy.bytes)?;
-            check_address(gpu, operation, place)?;
-        }
-        // Places in the unified address space of host and device.
-        let [target, source] = copy.touched();
-        targets.push(target.range.start);
-        sources.push(source.range.start);
-        lengths.push(size(copy.bytes));
-    }
-    if targets.is_empty() {
-        return Ok(());
-    }
-    refuse_overlap(operation, copies.iter().flat_map(CopyPart::touched).collect())?;
-    let _current = gpu.context.enter_relaxed(operation)?;
-    let (count, raw) = (targets.len(), stream.raw);
-    let (targets, sources, lengths) = (targets.as_mut_ptr(), sources.as_mut_ptr(), lengths.as_mut_ptr());
-    // One description, from the first copy on.
-    let (mut attributes, mut first, mut failed) = (CopyAttributes::in_stream_order(), 0, usize::MAX);
-    let (attributes, first) = (&raw mut attributes, &raw mut first);
-    // The call lost an argument with CUDA 13.
-    let code = match (functions.cuMemcpyBatchAsync_v2, functions.cuMemcpyBatchAsync) {
-        // SAFETY: all of it outlives the call; the three lists have one length, and their ranges
-        // are live device memory, or pinned memory for which the caller vouches; the stream
-        // lives (L1, F1).
-        (Some(call), _) => unsafe { call(targets, sources, lengths, count, attributes, first, 1, raw) },
-        (None, Some(call)) => {
-            let failed = &raw mut failed;
-            // SAFETY: as above.
-            unsafe { call(targets, sources, lengths, count, attributes, first, 1, failed, raw) }
-        }
-        (None, None) => Code::NOT_SUPPORTED.0,
-    };
-    check(operation, code).map_err(|error| {
-        if failed < count { error.with_detail(format!("copy {failed} of {}", copies.len())) } else { error }
-    })
 }
 
 /// Refuses memory that the device knows by another address than the host: here the driver takes

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use aquifer_device::{
     AccessKind, Attribute, CaptureStatus, CapturingStreams, Copy2d, CopyPart, DeviceInfo, DevicePtr, Driver, HostPtr,
     Launch, MemoryInfo, Operation, PhysicalOptions, PoolUsage, RawEvent, RawGraph, RawModule, RawPhysical, RawStream,
-    Result, StreamFlags, fork,
+    Result, StreamFlags, fork, forward_calls,
 };
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::CUdevice_attribute as Attr;
@@ -16,7 +16,7 @@ use crate::functions::{CALLED_BY_CUDARC, Functions};
 use crate::gpu::Gpu;
 use crate::installation::{Installation, bad_value};
 use crate::objects::Locked;
-use crate::{captures, copies, events, mappings, memory, modules, peers, streams};
+use crate::{captures, copies, events, mappings, memory, peers, streams};
 
 /// A real GPU, through NVIDIA's driver. See the [module documentation](super).
 ///
@@ -69,12 +69,17 @@ impl CudaDriver {
         Self::new(GpuContext::shared(Installation::find()?, context), ordinal)
     }
 
+    /// Makes a call on the GPU, for [`forward_calls`].
+    fn call<T>(&self, _: Operation, make: impl FnOnce(&Gpu) -> Result<T>) -> Result<T> {
+        make(&self.gpu)
+    }
+
     /// Gives back all memory and mappings that are left. Objects with handles follow, when their
     /// tables are dropped.
     fn give_everything_back(&self) -> Result<()> {
         let gpu = &self.gpu;
         // Unmapping and freeing pinned memory do not wait for work.
-        let mut outcome = persistently(|| captures::synchronize(gpu));
+        let mut outcome = persistently(|| gpu.synchronize());
         if outcome.as_ref().is_err_and(|error| !error.is_device_lost()) {
             self.leak_everything();
             return outcome;
@@ -134,24 +139,6 @@ fn gpu_of(operation: Operation, peer: &dyn Driver) -> Result<&Gpu> {
         let detail = "the peer is not driven by CUDA; devices of two kinds share nothing: go through the host";
         bad_value(operation, detail)
     })
-}
-
-/// Implements calls by functions on the [`Gpu`].
-macro_rules! delegate {
-    () => {};
-    ($method:ident($($arg:ident: $type:ty),*) -> $result:ty = $module:ident::$function:ident; $($rest:tt)*) => {
-        fn $method(&self, $($arg: $type),*) -> Result<$result> {
-            $module::$function(&self.gpu, $($arg),*)
-        }
-        delegate! { $($rest)* }
-    };
-    (unsafe $method:ident($($arg:ident: $type:ty),*) -> $result:ty = $module:ident::$function:ident; $($rest:tt)*) => {
-        unsafe fn $method(&self, $($arg: $type),*) -> Result<$result> {
-            // SAFETY: passed on to the caller.
-            unsafe { $module::$function(&self.gpu, $($arg),*) }
-        }
-        delegate! { $($rest)* }
-    };
 }
 
 impl Driver for CudaDriver {
@@ -231,53 +218,14 @@ impl Driver for CudaDriver {
         self.gpu.graphs.destroy(graph.0)
     }
 
-    delegate! {
-        memory_info() -> MemoryInfo = memory::memory_info;
-        alloc(bytes: u64) -> DevicePtr = memory::alloc;
-        free(ptr: DevicePtr) -> () = memory::free;
-        alloc_async(bytes: u64, stream: RawStream) -> DevicePtr = memory::alloc_async;
-        free_async(ptr: DevicePtr, stream: RawStream) -> () = memory::free_async;
-        reserve(bytes: u64, alignment: u64) -> DevicePtr = mappings::reserve;
-        unreserve(ptr: DevicePtr, bytes: u64) -> () = mappings::unreserve;
-        create_physical(bytes: u64, options: PhysicalOptions) -> RawPhysical = mappings::create_physical;
-        release_physical(physical: RawPhysical) -> () = mappings::release_physical;
-        map(ptr: DevicePtr, bytes: u64, physical: RawPhysical) -> () = mappings::map;
-        unmap(ptr: DevicePtr, bytes: u64) -> () = mappings::unmap;
-        set_access(ptr: DevicePtr, bytes: u64, devices: &[u32]) -> () = mappings::set_access;
-        host_alloc(bytes: usize) -> HostPtr = memory::host_alloc;
-        create_stream(flags: StreamFlags) -> RawStream = streams::create_stream;
-        destroy_stream(stream: RawStream) -> () = streams::destroy_stream;
-        synchronize_stream(stream: RawStream) -> () = streams::synchronize_stream;
-        query_stream(stream: RawStream) -> bool = streams::query_stream;
-        create_event(timing: bool) -> RawEvent = events::create_event;
-        record(event: RawEvent, stream: RawStream) -> () = events::record;
-        wait(stream: RawStream, event: RawEvent) -> () = events::wait;
-        query_event(event: RawEvent) -> bool = events::query_event;
-        synchronize_event(event: RawEvent) -> () = events::synchronize_event;
-        elapsed_ms(start: RawEvent, end: RawEvent) -> f64 = events::elapsed_ms;
-        synchronize() -> () = captures::synchronize;
-        copy_on_device(dst: DevicePtr, src: DevicePtr, bytes: u64, stream: RawStream) -> () = copies::copy_on_device;
-        memset(ptr: DevicePtr, value: u8, bytes: u64, stream: RawStream) -> () = copies::memset;
-        load_module(ptx: &str) -> RawModule = modules::load_module;
-        begin_capture(stream: RawStream) -> () = captures::begin_capture;
-        capture_status(stream: RawStream) -> CaptureStatus = captures::capture_status;
-        capture_number(stream: RawStream) -> Option<u64> = captures::capture_number;
-        keep_for_graph(stream: RawStream, what: Arc<dyn Any + Send + Sync>) -> () = captures::keep_for_graph;
-        stream_id(stream: RawStream) -> Option<u64> = streams::stream_id;
-        pool_usage() -> PoolUsage = memory::pool_usage;
-        trim_pool(keep: u64) -> () = memory::trim_pool;
-        trim_graph_memory() -> () = memory::trim_graph_memory;
-        can_access_peer(peer: u32) -> bool = mappings::can_access_peer;
-        end_capture(stream: RawStream) -> RawGraph = captures::end_capture;
-        launch_graph(graph: RawGraph, stream: RawStream) -> () = captures::launch_graph;
-        unsafe host_free(ptr: HostPtr) -> () = memory::host_free;
-        unsafe host_register(ptr: *mut u8, bytes: usize) -> HostPtr = memory::host_register;
-        unsafe host_unregister(ptr: HostPtr) -> () = memory::host_unregister;
-        unsafe copy_to_device(dst: DevicePtr, src: *const u8, bytes: usize, stream: RawStream) -> ()
-            = copies::copy_to_device;
-        unsafe copy_to_host(dst: *mut u8, src: DevicePtr, bytes: usize, stream: RawStream) -> () = copies::copy_to_host;
-        unsafe copy_2d(copy: &Copy2d, stream: RawStream) -> () = copies::copy_2d;
-        unsafe copy_batch(copies: &[CopyPart], stream: RawStream) -> () = copies::copy_batch;
-        unsafe launch(launch: &Launch, stream: RawStream) -> () = modules::launch;
+    forward_calls! {
+        memory_info alloc free alloc_async free_async
+        reserve unreserve create_physical release_physical map unmap set_access
+        host_alloc host_free host_register host_unregister
+        create_stream destroy_stream synchronize_stream query_stream stream_id
+        create_event record wait query_event synchronize_event elapsed_ms synchronize
+        copy_to_device copy_to_host copy_on_device copy_2d copy_batch memset load_module launch
+        begin_capture capture_status capture_number keep_for_graph end_capture launch_graph
+        pool_usage trim_pool trim_graph_memory can_access_peer
     }
 }

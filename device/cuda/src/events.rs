@@ -23,28 +23,56 @@ fn find(gpu: &Gpu, operation: Operation, event: RawEvent) -> Result<Arc<OwnedObj
     gpu.events.find(operation, event.0)
 }
 
-pub(crate) fn create_event(gpu: &Gpu, timing: bool) -> Result<RawEvent> {
-    let _current = gpu.context.enter_relaxed(Operation::CreateEvent)?;
-    let mut raw = ptr::null_mut();
-    let flags = BLOCKING_SYNC | if timing { 0 } else { DISABLE_TIMING };
-    // SAFETY: the handle outlives the call (F1).
-    check(Operation::CreateEvent, unsafe { (gpu.context.functions().cuEventCreate)(&raw mut raw, flags) })?;
-    let raw = handle(raw);
-    // SAFETY: just created, and known only here.
-    gpu.events.insert(raw, unsafe { OwnedObject::new(&gpu.context, raw, ()) });
-    Ok(RawEvent(raw))
-}
+impl Gpu {
+    pub(crate) fn create_event(&self, timing: bool) -> Result<RawEvent> {
+        let mut raw = ptr::null_mut();
+        let flags = BLOCKING_SYNC | if timing { 0 } else { DISABLE_TIMING };
+        self.context
+            // SAFETY: the handle outlives the call (F1).
+            .call(Operation::CreateEvent, |functions| unsafe { (functions.cuEventCreate)(&raw mut raw, flags) })?;
+        let raw = handle(raw);
+        // SAFETY: just created, and known only here.
+        self.events.insert(raw, unsafe { OwnedObject::new(&self.context, raw, ()) });
+        Ok(RawEvent(raw))
+    }
 
-pub(crate) fn record(gpu: &Gpu, event: RawEvent, stream: RawStream) -> Result<()> {
-    let operation = Operation::Record;
-    let (event, stream) = (find(gpu, operation, event)?, streams::live(gpu, operation, stream)?);
-    let _current = gpu.context.enter(operation)?;
-    // SAFETY: event and stream live (L1, F1).
-    check(operation, unsafe { (gpu.context.functions().cuEventRecord)(pointer(event.raw()), stream.raw) })
-}
+    pub(crate) fn record(&self, event: RawEvent, stream: RawStream) -> Result<()> {
+        let operation = Operation::Record;
+        let (event, stream) = (find(self, operation, event)?, streams::live(self, operation, stream)?);
+        let _current = self.context.enter(operation)?;
+        // SAFETY: event and stream live (L1, F1).
+        check(operation, unsafe { (self.context.functions().cuEventRecord)(pointer(event.raw()), stream.raw) })
+    }
 
-pub(crate) fn wait(gpu: &Gpu, stream: RawStream, event: RawEvent) -> Result<()> {
-    wait_peer(gpu, stream, gpu, event)
+    pub(crate) fn wait(&self, stream: RawStream, event: RawEvent) -> Result<()> {
+        wait_peer(self, stream, self, event)
+    }
+
+    pub(crate) fn query_event(&self, event: RawEvent) -> Result<bool> {
+        let operation = Operation::QueryEvent;
+        let event = find(self, operation, event)?;
+        let _current = self.context.enter_relaxed(operation)?;
+        // SAFETY: the event lives (L1, F1).
+        done(operation, unsafe { (self.context.functions().cuEventQuery)(pointer(event.raw())) })
+    }
+
+    pub(crate) fn synchronize_event(&self, event: RawEvent) -> Result<()> {
+        let operation = Operation::SynchronizeEvent;
+        let event = find(self, operation, event)?;
+        // SAFETY: the event lives (L1, F1).
+        self.context.call(operation, |functions| unsafe { (functions.cuEventSynchronize)(pointer(event.raw())) })
+    }
+
+    pub(crate) fn elapsed_ms(&self, start: RawEvent, end: RawEvent) -> Result<f64> {
+        let operation = Operation::ElapsedTime;
+        let elapsed = self.optional(operation, self.context.functions().cuEventElapsedTime)?;
+        let (start, end) = (find(self, operation, start)?, find(self, operation, end)?);
+        let mut milliseconds = 0.0_f32;
+        self.context
+            // SAFETY: the number outlives the call, and the events live (L1, F1).
+            .call(operation, |_| unsafe { elapsed(&raw mut milliseconds, pointer(start.raw()), pointer(end.raw())) })
+            .map(|()| milliseconds.into())
+    }
 }
 
 /// Makes a stream wait for an event of this or another GPU.
@@ -55,31 +83,4 @@ pub(crate) fn wait_peer(gpu: &Gpu, stream: RawStream, peer: &Gpu, event: RawEven
     // SAFETY: event and stream live (L1, F1), and an event may be of another context; 0 are the
     // only flags.
     check(operation, unsafe { (gpu.context.functions().cuStreamWaitEvent)(stream.raw, pointer(event.raw()), 0) })
-}
-
-pub(crate) fn query_event(gpu: &Gpu, event: RawEvent) -> Result<bool> {
-    let operation = Operation::QueryEvent;
-    let event = find(gpu, operation, event)?;
-    let _current = gpu.context.enter_relaxed(operation)?;
-    // SAFETY: the event lives (L1, F1).
-    done(operation, unsafe { (gpu.context.functions().cuEventQuery)(pointer(event.raw())) })
-}
-
-pub(crate) fn synchronize_event(gpu: &Gpu, event: RawEvent) -> Result<()> {
-    let operation = Operation::SynchronizeEvent;
-    let event = find(gpu, operation, event)?;
-    let _current = gpu.context.enter_relaxed(operation)?;
-    // SAFETY: the event lives (L1, F1).
-    check(operation, unsafe { (gpu.context.functions().cuEventSynchronize)(pointer(event.raw())) })
-}
-
-pub(crate) fn elapsed_ms(gpu: &Gpu, start: RawEvent, end: RawEvent) -> Result<f64> {
-    let operation = Operation::ElapsedTime;
-    let elapsed = gpu.optional(operation, gpu.context.functions().cuEventElapsedTime)?;
-    let (start, end) = (find(gpu, operation, start)?, find(gpu, operation, end)?);
-    let _current = gpu.context.enter_relaxed(operation)?;
-    let mut milliseconds = 0.0_f32;
-    // SAFETY: the number outlives the call, and the events live (L1, F1).
-    let code = unsafe { elapsed(&raw mut milliseconds, pointer(start.raw()), pointer(end.raw())) };
-    check(operation, code).map(|()| milliseconds.into())
 }

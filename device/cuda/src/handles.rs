@@ -11,11 +11,12 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::hash::{BuildHasherDefault, Hasher};
+use std::hash::BuildHasher;
 use std::sync::Arc;
 
 use aquifer_device::fork::RwLock;
 use aquifer_device::{Code, DeviceError, Operation, Result};
+use foldhash::fast::FixedState;
 
 use crate::context::GpuContext;
 
@@ -28,7 +29,7 @@ pub(crate) struct Handles<T> {
     shards: [Shard<T>; SHARDS],
 }
 
-type Shard<T> = RwLock<HashMap<u64, Arc<T>, BuildHasherDefault<Mix>>>;
+type Shard<T> = RwLock<HashMap<u64, Arc<T>, FixedState>>;
 
 impl<T> Default for Handles<T> {
     fn default() -> Self {
@@ -46,9 +47,9 @@ impl<T> fmt::Debug for Handles<T> {
 
 impl<T> Handles<T> {
     fn shard(&self, handle: u64) -> &Shard<T> {
-        // Handles are pointers or counters: both differ above the lowest bits.
-        let mixed = mix(handle) >> 60;
-        &self.shards[usize::try_from(mixed).unwrap_or(0) % SHARDS]
+        // Other bits of the hash than those by which a shard's table finds an entry.
+        let middle = FixedState::default().hash_one(handle) >> 32;
+        &self.shards[usize::try_from(middle).unwrap_or(0) % SHARDS]
     }
 
     /// The object, if it is live.
@@ -83,33 +84,6 @@ impl<T> Handles<T> {
     /// Takes an object out.
     pub(crate) fn take(&self, handle: u64) -> Option<Arc<T>> {
         self.take_if(handle, |_| true)
-    }
-}
-
-/// A hasher of one `u64`.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Mix(u64);
-
-/// Spreads a number over all bits (Fibonacci hashing: the golden ratio as a fraction of 2^64).
-const fn mix(value: u64) -> u64 {
-    value.wrapping_mul(0x9E37_79B9_7F4A_7C15)
-}
-
-impl Hasher for Mix {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write_u64(&mut self, value: u64) {
-        // The table's own bits are the lowest and the highest seven; the product's best are in the
-        // middle.
-        self.0 = mix(value).rotate_left(26);
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.write_u64(self.0 ^ u64::from(byte));
-        }
     }
 }
 

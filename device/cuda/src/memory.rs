@@ -36,72 +36,179 @@ unsafe fn free_host(context: &GpuContext, start: u64) -> Result<()> {
     check(Operation::HostFree, unsafe { (context.functions().cuMemFreeHost)(pointer(start)) })
 }
 
-pub(crate) fn memory_info(gpu: &Gpu) -> Result<MemoryInfo> {
-    let operation = Operation::MemoryInfo;
-    let _current = gpu.context.enter_relaxed(operation)?;
-    let (mut free, mut total) = (0, 0);
-    // SAFETY: the numbers outlive the call (F1).
-    check(operation, unsafe { (gpu.context.functions().cuMemGetInfo_v2)(&raw mut free, &raw mut total) })?;
-    Ok(MemoryInfo { free: free as u64, total: total as u64 })
-}
+impl Gpu {
+    pub(crate) fn memory_info(&self) -> Result<MemoryInfo> {
+        let operation = Operation::MemoryInfo;
+        let (mut free, mut total) = (0, 0);
+        self.context
+            // SAFETY: the numbers outlive the call (F1).
+            .call(operation, |functions| unsafe { (functions.cuMemGetInfo_v2)(&raw mut free, &raw mut total) })?;
+        Ok(MemoryInfo { free: free as u64, total: total as u64 })
+    }
 
-pub(crate) fn alloc(gpu: &Gpu, bytes: u64) -> Result<DevicePtr> {
-    let operation = Operation::Alloc;
-    let _current = gpu.context.enter_relaxed(operation)?;
-    let mut ptr = 0;
-    // SAFETY: the address outlives the call (F1).
-    let code = unsafe { (gpu.context.functions().cuMemAlloc_v2)(&raw mut ptr, size(bytes)) };
-    check(operation, code).map_err(|error| error.with_more(format!("{bytes} bytes asked for")))?;
-    gpu.memory.insert(ptr, bytes, Source::Plain);
-    Ok(DevicePtr(ptr))
-}
+    pub(crate) fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
+        let operation = Operation::Alloc;
+        let mut ptr = 0;
+        self.context
+            // SAFETY: the address outlives the call (F1).
+            .call(operation, |functions| unsafe { (functions.cuMemAlloc_v2)(&raw mut ptr, size(bytes)) })
+            .map_err(|error| error.with_more(format!("{bytes} bytes asked for")))?;
+        self.memory.insert(ptr, bytes, Source::Plain);
+        Ok(DevicePtr(ptr))
+    }
 
-pub(crate) fn free(gpu: &Gpu, ptr: DevicePtr) -> Result<()> {
-    let operation = Operation::Free;
-    captures::forbid_device_wait(gpu, operation)?;
-    let freed = gpu.memory.give_back(ptr.0, |_| true, |_| free_raw(gpu, ptr.0));
-    freed.unwrap_or_else(|| Err(bad_value(operation, format!("no live allocation starts at {ptr}"))))
+    pub(crate) fn free(&self, ptr: DevicePtr) -> Result<()> {
+        let operation = Operation::Free;
+        captures::forbid_device_wait(self, operation)?;
+        let freed = self.memory.give_back(ptr.0, |_| true, |_| free_raw(self, ptr.0));
+        freed.unwrap_or_else(|| Err(bad_value(operation, format!("no live allocation starts at {ptr}"))))
+    }
+
+    pub(crate) fn alloc_async(&self, bytes: u64, stream: RawStream) -> Result<DevicePtr> {
+        let operation = Operation::AllocAsync;
+        let alloc = self.optional(operation, self.context.functions().cuMemAllocAsync)?;
+        // Memory that is given out has to come back.
+        self.optional(operation, self.context.functions().cuMemFreeAsync)?;
+        let stream = streams::live(self, operation, stream)?;
+        captures::forbid_capture(self, operation, &stream, "the driver's pool cannot be used in a capture here")?;
+        let mut ptr = 0;
+        self.context
+            // SAFETY: the address outlives the call, and the stream lives (L1, F1).
+            .call(operation, |_| unsafe { alloc(&raw mut ptr, size(bytes), stream.raw) })
+            .map_err(|error| error.with_more(format!("{bytes} bytes asked for")))?;
+        self.memory.insert(ptr, bytes, Source::Pool);
+        Ok(DevicePtr(ptr))
+    }
+
+    pub(crate) fn free_async(&self, ptr: DevicePtr, stream: RawStream) -> Result<()> {
+        let operation = Operation::FreeAsync;
+        let free = self.optional(operation, self.context.functions().cuMemFreeAsync)?;
+        let stream = streams::live(self, operation, stream)?;
+        captures::forbid_capture(self, operation, &stream, "the driver's pool cannot be used in a capture here")?;
+        let freed = self.memory.give_back(
+            ptr.0,
+            |source| source == Source::Pool,
+            |_| {
+                // SAFETY: the memory is live (it was in the table), and so is the stream (L1, F1).
+                self.context.call(operation, |_| unsafe { free(ptr.0, stream.raw) })
+            },
+        );
+        let no_such = || bad_value(operation, format!("no live allocation of the driver's pool starts at {ptr}"));
+        freed.unwrap_or_else(|| Err(no_such()))
+    }
+
+    pub(crate) fn pool_usage(&self) -> Result<PoolUsage> {
+        let operation = Operation::PoolUsage;
+        let ask = self.optional(operation, self.context.functions().cuMemPoolGetAttribute)?;
+        let _current = self.context.enter_relaxed(operation)?;
+        let pool = pool(self, operation)?;
+        let number = |attribute: PoolAttr| -> Result<u64> {
+            let mut value = 0_u64;
+            // SAFETY: the number outlives the call, and these attributes have 64 bits (F1).
+            check(operation, unsafe { ask(pool, attribute as c_uint, (&raw mut value).cast()) })?;
+            Ok(value)
+        };
+        Ok(PoolUsage {
+            used: number(PoolAttr::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
+            used_peak: number(PoolAttr::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
+            reserved: number(PoolAttr::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?,
+            reserved_peak: number(PoolAttr::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)?,
+            graphs: graph_memory(self, operation)?,
+        })
+    }
+
+    pub(crate) fn trim_pool(&self, keep: u64) -> Result<()> {
+        let operation = Operation::TrimPool;
+        let trim = self.optional(operation, self.context.functions().cuMemPoolTrimTo)?;
+        let _current = self.context.enter_relaxed(operation)?;
+        let pool = pool(self, operation)?;
+        // SAFETY: the pool is the device's current one, which lives as long as it is that (F1).
+        check(operation, unsafe { trim(pool, size(keep)) })
+    }
+
+    pub(crate) fn trim_graph_memory(&self) -> Result<()> {
+        let operation = Operation::TrimGraphMemory;
+        // Drivers without it are from before graphs could allocate.
+        let Some(trim) = self.context.functions().cuDeviceGraphMemTrim else { return Ok(()) };
+        // SAFETY: the device is the driver's number of this one (F1).
+        self.context.call(operation, |_| unsafe { trim(self.context.device) })
+    }
+
+    pub(crate) fn host_alloc(&self, bytes: usize) -> Result<HostPtr> {
+        let first = host_alloc_raw(self, bytes)?;
+        if first.is_multiple_of(PAGE) {
+            return Ok(note_allocated(self, first, bytes, 0));
+        }
+        // Small pieces come from within pages that the driver shares out. An allocation that is a page
+        // longer has a page's border in it. SAFETY: just allocated, and known only here.
+        unsafe { self.context.destroy_or_leak("pinned memory at", first, free_host) };
+        let length = bytes
+            .checked_add(size(PAGE))
+            .ok_or_else(|| DeviceError::refused(Operation::HostAlloc, Code::OUT_OF_MEMORY))?;
+        let start = host_alloc_raw(self, length)?;
+        Ok(note_allocated(self, start, bytes, start.next_multiple_of(PAGE) - start))
+    }
+
+    /// Frees pinned memory.
+    ///
+    /// # Safety
+    /// As for [`aquifer_device::Driver::host_free`].
+    pub(crate) unsafe fn host_free(&self, ptr: HostPtr) -> Result<()> {
+        let operation = Operation::HostFree;
+        let start = ptr.0 as u64;
+        let free = |locked| {
+            let skipped = if let Locked::Allocated { skipped } = locked { skipped } else { 0 };
+            // SAFETY: passed on to the caller; it was in the table, so it is an allocation, and it is
+            // freed once.
+            unsafe { host_free_raw(self, start - skipped) }
+        };
+        let freed = self.host.give_back(start, |locked| matches!(locked, Locked::Allocated { .. }), free);
+        freed.unwrap_or_else(|| Err(bad_value(operation, format!("no pinned allocation starts at {start:#x}"))))
+    }
+
+    /// Pins the caller's memory.
+    ///
+    /// # Safety
+    /// As for [`aquifer_device::Driver::host_register`].
+    pub(crate) unsafe fn host_register(&self, start: *mut u8, bytes: usize) -> Result<HostPtr> {
+        let operation = Operation::HostRegister;
+        let register = self.optional(operation, self.context.functions().cuMemHostRegister_v2)?;
+        // Registered memory could not be freed without it.
+        self.optional(operation, self.context.functions().cuMemHostUnregister)?;
+        // SAFETY: the caller vouches for the memory (F1).
+        self.context.call(operation, |_| unsafe { register(start.cast(), bytes, PORTABLE) })?;
+        let address = handle(start);
+        self.host.insert(address, bytes as u64, Locked::Registered);
+        Ok(HostPtr(size(address)))
+    }
+
+    /// Waits for the device first: pending work must not meet memory that its owner takes back.
+    ///
+    /// # Safety
+    /// As for [`aquifer_device::Driver::host_unregister`].
+    pub(crate) unsafe fn host_unregister(&self, ptr: HostPtr) -> Result<()> {
+        let operation = Operation::HostUnregister;
+        self.optional(operation, self.context.functions().cuMemHostUnregister)?;
+        captures::forbid_device_wait(self, operation)?;
+        let start = ptr.0 as u64;
+        let unregister = |_| {
+            self.synchronize()?;
+            // SAFETY: passed on to the caller; it was in the table, so it is registered, and it is
+            // unregistered once.
+            unsafe { host_unregister_raw(self, start) }
+        };
+        let done = self.host.give_back(start, |locked| locked == Locked::Registered, unregister);
+        done.unwrap_or_else(|| {
+            Err(DeviceError::refused(operation, NOT_REGISTERED)
+                .with_detail(format!("no registered memory starts at {start:#x}")))
+        })
+    }
 }
 
 /// Frees memory that the table does not know any more.
 pub(crate) fn free_raw(gpu: &Gpu, ptr: u64) -> Result<()> {
-    let _current = gpu.context.enter_relaxed(Operation::Free)?;
     // SAFETY: passed on to the caller (F1).
-    check(Operation::Free, unsafe { (gpu.context.functions().cuMemFree_v2)(ptr) })
-}
-
-pub(crate) fn alloc_async(gpu: &Gpu, bytes: u64, stream: RawStream) -> Result<DevicePtr> {
-    let operation = Operation::AllocAsync;
-    let alloc = gpu.optional(operation, gpu.context.functions().cuMemAllocAsync)?;
-    // Memory that is given out has to come back.
-    gpu.optional(operation, gpu.context.functions().cuMemFreeAsync)?;
-    let stream = streams::live(gpu, operation, stream)?;
-    captures::forbid_capture(gpu, operation, &stream, "the driver's pool cannot be used in a capture here")?;
-    let _current = gpu.context.enter_relaxed(operation)?;
-    let mut ptr = 0;
-    // SAFETY: the address outlives the call, and the stream lives (L1, F1).
-    let code = unsafe { alloc(&raw mut ptr, size(bytes), stream.raw) };
-    check(operation, code).map_err(|error| error.with_more(format!("{bytes} bytes asked for")))?;
-    gpu.memory.insert(ptr, bytes, Source::Pool);
-    Ok(DevicePtr(ptr))
-}
-
-pub(crate) fn free_async(gpu: &Gpu, ptr: DevicePtr, stream: RawStream) -> Result<()> {
-    let operation = Operation::FreeAsync;
-    let free = gpu.optional(operation, gpu.context.functions().cuMemFreeAsync)?;
-    let stream = streams::live(gpu, operation, stream)?;
-    captures::forbid_capture(gpu, operation, &stream, "the driver's pool cannot be used in a capture here")?;
-    let freed = gpu.memory.give_back(
-        ptr.0,
-        |source| source == Source::Pool,
-        |_| {
-            let _current = gpu.context.enter_relaxed(operation)?;
-            // SAFETY: the memory is live (it was in the table), and so is the stream (L1, F1).
-            check(operation, unsafe { free(ptr.0, stream.raw) })
-        },
-    );
-    let no_such = || bad_value(operation, format!("no live allocation of the driver's pool starts at {ptr}"));
-    freed.unwrap_or_else(|| Err(no_such()))
+    gpu.context.call(Operation::Free, |functions| unsafe { (functions.cuMemFree_v2)(ptr) })
 }
 
 /// The pool that the driver's stream-ordered allocations come from, which others in the process may
@@ -115,26 +222,6 @@ fn pool(gpu: &Gpu, operation: Operation) -> Result<CUmemoryPool> {
     Ok(pool)
 }
 
-pub(crate) fn pool_usage(gpu: &Gpu) -> Result<PoolUsage> {
-    let operation = Operation::PoolUsage;
-    let ask = gpu.optional(operation, gpu.context.functions().cuMemPoolGetAttribute)?;
-    let _current = gpu.context.enter_relaxed(operation)?;
-    let pool = pool(gpu, operation)?;
-    let number = |attribute: PoolAttr| -> Result<u64> {
-        let mut value = 0_u64;
-        // SAFETY: the number outlives the call, and these attributes have 64 bits (F1).
-        check(operation, unsafe { ask(pool, attribute as c_uint, (&raw mut value).cast()) })?;
-        Ok(value)
-    };
-    Ok(PoolUsage {
-        used: number(PoolAttr::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
-        used_peak: number(PoolAttr::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
-        reserved: number(PoolAttr::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?,
-        reserved_peak: number(PoolAttr::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)?,
-        graphs: graph_memory(gpu, operation)?,
-    })
-}
-
 /// Bytes that the driver holds for graphs with allocations of their own.
 fn graph_memory(gpu: &Gpu, operation: Operation) -> Result<u64> {
     // Drivers without it are from before graphs could allocate.
@@ -144,24 +231,6 @@ fn graph_memory(gpu: &Gpu, operation: Operation) -> Result<u64> {
     let code = unsafe { ask(gpu.context.device, attribute as c_uint, (&raw mut value).cast()) };
     check_function(operation, "cuDeviceGetGraphMemAttribute", code)?;
     Ok(value)
-}
-
-pub(crate) fn trim_pool(gpu: &Gpu, keep: u64) -> Result<()> {
-    let operation = Operation::TrimPool;
-    let trim = gpu.optional(operation, gpu.context.functions().cuMemPoolTrimTo)?;
-    let _current = gpu.context.enter_relaxed(operation)?;
-    let pool = pool(gpu, operation)?;
-    // SAFETY: the pool is the device's current one, which lives as long as it is that (F1).
-    check(operation, unsafe { trim(pool, size(keep)) })
-}
-
-pub(crate) fn trim_graph_memory(gpu: &Gpu) -> Result<()> {
-    let operation = Operation::TrimGraphMemory;
-    // Drivers without it are from before graphs could allocate.
-    let Some(trim) = gpu.context.functions().cuDeviceGraphMemTrim else { return Ok(()) };
-    let _current = gpu.context.enter_relaxed(operation)?;
-    // SAFETY: the device is the driver's number of this one (F1).
-    check(operation, unsafe { trim(gpu.context.device) })
 }
 
 /// Refuses a range that is not all live device memory, so that the driver cannot take it for the
@@ -226,20 +295,6 @@ fn driver_holds(gpu: &Gpu, operation: Operation, ptr: DevicePtr, bytes: u64) -> 
     }
 }
 
-pub(crate) fn host_alloc(gpu: &Gpu, bytes: usize) -> Result<HostPtr> {
-    let first = host_alloc_raw(gpu, bytes)?;
-    if first.is_multiple_of(PAGE) {
-        return Ok(note_allocated(gpu, first, bytes, 0));
-    }
-    // Small pieces come from within pages that the driver shares out. An allocation that is a page
-    // longer has a page's border in it. SAFETY: just allocated, and known only here.
-    unsafe { gpu.context.destroy_or_leak("pinned memory at", first, free_host) };
-    let length =
-        bytes.checked_add(size(PAGE)).ok_or_else(|| DeviceError::refused(Operation::HostAlloc, Code::OUT_OF_MEMORY))?;
-    let start = host_alloc_raw(gpu, length)?;
-    Ok(note_allocated(gpu, start, bytes, start.next_multiple_of(PAGE) - start))
-}
-
 fn note_allocated(gpu: &Gpu, start: u64, bytes: usize, skipped: u64) -> HostPtr {
     gpu.host.insert(start + skipped, bytes as u64, Locked::Allocated { skipped });
     HostPtr(size(start + skipped))
@@ -256,23 +311,6 @@ fn host_alloc_raw(gpu: &Gpu, bytes: usize) -> Result<u64> {
     Ok(handle(start))
 }
 
-/// Frees pinned memory.
-///
-/// # Safety
-/// As for [`aquifer_device::Driver::host_free`].
-pub(crate) unsafe fn host_free(gpu: &Gpu, ptr: HostPtr) -> Result<()> {
-    let operation = Operation::HostFree;
-    let start = ptr.0 as u64;
-    let free = |locked| {
-        let skipped = if let Locked::Allocated { skipped } = locked { skipped } else { 0 };
-        // SAFETY: passed on to the caller; it was in the table, so it is an allocation, and it is
-        // freed once.
-        unsafe { host_free_raw(gpu, start - skipped) }
-    };
-    let freed = gpu.host.give_back(start, |locked| matches!(locked, Locked::Allocated { .. }), free);
-    freed.unwrap_or_else(|| Err(bad_value(operation, format!("no pinned allocation starts at {start:#x}"))))
-}
-
 /// Frees pinned memory that the table does not know, from where the driver's allocation
 /// starts.
 ///
@@ -284,45 +322,6 @@ pub(crate) unsafe fn host_free_raw(gpu: &Gpu, start: u64) -> Result<()> {
     unsafe { free_host(&gpu.context, start) }
 }
 
-/// Pins the caller's memory.
-///
-/// # Safety
-/// As for [`aquifer_device::Driver::host_register`].
-pub(crate) unsafe fn host_register(gpu: &Gpu, start: *mut u8, bytes: usize) -> Result<HostPtr> {
-    let operation = Operation::HostRegister;
-    let register = gpu.optional(operation, gpu.context.functions().cuMemHostRegister_v2)?;
-    // Registered memory could not be freed without it.
-    gpu.optional(operation, gpu.context.functions().cuMemHostUnregister)?;
-    let _current = gpu.context.enter_relaxed(operation)?;
-    // SAFETY: the caller vouches for the memory (F1).
-    check(operation, unsafe { register(start.cast(), bytes, PORTABLE) })?;
-    let address = handle(start);
-    gpu.host.insert(address, bytes as u64, Locked::Registered);
-    Ok(HostPtr(size(address)))
-}
-
-/// Waits for the device first: pending work must not meet memory that its owner takes back.
-///
-/// # Safety
-/// As for [`aquifer_device::Driver::host_unregister`].
-pub(crate) unsafe fn host_unregister(gpu: &Gpu, ptr: HostPtr) -> Result<()> {
-    let operation = Operation::HostUnregister;
-    gpu.optional(operation, gpu.context.functions().cuMemHostUnregister)?;
-    captures::forbid_device_wait(gpu, operation)?;
-    let start = ptr.0 as u64;
-    let unregister = |_| {
-        captures::synchronize(gpu)?;
-        // SAFETY: passed on to the caller; it was in the table, so it is registered, and it is
-        // unregistered once.
-        unsafe { host_unregister_raw(gpu, start) }
-    };
-    let done = gpu.host.give_back(start, |locked| locked == Locked::Registered, unregister);
-    done.unwrap_or_else(|| {
-        Err(DeviceError::refused(operation, NOT_REGISTERED)
-            .with_detail(format!("no registered memory starts at {start:#x}")))
-    })
-}
-
 /// Unregisters memory that the table does not know any more.
 ///
 /// # Safety
@@ -330,7 +329,6 @@ pub(crate) unsafe fn host_unregister(gpu: &Gpu, ptr: HostPtr) -> Result<()> {
 pub(crate) unsafe fn host_unregister_raw(gpu: &Gpu, start: u64) -> Result<()> {
     let operation = Operation::HostUnregister;
     let unregister = gpu.optional(operation, gpu.context.functions().cuMemHostUnregister)?;
-    let _current = gpu.context.enter_relaxed(operation)?;
     // SAFETY: passed on to the caller (F1).
-    check(operation, unsafe { unregister(pointer(start)) })
+    gpu.context.call(operation, |_| unsafe { unregister(pointer(start)) })
 }

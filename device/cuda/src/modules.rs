@@ -23,19 +23,51 @@ const SHARED_BYTES_PLAIN: u32 = 48 << 10;
 
 const INVALID_PTX: Code = Code(218);
 
-pub(crate) fn load_module(gpu: &Gpu, ptx: &str) -> Result<RawModule> {
-    let operation = Operation::LoadModule;
-    let text = CString::new(ptx)
-        .map_err(|_| DeviceError::refused(operation, INVALID_PTX).with_detail("the PTX text has a zero byte in it"))?;
-    let _current = gpu.context.enter_relaxed(operation)?;
-    let mut raw = ptr::null_mut();
-    // SAFETY: handle and text outlive the call, and the text ends with a zero byte (F1).
-    let code = unsafe { (gpu.context.functions().cuModuleLoadData)(&raw mut raw, text.as_ptr().cast()) };
-    check(operation, code).map_err(|error| explain(gpu, error))?;
-    let raw = handle(raw);
-    // SAFETY: just created, and known only here.
-    gpu.modules.insert(raw, unsafe { OwnedObject::new(&gpu.context, raw, Kernels::default()) });
-    Ok(RawModule(raw))
+impl Gpu {
+    pub(crate) fn load_module(&self, ptx: &str) -> Result<RawModule> {
+        let operation = Operation::LoadModule;
+        let text = CString::new(ptx).map_err(|_| {
+            DeviceError::refused(operation, INVALID_PTX).with_detail("the PTX text has a zero byte in it")
+        })?;
+        let mut raw = ptr::null_mut();
+        self.context
+            // SAFETY: handle and text outlive the call, and the text ends with a zero byte (F1).
+            .call(operation, |functions| unsafe { (functions.cuModuleLoadData)(&raw mut raw, text.as_ptr().cast()) })
+            .map_err(|error| explain(self, error))?;
+        let raw = handle(raw);
+        // SAFETY: just created, and known only here.
+        self.modules.insert(raw, unsafe { OwnedObject::new(&self.context, raw, Kernels::default()) });
+        Ok(RawModule(raw))
+    }
+
+    /// Enqueues a kernel.
+    ///
+    /// # Safety
+    /// As for [`aquifer_device::Driver::launch`].
+    pub(crate) unsafe fn launch(&self, launch: &Launch, stream: RawStream) -> Result<()> {
+        let operation = Operation::Launch;
+        let stream = streams::live(self, operation, stream)?;
+        let Some(module) = launch.module else {
+            return Err(DeviceError::refused(operation, Code::NOT_SUPPORTED)
+                .with_detail(format!("kernel {} has no device code", launch.name)));
+        };
+        let module = self.modules.find(operation, module.0)?;
+        let kernel: CUfunction = pointer(kernel(self, &module, launch)?);
+        let mut cells = cells(&launch.args)?;
+        let mut arguments = cells.each_mut().map(|cell| ptr::from_mut(cell).cast::<c_void>());
+        let ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]) = (launch.grid, launch.block);
+        let (shared, arguments, extra) = (launch.shared_bytes, arguments.as_mut_ptr(), ptr::null_mut());
+        // Relaxed: the first launch may load the kernel.
+        let _current = self.context.enter_relaxed(operation)?;
+        let call = self.context.functions().cuLaunchKernel;
+        // SAFETY: module and stream live, and with the module its kernel (L1, F1); the arguments
+        // outlive the call, in which they are copied; the caller vouches that they are those that the
+        // kernel expects.
+        let code = unsafe {
+            call(kernel, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream.raw, arguments, extra)
+        };
+        check(operation, code).map_err(|error| error.with_more(format!("kernel {}", launch.name)))
+    }
 }
 
 /// Explains why PTX was refused.
@@ -54,35 +86,6 @@ fn explain(gpu: &Gpu, error: DeviceError) -> DeviceError {
         _ => return error,
     };
     error.with_detail(detail)
-}
-
-/// Enqueues a kernel.
-///
-/// # Safety
-/// As for [`aquifer_device::Driver::launch`].
-pub(crate) unsafe fn launch(gpu: &Gpu, launch: &Launch, stream: RawStream) -> Result<()> {
-    let operation = Operation::Launch;
-    let stream = streams::live(gpu, operation, stream)?;
-    let Some(module) = launch.module else {
-        return Err(DeviceError::refused(operation, Code::NOT_SUPPORTED)
-            .with_detail(format!("kernel {} has no device code", launch.name)));
-    };
-    let module = gpu.modules.find(operation, module.0)?;
-    let kernel: CUfunction = pointer(kernel(gpu, &module, launch)?);
-    let mut cells = cells(&launch.args)?;
-    let mut arguments = cells.each_mut().map(|cell| ptr::from_mut(cell).cast::<c_void>());
-    let ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]) = (launch.grid, launch.block);
-    let (shared, arguments, extra) = (launch.shared_bytes, arguments.as_mut_ptr(), ptr::null_mut());
-    // Relaxed: the first launch may load the kernel.
-    let _current = gpu.context.enter_relaxed(operation)?;
-    let call = gpu.context.functions().cuLaunchKernel;
-    // SAFETY: module and stream live, and with the module its kernel (L1, F1); the arguments
-    // outlive the call, in which they are copied; the caller vouches that they are those that the
-    // kernel expects.
-    let code = unsafe {
-        call(kernel, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream.raw, arguments, extra)
-    };
-    check(operation, code).map_err(|error| error.with_more(format!("kernel {}", launch.name)))
 }
 
 /// The kernel that is to be launched, looked up in the module at its first launch.

@@ -17,9 +17,9 @@ use aquifer_device::{Code, DeviceError, DeviceLabel, DevicePtr, Operation, RawSt
 
 use crate::context::GpuContext;
 use crate::gpu::Gpu;
-use crate::installation::{bad_value, check, check_function};
+use crate::installation::{bad_value, check_function};
 use crate::raw::size;
-use crate::{captures, mappings, memory, streams};
+use crate::{captures, memory, streams};
 
 /// `CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED`.
 const ALREADY_ENABLED: Code = Code(704);
@@ -51,10 +51,9 @@ pub(crate) fn copy_peer(
         reach(gpu, peer);
     }
     let (to, from) = (gpu.context.handle(), peer.context.handle());
-    let _current = gpu.context.enter_relaxed(operation)?;
     // SAFETY: both ranges are live memory of their devices, whose contexts live as long as their
     // drivers (C1), and the stream lives (L1, F1).
-    check(operation, unsafe { copy(dst.0, to, src.0, from, size(bytes), stream.raw) })
+    gpu.context.call(operation, |_| unsafe { copy(dst.0, to, src.0, from, size(bytes), stream.raw) })
 }
 
 /// Enables access to the plain memory of another device, if that is possible and was not tried
@@ -79,7 +78,7 @@ fn reach(gpu: &Gpu, peer: &Gpu) {
 
 fn enable(gpu: &Gpu, peer: &Gpu) -> Result<()> {
     let operation = Operation::CopyPeer;
-    if !mappings::can_access_peer(gpu, peer.info.ordinal)? {
+    if !gpu.can_access_peer(peer.info.ordinal)? {
         return Err(DeviceError::refused(operation, Code(217)).with_detail("the device cannot access the peer"));
     }
     let enable = gpu.optional(operation, gpu.context.functions().cuCtxEnablePeerAccess)?;

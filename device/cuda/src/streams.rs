@@ -40,69 +40,86 @@ fn identity(gpu: &Gpu, operation: Operation, raw: CUstream) -> Result<Option<u64
     if captures::status(gpu, operation, raw)? != CaptureStatus::None {
         return Ok(None);
     }
-    let _current = gpu.context.enter_relaxed(operation)?;
     let mut id: c_ulonglong = 0;
     // SAFETY: the number outlives the call, and the stream lives (L1, F1).
-    check(operation, unsafe { ask(raw, &raw mut id) })?;
+    gpu.context.call(operation, |_| unsafe { ask(raw, &raw mut id) })?;
     Ok(Some(id))
 }
 
-pub(crate) fn stream_id(gpu: &Gpu, stream: RawStream) -> Result<Option<u64>> {
-    let live = live(gpu, Operation::StreamId, stream)?;
-    captures::forbid_capture(gpu, Operation::StreamId, &live, "asking for its identity would break that")?;
-    identity(gpu, Operation::StreamId, live.raw)
-}
-
-pub(crate) fn create_stream(gpu: &Gpu, flags: StreamFlags) -> Result<RawStream> {
-    destroy_lent(gpu);
-    let _current = gpu.context.enter_relaxed(Operation::CreateStream)?;
-    let mut raw = ptr::null_mut();
-    let non_blocking = if flags.non_blocking { NON_BLOCKING } else { 0 };
-    let priority: c_int = flags.priority;
-    // SAFETY: the handle outlives the call (F1).
-    let code = unsafe { (gpu.context.functions().cuStreamCreateWithPriority)(&raw mut raw, non_blocking, priority) };
-    check(Operation::CreateStream, code)?;
-    let raw = handle(raw);
-    // An adopted stream that had this handle was destroyed by its owner.
-    release(gpu, RawStream(raw));
-    // SAFETY: just created, and known only here.
-    let object = unsafe { OwnedObject::new(&gpu.context, raw, Lent::default()) };
-    gpu.streams.insert(raw, StreamEntry::Owned(object));
-    Ok(RawStream(raw))
-}
-
-/// Destroys a stream, after the end of its capture if it has one. A stream whose object is lent to
-/// cudarc is destroyed once cudarc has given that back.
-pub(crate) fn destroy_stream(gpu: &Gpu, stream: RawStream) -> Result<()> {
-    let operation = Operation::DestroyStream;
-    if is_default(stream) {
-        return Err(
-            DeviceError::refused(operation, Code::INVALID_HANDLE).with_detail("a default stream cannot be destroyed")
-        );
+impl Gpu {
+    pub(crate) fn stream_id(&self, stream: RawStream) -> Result<Option<u64>> {
+        let live = live(self, Operation::StreamId, stream)?;
+        captures::forbid_capture(self, Operation::StreamId, &live, "asking for its identity would break that")?;
+        identity(self, Operation::StreamId, live.raw)
     }
-    let owned = gpu.streams.take_if(stream.0, |entry| matches!(entry, StreamEntry::Owned(_)));
-    let entry = owned.ok_or_else(|| dead(operation, Streams::NAME, stream.0))?;
-    let mut entry = match Arc::try_unwrap(entry) {
-        Ok(entry) => entry,
-        Err(entry) => {
-            // In use on another thread: the last user's drop destroys it (L1), unless it is lent to
-            // cudarc.
-            if entry.is_lent() {
-                gpu.lent.lock().push(entry);
+
+    pub(crate) fn create_stream(&self, flags: StreamFlags) -> Result<RawStream> {
+        destroy_lent(self);
+        let mut raw = ptr::null_mut();
+        let non_blocking = if flags.non_blocking { NON_BLOCKING } else { 0 };
+        let priority: c_int = flags.priority;
+        // SAFETY: the handle outlives the call (F1).
+        self.context.call(Operation::CreateStream, |functions| unsafe {
+            (functions.cuStreamCreateWithPriority)(&raw mut raw, non_blocking, priority)
+        })?;
+        let raw = handle(raw);
+        // An adopted stream that had this handle was destroyed by its owner.
+        release(self, RawStream(raw));
+        // SAFETY: just created, and known only here.
+        let object = unsafe { OwnedObject::new(&self.context, raw, Lent::default()) };
+        self.streams.insert(raw, StreamEntry::Owned(object));
+        Ok(RawStream(raw))
+    }
+
+    /// Destroys a stream, after the end of its capture if it has one. A stream whose object is lent to
+    /// cudarc is destroyed once cudarc has given that back.
+    pub(crate) fn destroy_stream(&self, stream: RawStream) -> Result<()> {
+        let operation = Operation::DestroyStream;
+        if is_default(stream) {
+            return Err(DeviceError::refused(operation, Code::INVALID_HANDLE)
+                .with_detail("a default stream cannot be destroyed"));
+        }
+        let owned = self.streams.take_if(stream.0, |entry| matches!(entry, StreamEntry::Owned(_)));
+        let entry = owned.ok_or_else(|| dead(operation, Streams::NAME, stream.0))?;
+        let mut entry = match Arc::try_unwrap(entry) {
+            Ok(entry) => entry,
+            Err(entry) => {
+                // In use on another thread: the last user's drop destroys it (L1), unless it is lent to
+                // cudarc.
+                if entry.is_lent() {
+                    self.lent.lock().push(entry);
+                }
+                return Ok(());
             }
+        };
+        if !entry.take_back() {
+            self.lent.lock().push(Arc::new(entry));
             return Ok(());
         }
-    };
-    if !entry.take_back() {
-        gpu.lent.lock().push(Arc::new(entry));
-        return Ok(());
+        let StreamEntry::Owned(object) = &mut entry else { return Ok(()) };
+        let destroyed = object.destroy();
+        if destroyed.is_err() {
+            self.streams.insert(stream.0, entry);
+        }
+        destroyed
     }
-    let StreamEntry::Owned(object) = &mut entry else { return Ok(()) };
-    let destroyed = object.destroy();
-    if destroyed.is_err() {
-        gpu.streams.insert(stream.0, entry);
+
+    pub(crate) fn synchronize_stream(&self, stream: RawStream) -> Result<()> {
+        let operation = Operation::SynchronizeStream;
+        let live = live(self, operation, stream)?;
+        captures::forbid_capture(self, operation, &live, "its work does not run, so it cannot be waited for")?;
+        // SAFETY: the stream lives (L1, F1).
+        self.context.call(operation, |functions| unsafe { (functions.cuStreamSynchronize)(live.raw) })
     }
-    destroyed
+
+    pub(crate) fn query_stream(&self, stream: RawStream) -> Result<bool> {
+        let operation = Operation::QueryStream;
+        let live = live(self, operation, stream)?;
+        captures::forbid_capture(self, operation, &live, "its work does not run, so it is neither idle nor busy")?;
+        let _current = self.context.enter_relaxed(operation)?;
+        // SAFETY: the stream lives (L1, F1).
+        done(operation, unsafe { (self.context.functions().cuStreamQuery)(live.raw) })
+    }
 }
 
 /// Destroys the streams that were lent out when they should have been destroyed and were given back
@@ -149,24 +166,6 @@ pub(crate) fn release(gpu: &Gpu, stream: RawStream) {
     let _current = gpu.context.enter(Operation::DestroyStream).ok();
     let _mode = RelaxedMode::enter(gpu.context.functions(), Operation::DestroyStream).ok();
     drop(entry);
-}
-
-pub(crate) fn synchronize_stream(gpu: &Gpu, stream: RawStream) -> Result<()> {
-    let operation = Operation::SynchronizeStream;
-    let live = live(gpu, operation, stream)?;
-    captures::forbid_capture(gpu, operation, &live, "its work does not run, so it cannot be waited for")?;
-    let _current = gpu.context.enter_relaxed(operation)?;
-    // SAFETY: the stream lives (L1, F1).
-    check(operation, unsafe { (gpu.context.functions().cuStreamSynchronize)(live.raw) })
-}
-
-pub(crate) fn query_stream(gpu: &Gpu, stream: RawStream) -> Result<bool> {
-    let operation = Operation::QueryStream;
-    let live = live(gpu, operation, stream)?;
-    captures::forbid_capture(gpu, operation, &live, "its work does not run, so it is neither idle nor busy")?;
-    let _current = gpu.context.enter_relaxed(operation)?;
-    // SAFETY: the stream lives (L1, F1).
-    done(operation, unsafe { (gpu.context.functions().cuStreamQuery)(live.raw) })
 }
 
 /// The result of a query.

@@ -139,7 +139,6 @@ impl SimConfig {
     /// | `oom_at` | size | allocations that would hold more than this fail |
     /// | `lost_at` | number | the device is lost at this call |
     /// | `spike` | `RATE:DURATION` | calls take longer at random, such as `0.001:5ms` (`ns`, `us`, `ms`, `s`) |
-    /// | `faults` | path | a file of at most 1 MiB with one of the last five settings a line; `#` starts a comment |
     ///
     /// ```
     /// use aquifer_sim::SimConfig;
@@ -161,13 +160,6 @@ impl SimConfig {
     #[must_use]
     pub fn ordinal(mut self, ordinal: u32) -> Self {
         self.ordinal = ordinal;
-        self
-    }
-
-    /// Sets [`SimConfig::link_gb_s`]. 0 counts as 1.
-    #[must_use]
-    pub fn link_gb_s(mut self, gb_s: u64) -> Self {
-        self.link_gb_s = Some(gb_s.max(1));
         self
     }
 
@@ -196,20 +188,6 @@ impl SimConfig {
         self
     }
 
-    /// Sets [`SimConfig::vmm`].
-    #[must_use]
-    pub fn vmm(mut self, vmm: bool) -> Self {
-        self.vmm = vmm;
-        self
-    }
-
-    /// Sets [`SimConfig::export`].
-    #[must_use]
-    pub fn export(mut self, export: bool) -> Self {
-        self.export = export;
-        self
-    }
-
     /// Sets [`SimConfig::other_process_bytes`].
     #[must_use]
     pub fn other_process_bytes(mut self, bytes: u64) -> Self {
@@ -217,24 +195,10 @@ impl SimConfig {
         self
     }
 
-    /// Sets [`SimConfig::panic_on_violation`].
-    #[must_use]
-    pub fn panic_on_violation(mut self, panics: bool) -> Self {
-        self.panic_on_violation = panics;
-        self
-    }
-
     /// Sets [`SimConfig::checks`].
     #[must_use]
     pub fn checks(mut self, checks: bool) -> Self {
         self.checks = checks;
-        self
-    }
-
-    /// Sets [`SimConfig::reuse`].
-    #[must_use]
-    pub fn reuse(mut self, reuse: bool) -> Self {
-        self.reuse = reuse;
         self
     }
 

@@ -1,8 +1,6 @@
 //! Reading a [`SimConfig`] from text. Every refusal names the offending text, its place, and the
 //! text that was expected.
 
-use std::fs::File;
-use std::io::Read;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -14,29 +12,25 @@ use crate::preset::Preset;
 
 /// A device string that cannot be understood.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{text}` at byte {offset}{}: expected {expected}", of_file(file))]
+#[error("`{text}` at byte {offset}: expected {expected}")]
 #[non_exhaustive]
 pub struct SimConfigError {
     /// The part that was not understood.
     pub text: String,
-    /// Where it starts, in bytes from the start of the text (of the file, where one is named).
+    /// Where it starts, in bytes from the start of the text.
     pub offset: usize,
-    /// The fault file that the text stands in.
-    pub file: Option<String>,
     /// What should have stood there.
     pub expected: String,
 }
 
 aquifer_device::debug_as_display!(SimConfigError);
 
-fn of_file(file: &Option<String>) -> String {
-    file.as_ref().map_or_else(String::new, |file| format!(" of {file}"))
-}
-
-type Result<T> = std::result::Result<T, SimConfigError>;
+/// The part of the text that is refused, and what should have stood there.
+type Refusal<'a> = (&'a str, String);
+type Result<'a, T> = std::result::Result<T, Refusal<'a>>;
 
 const KEYS: &str = "one of the keys size, ordinal, seed, jitter, vmm, export, checks, reuse, violations, link, other, \
-    addresses, fault, fault_rate, oom_at, lost_at, spike, faults";
+    addresses, fault, fault_rate, oom_at, lost_at, spike";
 /// Snapshots have a list for each lower ordinal, too.
 const ORDINALS: u32 = 4096;
 const SIZE: &str = "a size up to 64 TiB, such as 80GiB, 27.9GiB, 24GB or a number of bytes";
@@ -45,123 +39,97 @@ const CAPACITY: &str = "a size from 1 MiB to 64 TiB, such as 80GiB, 27.9GiB, 24G
 /// The least memory that a text gives a device. A smaller number lacks its unit: 24 means 24 GiB.
 const CAPACITY_BYTES_MIN: u64 = 1 << 20;
 
-/// A piece of the text and where it starts.
-#[derive(Clone, Copy, Debug)]
-struct TextPart<'a> {
-    text: &'a str,
-    offset: usize,
+fn refuse<T>(text: &str, expected: impl Into<String>) -> Result<'_, T> {
+    Err((text, expected.into()))
 }
 
-impl<'a> TextPart<'a> {
-    fn refuse<T>(self, expected: impl Into<String>) -> Result<T> {
-        Err(SimConfigError { text: self.text.to_owned(), offset: self.offset, file: None, expected: expected.into() })
-    }
+/// What stands before and after a separator.
+fn halves(text: &str, separator: char) -> Option<(&str, &str)> {
+    text.split_once(separator).map(|(left, right)| (left.trim(), right.trim()))
+}
 
-    fn trim(self) -> TextPart<'a> {
-        let start = self.text.len() - self.text.trim_start().len();
-        TextPart { text: self.text.trim(), offset: self.offset + start }
-    }
+fn size(text: &str) -> Result<'_, u64> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit: u64 = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "" | "b" => 1,
+        "kib" | "k" => 1 << 10,
+        "mib" | "m" => 1 << 20,
+        "gib" | "g" => 1 << 30,
+        "tib" | "t" => 1 << 40,
+        "kb" => 1_000,
+        "mb" => 1_000_000,
+        "gb" => 1_000_000_000,
+        "tb" => 1_000_000_000_000,
+        _ => return refuse(text, SIZE),
+    };
+    decimal(digits.trim_end(), unit).filter(|&bytes| bytes <= CAPACITY_BYTES_MAX).map_or_else(|| refuse(text, SIZE), Ok)
+}
 
-    fn split(self, separator: char) -> impl Iterator<Item = TextPart<'a>> {
-        let mut offset = self.offset;
-        self.text.split(separator).map(move |text| {
-            let part = TextPart { text, offset };
-            offset += text.len() + separator.len_utf8();
-            part
-        })
+fn capacity(text: &str) -> Result<'_, u64> {
+    match size(text) {
+        Ok(bytes) if bytes >= CAPACITY_BYTES_MIN => Ok(bytes),
+        _ => refuse(text, CAPACITY),
     }
+}
 
-    fn split_once(self, separator: char) -> Option<(TextPart<'a>, TextPart<'a>)> {
-        let (left, right) = self.text.split_once(separator)?;
-        let offset = self.offset + left.len() + separator.len_utf8();
-        Some((TextPart { text: left, offset: self.offset }.trim(), TextPart { text: right, offset }.trim()))
+/// A value of the text that is valid.
+fn value<T: FromStr>(text: &str, is_valid: impl FnOnce(&T) -> bool, expected: impl Into<String>) -> Result<'_, T> {
+    match text.parse() {
+        Ok(value) if is_valid(&value) => Ok(value),
+        _ => refuse(text, expected),
     }
+}
 
-    fn size(self) -> Result<u64> {
-        let digits = self.text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-        let unit: u64 = match self.text[digits.len()..].to_ascii_lowercase().as_str() {
-            "" | "b" => 1,
-            "kib" | "k" => 1 << 10,
-            "mib" | "m" => 1 << 20,
-            "gib" | "g" => 1 << 30,
-            "tib" | "t" => 1 << 40,
-            "kb" => 1_000,
-            "mb" => 1_000_000,
-            "gb" => 1_000_000_000,
-            "tb" => 1_000_000_000_000,
-            _ => return self.refuse(SIZE),
-        };
-        decimal(digits.trim_end(), unit)
-            .filter(|&bytes| bytes <= CAPACITY_BYTES_MAX)
-            .map_or_else(|| self.refuse(SIZE), Ok)
+fn number(text: &str, least: u64) -> Result<'_, u64> {
+    value(text, |&number| number >= least, format!("a whole number of at least {least}"))
+}
+
+fn ordinal(text: &str) -> Result<'_, u32> {
+    value(text, |&ordinal| ordinal < ORDINALS, format!("a whole number below {ORDINALS}"))
+}
+
+fn rate(text: &str) -> Result<'_, f64> {
+    value(text, |rate| (0.0..=1.0).contains(rate), "a rate from 0 to 1, such as 0.01")
+}
+
+/// True for the first text, false for the second.
+fn either<'a>(text: &'a str, on: &str, off: &str) -> Result<'a, bool> {
+    match text {
+        text if text == on => Ok(true),
+        text if text == off => Ok(false),
+        _ => refuse(text, format!("{on} or {off}")),
     }
+}
 
-    fn capacity(self) -> Result<u64> {
-        match self.size() {
-            Ok(bytes) if bytes >= CAPACITY_BYTES_MIN => Ok(bytes),
-            _ => self.refuse(CAPACITY),
-        }
+fn operation(text: &str) -> Result<'_, Option<Operation>> {
+    match Operation::from_name(text) {
+        // A simulated device is there when it is opened.
+        Some(Operation::Init) => refuse(text, "the name of a call on an open device, such as cuMemAlloc, or any"),
+        Some(operation) => Ok(Some(operation)),
+        None if text == "any" => Ok(None),
+        None => refuse(text, "the name of a driver call, such as cuMemAlloc, or any"),
     }
+}
 
-    /// A value of the text that is valid.
-    fn value<T: FromStr>(self, is_valid: impl FnOnce(&T) -> bool, expected: impl Into<String>) -> Result<T> {
-        match self.text.parse() {
-            Ok(value) if is_valid(&value) => Ok(value),
-            _ => self.refuse(expected),
-        }
+fn code(text: &str) -> Result<'_, Code> {
+    match text.parse().ok().filter(|&code| code != 0).map(Code).or_else(|| Code::from_name(text)) {
+        Some(code) => Ok(code),
+        None => refuse(text, "a driver code, by number or by name, such as out_of_memory"),
     }
+}
 
-    fn number(self, least: u64) -> Result<u64> {
-        self.value(|&number| number >= least, format!("a whole number of at least {least}"))
-    }
-
-    fn ordinal(self) -> Result<u32> {
-        self.value(|&ordinal| ordinal < ORDINALS, format!("a whole number below {ORDINALS}"))
-    }
-
-    fn rate(self) -> Result<f64> {
-        self.value(|rate| (0.0..=1.0).contains(rate), "a rate from 0 to 1, such as 0.01")
-    }
-
-    /// True for the first text, false for the second.
-    fn either(self, on: &str, off: &str) -> Result<bool> {
-        match self.text {
-            text if text == on => Ok(true),
-            text if text == off => Ok(false),
-            _ => self.refuse(format!("{on} or {off}")),
-        }
-    }
-
-    fn operation(self) -> Result<Option<Operation>> {
-        match Operation::from_name(self.text) {
-            // A simulated device is there when it is opened.
-            Some(Operation::Init) => self.refuse("the name of a call on an open device, such as cuMemAlloc, or any"),
-            Some(operation) => Ok(Some(operation)),
-            None if self.text == "any" => Ok(None),
-            None => self.refuse("the name of a driver call, such as cuMemAlloc, or any"),
-        }
-    }
-
-    fn code(self) -> Result<Code> {
-        match self.text.parse().ok().filter(|&code| code != 0).map(Code).or_else(|| Code::from_name(self.text)) {
-            Some(code) => Ok(code),
-            None => self.refuse("a driver code, by number or by name, such as out_of_memory"),
-        }
-    }
-
-    fn duration(self) -> Result<Duration> {
-        let digits = self.text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-        let unit_ns: u64 = match &self.text[digits.len()..] {
-            "ns" => 1,
-            "us" => 1_000,
-            "ms" => 1_000_000,
-            "s" => 1_000_000_000,
-            _ => return self.refuse("a duration such as 5ms, with the unit ns, us, ms or s"),
-        };
-        match digits.parse::<u64>().ok().and_then(|count| count.checked_mul(unit_ns)) {
-            Some(ns) => Ok(Duration::from_nanos(ns)),
-            None => self.refuse("a whole duration such as 5ms"),
-        }
+fn duration(text: &str) -> Result<'_, Duration> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit_ns: u64 = match &text[digits.len()..] {
+        "ns" => 1,
+        "us" => 1_000,
+        "ms" => 1_000_000,
+        "s" => 1_000_000_000,
+        _ => return refuse(text, "a duration such as 5ms, with the unit ns, us, ms or s"),
+    };
+    match digits.parse::<u64>().ok().and_then(|count| count.checked_mul(unit_ns)) {
+        Some(ns) => Ok(Duration::from_nanos(ns)),
+        None => refuse(text, "a whole duration such as 5ms"),
     }
 }
 
@@ -176,127 +144,102 @@ fn decimal(text: &str, unit: u64) -> Option<u64> {
 }
 
 /// Reads the part of a device string after `sim:`.
-pub(crate) fn config(text: &str) -> Result<SimConfig> {
+pub(crate) fn config(text: &str) -> std::result::Result<SimConfig, SimConfigError> {
+    read(text).map_err(|(part, expected)| {
+        let offset = part.as_ptr().addr() - text.as_ptr().addr();
+        SimConfigError { text: part.to_owned(), offset, expected }
+    })
+}
+
+fn read(text: &str) -> Result<'_, SimConfig> {
     let mut config = SimConfig::default();
-    for (index, part) in (TextPart { text, offset: 0 }).split(',').map(TextPart::trim).enumerate() {
-        match part.split_once('=') {
+    for (index, part) in text.split(',').map(str::trim).enumerate() {
+        match halves(part, '=') {
             Some((key, value)) => setting(&mut config, key, value)?,
             None if index == 0 => head(&mut config, part)?,
-            None => return part.refuse(format!("key=value with {KEYS}")),
+            None => return refuse(part, format!("key=value with {KEYS}")),
         }
     }
     Ok(config)
 }
 
-fn head(config: &mut SimConfig, part: TextPart<'_>) -> Result<()> {
-    if part.text.is_empty() {
+fn head<'a>(config: &mut SimConfig, part: &'a str) -> Result<'a, ()> {
+    if part.is_empty() {
         return Ok(());
     }
-    if let Some(preset) = Preset::from_name(part.text) {
+    if let Some(preset) = Preset::from_name(part) {
         *config = SimConfig::preset(preset);
         return Ok(());
     }
-    match part.capacity() {
+    match capacity(part) {
         Ok(bytes) => config.capacity_bytes = bytes,
         Err(_) => {
             let names: Vec<_> = Preset::ALL.iter().map(|preset| preset.name()).collect();
-            return part.refuse(format!("{CAPACITY}, or one of the presets {}", names.join(", ")));
+            return refuse(part, format!("{CAPACITY}, or one of the presets {}", names.join(", ")));
         }
     }
     Ok(())
 }
 
-fn setting(config: &mut SimConfig, key: TextPart<'_>, value: TextPart<'_>) -> Result<()> {
-    match key.text {
-        "size" => config.capacity_bytes = value.capacity()?,
-        "ordinal" => config.ordinal = value.ordinal()?,
-        "seed" => config.seed = value.number(0)?,
-        "jitter" => config.jitter = value.either("on", "off")?,
-        "vmm" => config.vmm = value.either("on", "off")?,
-        "export" => config.export = value.either("on", "off")?,
-        "checks" => config.checks = value.either("on", "off")?,
-        "reuse" => config.reuse = value.either("on", "off")?,
-        "violations" => config.panic_on_violation = value.either("panic", "report")?,
-        "link" => config.link_gb_s = Some(value.number(1)?),
-        "other" => config.other_process_bytes = value.size()?,
-        "addresses" => config.addresses = Some(value.size()?),
-        "faults" => file(config, value)?,
+fn setting<'a>(config: &mut SimConfig, key: &'a str, value: &'a str) -> Result<'a, ()> {
+    match key {
+        "size" => config.capacity_bytes = capacity(value)?,
+        "ordinal" => config.ordinal = ordinal(value)?,
+        "seed" => config.seed = number(value, 0)?,
+        "jitter" => config.jitter = either(value, "on", "off")?,
+        "vmm" => config.vmm = either(value, "on", "off")?,
+        "export" => config.export = either(value, "on", "off")?,
+        "checks" => config.checks = either(value, "on", "off")?,
+        "reuse" => config.reuse = either(value, "on", "off")?,
+        "violations" => config.panic_on_violation = either(value, "panic", "report")?,
+        "link" => config.link_gb_s = Some(number(value, 1)?),
+        "other" => config.other_process_bytes = size(value)?,
+        "addresses" => config.addresses = Some(size(value)?),
         _ => match fault(key, value)? {
             Some(fault) => config.faults.push(fault),
-            None => return key.refuse(KEYS),
+            None => return refuse(key, KEYS),
         },
     }
     Ok(())
 }
 
-fn fault(key: TextPart<'_>, value: TextPart<'_>) -> Result<Option<Fault>> {
-    Ok(Some(match key.text {
+fn fault<'a>(key: &str, value: &'a str) -> Result<'a, Option<Fault>> {
+    Ok(Some(match key {
         "fault" => {
-            let parts = value.split_once('#').and_then(|(call, rest)| Some((call, rest.split_once(':')?)));
-            let Some((call, (nth, code))) = parts else {
-                return value.refuse("CALL#N:CODE, such as cuMemAlloc#3:out_of_memory");
+            let parts = halves(value, '#').and_then(|(call, rest)| Some((call, halves(rest, ':')?)));
+            let Some((call, (nth, result))) = parts else {
+                return refuse(value, "CALL#N:CODE, such as cuMemAlloc#3:out_of_memory");
             };
-            Fault::Nth { operation: call.operation()?, nth: nth.number(1)?, code: code.code()? }
+            Fault::Nth { operation: operation(call)?, nth: number(nth, 1)?, code: code(result)? }
         }
         "fault_rate" => {
-            let parts: Vec<_> = value.split(':').map(TextPart::trim).collect();
+            let parts: Vec<_> = value.split(':').map(str::trim).collect();
             match parts[..] {
-                [rate] => Fault::Rate { operation: None, rate: rate.rate()?, code: default_code(None) },
+                [share] => Fault::Rate { operation: None, rate: rate(share)?, code: default_code(None) },
                 // No call is named like a number.
-                [rate, code] if rate.text.parse::<f64>().is_ok() => {
-                    Fault::Rate { operation: None, rate: rate.rate()?, code: code.code()? }
+                [share, result] if share.parse::<f64>().is_ok() => {
+                    Fault::Rate { operation: None, rate: rate(share)?, code: code(result)? }
                 }
-                [call, rate] => {
-                    let operation = call.operation()?;
-                    Fault::Rate { operation, rate: rate.rate()?, code: default_code(operation) }
+                [call, share] => {
+                    let operation = operation(call)?;
+                    Fault::Rate { operation, rate: rate(share)?, code: default_code(operation) }
                 }
-                [call, rate, code] => {
-                    Fault::Rate { operation: call.operation()?, rate: rate.rate()?, code: code.code()? }
+                [call, share, result] => {
+                    Fault::Rate { operation: operation(call)?, rate: rate(share)?, code: code(result)? }
                 }
-                _ => return value.refuse("[CALL:]RATE[:CODE], such as cuMemAlloc:0.05"),
+                _ => return refuse(value, "[CALL:]RATE[:CODE], such as cuMemAlloc:0.05"),
             }
         }
-        "oom_at" => Fault::OutOfMemoryAt { bytes: value.size()? },
-        "lost_at" => Fault::LostAt { nth: value.number(1)? },
+        "oom_at" => Fault::OutOfMemoryAt { bytes: size(value)? },
+        "lost_at" => Fault::LostAt { nth: number(value, 1)? },
         "spike" => {
-            let Some((rate, duration)) = value.split_once(':') else {
-                return value.refuse("RATE:DURATION, such as 0.001:5ms");
+            let Some((share, time)) = halves(value, ':') else {
+                return refuse(value, "RATE:DURATION, such as 0.001:5ms");
             };
-            Fault::Spike { rate: rate.rate()?, duration: duration.duration()? }
+            Fault::Spike { rate: rate(share)?, duration: duration(time)? }
         }
         _ => return Ok(None),
     }))
-}
-
-/// The longest fault file. It ends the reading of files without an end, such as `/dev/zero`.
-const FAULT_FILE_BYTES_MAX: u64 = 1 << 20;
-
-fn file(config: &mut SimConfig, path: TextPart<'_>) -> Result<()> {
-    let mut bytes = Vec::new();
-    let read = File::open(path.text).and_then(|file| file.take(FAULT_FILE_BYTES_MAX + 1).read_to_end(&mut bytes));
-    if let Err(error) = read {
-        return path.refuse(format!("a file that can be read ({error})"));
-    }
-    if bytes.len() as u64 > FAULT_FILE_BYTES_MAX {
-        return path.refuse(format!("a file of at most {FAULT_FILE_BYTES_MAX} bytes"));
-    }
-    let Ok(text) = String::from_utf8(bytes) else { return path.refuse("a file of text") };
-    for line in (TextPart { text: &text, offset: 0 }).split('\n') {
-        // A fault has a `#` of its own, so only one at the start of a line or after a blank opens a
-        // comment.
-        let end = line.text.find(" #").unwrap_or(line.text.len());
-        let line = TextPart { text: &line.text[..end], ..line }.trim();
-        if line.text.is_empty() || line.text.starts_with('#') {
-            continue;
-        }
-        let wanted = "a line key=value with one of the keys fault, fault_rate, oom_at, lost_at, spike";
-        let read = match line.split_once('=') {
-            Some((key, value)) => fault(key, value).and_then(|read| read.map_or_else(|| key.refuse(wanted), Ok)),
-            None => line.refuse(wanted),
-        };
-        config.faults.push(read.map_err(|error| SimConfigError { file: Some(path.text.to_owned()), ..error })?);
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -385,37 +328,8 @@ mod tests {
         assert_eq!(refused("h100,fault_rate=1.5:2"), ("1.5".into(), 16));
         assert_eq!(refused("h100,fault_rate=0.5:oom"), ("oom".into(), 20));
         assert_eq!(refused("h100,fault_rate=cuMemMagic:0.5"), ("cuMemMagic".into(), 16));
-        assert_eq!(refused("h100,faults=/no/such/file"), ("/no/such/file".into(), 12));
         assert!(config("h1000").unwrap_err().to_string().contains("rtx4090"));
         assert!(config("h100,sede=1").unwrap_err().to_string().contains("seed"));
-    }
-
-    #[test]
-    fn fault_files_take_comments_and_name_themselves_in_errors() {
-        let path = std::env::temp_dir().join(format!("aquifer-faults-{}", std::process::id()));
-        std::fs::write(&path, "# two faults\nfault=cuMemAlloc#3:2 # the third\n\n  lost_at=9\r\n").unwrap();
-        assert_eq!(config(&format!("h100,faults={}", path.display())).unwrap().faults.len(), 2);
-        std::fs::write(&path, "lost_at=9\nseed=1\n").unwrap();
-        let error = config(&format!("h100,faults={}", path.display())).unwrap_err();
-        std::fs::remove_file(&path).unwrap();
-        assert_eq!((error.text.as_str(), error.offset, error.file.is_some()), ("seed", 10, true));
-    }
-
-    #[test]
-    fn long_and_binary_fault_files_are_refused() {
-        let path = std::env::temp_dir().join(format!("aquifer-long-faults-{}", std::process::id()));
-        let read = |text: &[u8]| {
-            std::fs::write(&path, text).unwrap();
-            config(&format!("h100,faults={}", path.display())).map(|config| config.faults.len())
-        };
-        let most = usize::try_from(FAULT_FILE_BYTES_MAX).unwrap();
-        let mut text = b"lost_at=9\n".to_vec();
-        text.resize(most, b'\n');
-        assert_eq!(read(&text), Ok(1));
-        text.resize(most + 1, b'\n');
-        assert!(read(&text).unwrap_err().to_string().contains("at most 1048576 bytes"));
-        assert!(read(&[0xff]).unwrap_err().to_string().contains("a file of text"));
-        std::fs::remove_file(&path).unwrap();
     }
 
     proptest! {

@@ -141,52 +141,45 @@ impl fmt::Display for DropRef {
 }
 
 /// The kind of rule that was broken.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 #[non_exhaustive]
 pub enum ViolationKind {
     /// Two writes that nothing orders.
+    #[error("two unordered writes")]
     WriteWrite,
     /// A write after a read that nothing orders before it.
+    #[error("write not ordered after a read")]
     ReadWrite,
     /// A read after a write that nothing orders before it.
+    #[error("read not ordered after a write")]
     WriteRead,
     /// The host touched pinned memory that a copy may still be using.
+    #[error("host access to memory in flight")]
     HostAccess,
     /// Memory was unmapped, released or freed while work may still be using it.
+    #[error("memory taken away from pending work")]
     PendingWork,
     /// Memory was touched after it was freed or unmapped, or after its block was dropped.
+    #[error("use after free")]
     UseAfterFree,
     /// Memory of an allocator was touched beyond the requested bytes of a block.
+    #[error("access beyond the bounds of a block")]
     OutOfBounds,
     /// Physical memory was touched that is mapped in two live blocks.
+    #[error("two live blocks with the same physical memory")]
     Aliased,
     /// A kernel or a download read bytes that nothing had written.
+    #[error("read of memory that was never written")]
     NeverWritten,
     /// Memory was touched that was never allocated, or past the end of an allocation.
+    #[error("access outside any allocation")]
     NotAllocated,
     /// Mapped memory was touched before access to it was given.
+    #[error("access to mapped memory without access rights")]
     NoAccess,
     /// A kernel touched memory that its launch did not declare.
+    #[error("undeclared access")]
     Undeclared,
-}
-
-impl fmt::Display for ViolationKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            ViolationKind::WriteWrite => "two unordered writes",
-            ViolationKind::ReadWrite => "write not ordered after a read",
-            ViolationKind::WriteRead => "read not ordered after a write",
-            ViolationKind::HostAccess => "host access to memory in flight",
-            ViolationKind::PendingWork => "memory taken away from pending work",
-            ViolationKind::UseAfterFree => "use after free",
-            ViolationKind::OutOfBounds => "access beyond the bounds of a block",
-            ViolationKind::Aliased => "two live blocks with the same physical memory",
-            ViolationKind::NeverWritten => "read of memory that was never written",
-            ViolationKind::NotAllocated => "access outside any allocation",
-            ViolationKind::NoAccess => "access to mapped memory without access rights",
-            ViolationKind::Undeclared => "undeclared access",
-        })
-    }
 }
 
 impl ViolationKind {

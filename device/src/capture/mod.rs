@@ -6,7 +6,7 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, Location};
 use std::sync::Arc;
 
-use scope::{Abandoned, Announced};
+use scope::Unended;
 pub(crate) use scope::{Scope, StreamHandle};
 
 use crate::context::Context;
@@ -151,7 +151,7 @@ impl Drop for Capture {
         {
             tracing::warn!(%error, "a capture that was dropped could not be ended; it will be tried again");
             self.scope.abandon();
-            unfinished::keep(Arc::new(Abandoned(self.scope.clone())));
+            unfinished::keep(Arc::new(Unended(self.scope.clone())));
         }
     }
 }
@@ -194,7 +194,8 @@ impl AnnouncedCapture {
             let detail = format!("the stream that a body is captured on belongs to {devices}");
             return Err(refused(Code::INVALID_HANDLE).with_detail(detail));
         }
-        let Some(scope) = Scope::of_body(stream.timeline(), with_node) else {
+        let node = (with_node.timeline().clone(), with_node.keep_alive());
+        let Some(scope) = Scope::of_body(stream.timeline(), node) else {
             return Err(refused(Code::INVALID_VALUE).with_detail(
                 "the stream with the conditional node is not known to capture: begin, or announce, that capture first",
             ));
@@ -219,7 +220,7 @@ impl AnnouncedCapture {
                     .with_detail("the stream does not capture: announce a capture after it began")),
             }
         })?;
-        unfinished::keep(Arc::new(Announced(announced.scope.clone())));
+        unfinished::keep(Arc::new(Unended(announced.scope.clone())));
         Ok(announced)
     }
 }
@@ -257,7 +258,8 @@ pub(crate) fn follow(stream: &Stream) -> Result<Option<Arc<Launches>>> {
         number => number?,
     };
     let Some(number) = number else { return Ok(None) };
-    if let Some(scope) = stream.context().capture(number) {
+    let mut scopes = stream.context().captures().into_iter().filter_map(|capture| capture.downcast::<Scope>().ok());
+    if let Some(scope) = scopes.find(|scope| scope.number() == Some(number)) {
         timeline.note_joined(&scope, stream.keep_alive())?;
         return Ok(Some(scope.launches.clone()));
     }
@@ -282,7 +284,7 @@ pub(crate) fn begin_followed(
             }
         })
     })?;
-    unfinished::keep(Arc::new(Announced(scope.clone())));
+    unfinished::keep(Arc::new(Unended(scope.clone())));
     Ok(scope.launches.clone())
 }
 

@@ -16,7 +16,6 @@ use crate::error::{Code, DeviceError, ErrorKind, Operation, Result};
 use crate::fork::{self, Mutex as Leaf};
 use crate::launches::{GraphOf, Launches};
 use crate::release::Object;
-use crate::stream::Stream;
 use crate::sync::Mutex;
 use crate::thread_end::RunningThread;
 use crate::timeline::Timeline;
@@ -24,6 +23,9 @@ use crate::unfinished::CleanUp;
 
 /// A handle of a stream, which keeps the stream from being destroyed.
 pub(crate) type StreamHandle = Arc<dyn Any + Send + Sync>;
+
+/// A stream that takes part in a capture.
+pub(crate) type Member = (Arc<Timeline>, StreamHandle);
 
 /// A capture.
 #[derive(Debug)]
@@ -50,7 +52,7 @@ struct Members {
     over: bool,
     /// If this makes a body of a conditional node, and until it is over, the stream with the node,
     /// and its capture.
-    around: Option<(Stream, Arc<Scope>)>,
+    around: Option<(Member, Arc<Scope>)>,
     /// Number of bodies of conditional nodes that are being captured.
     bodies: usize,
     /// True if the capture goes on although it was dropped.
@@ -59,7 +61,7 @@ struct Members {
     number: Option<u64>,
     /// Its streams: the one that it began on, and those that joined by waiting for one of its
     /// events.
-    streams: Vec<(Arc<Timeline>, StreamHandle)>,
+    streams: Vec<Member>,
 }
 
 impl Scope {
@@ -70,8 +72,8 @@ impl Scope {
 
     /// The scope of a capture that another library began, of a body of a conditional node. `None`
     /// if the stream with the node does not capture.
-    pub(super) fn of_body(timeline: &Timeline, with_node: &Stream) -> Option<Arc<Scope>> {
-        let around = with_node.timeline().capture()?;
+    pub(super) fn of_body(timeline: &Timeline, with_node: Member) -> Option<Arc<Scope>> {
+        let around = with_node.0.capture()?;
         let alone = around.ending.lock();
         let mut members = around.members.lock();
         if members.over {
@@ -79,14 +81,14 @@ impl Scope {
         }
         members.bodies += 1;
         drop((members, alone));
-        Some(Scope::with(timeline, around.launches.clone(), true, Some((with_node.clone(), around))))
+        Some(Scope::with(timeline, around.launches.clone(), true, Some((with_node, around))))
     }
 
     fn with(
         timeline: &Timeline,
         launches: Arc<Launches>,
         announced: bool,
-        around: Option<(Stream, Arc<Scope>)>,
+        around: Option<(Member, Arc<Scope>)>,
     ) -> Arc<Scope> {
         let thread = timeline.is_per_thread().then(RunningThread::current);
         let (capturing, handles) = (timeline.context().capturing.clone(), timeline.context().handles.clone());
@@ -111,7 +113,7 @@ impl Scope {
     }
 
     /// If this makes a body of a conditional node, the stream with the node, and its capture.
-    pub(crate) fn around(&self) -> Option<(Stream, Arc<Scope>)> {
+    pub(crate) fn around(&self) -> Option<(Member, Arc<Scope>)> {
         self.members.lock().around.clone()
     }
 
@@ -148,12 +150,12 @@ impl Scope {
         if !self.members.lock().abandoned {
             return Ok(());
         }
-        Abandoned(self.clone()).end().map_err(|error| {
-            let refused = DeviceError::refused(operation, Code::CAPTURE_UNSUPPORTED).of_request("nothing was enqueued");
-            refused.with_detail(format!(
+        self.end_abandoned().map_err(|error| {
+            let detail = format!(
                 "the stream is part of a capture that was dropped before it ended, which would lose the work, and the \
                  capture cannot be ended now ({error}): try again, or call `Device::settle` on the thread that began it",
-            ))
+            );
+            DeviceError::in_capture(operation, detail).of_request("nothing was enqueued")
         })
     }
 
@@ -226,12 +228,12 @@ impl Scope {
     /// Makes the capture over for all its streams. Makes no driver call. Returns the streams, to be
     /// dropped where no lock is held.
     #[must_use]
-    pub(super) fn close(self: &Arc<Self>) -> Vec<(Arc<Timeline>, StreamHandle)> {
+    pub(super) fn close(self: &Arc<Self>) -> Vec<Member> {
         self.close_once().unwrap_or_default()
     }
 
     /// As [`Scope::close`]; `None` if the capture is over already.
-    fn close_once(self: &Arc<Self>) -> Option<Vec<(Arc<Timeline>, StreamHandle)>> {
+    fn close_once(self: &Arc<Self>) -> Option<Vec<Member>> {
         let mut members = self.members.lock();
         if std::mem::replace(&mut members.over, true) {
             return None;
@@ -264,12 +266,12 @@ impl Scope {
     /// As [`Scope::close`], for an announced capture. What the streams of a body did stays a part
     /// of the graph, and the node's stream goes on after it.
     #[must_use]
-    pub(super) fn close_announced(self: &Arc<Self>) -> Vec<(Arc<Timeline>, StreamHandle)> {
+    pub(super) fn close_announced(self: &Arc<Self>) -> Vec<Member> {
         let Some((with_node, around)) = self.around() else { return self.close() };
         self.come_after_members();
         let first = self.members.lock().streams.first().map(|(first, _)| first.clone());
         if let Some(first) = first.filter(|_| !around.is_over()) {
-            with_node.timeline().come_after_captured(&first);
+            with_node.0.come_after_captured(&first);
         }
         let Some(streams) = self.close_once() else { return Vec::new() };
         self.launches.note_body(streams.iter().map(|(stream, _)| stream.id()));
@@ -297,52 +299,33 @@ impl Scope {
     }
 }
 
-/// A capture that another library began and ends.
-#[derive(Debug)]
-pub(super) struct Announced(pub(super) Arc<Scope>);
-
-impl CleanUp for Announced {
-    fn captures_in(&self) -> Option<Arc<CapturingStreams>> {
-        Some(self.0.capturing.clone())
-    }
-
-    fn has_callers(&self) -> bool {
-        self.0.handles.load(Ordering::Acquire) > 0
-    }
-
-    fn finish(&self) -> bool {
-        self.0.close_if_ended();
-        self.0.is_over()
-    }
-}
-
-/// A capture that was dropped and that the driver did not end.
-#[derive(Debug)]
-pub(super) struct Abandoned(pub(super) Arc<Scope>);
-
-impl Abandoned {
-    /// Ends the capture and discards its graph.
+impl Scope {
+    /// Ends a capture that was dropped and that the driver did not end, and discards its graph.
     ///
     /// # Errors
     /// When the capture goes on.
-    fn end(&self) -> Result<()> {
-        let Abandoned(scope) = self;
-        let origin = scope.members.lock().streams.first().map(|(first, _)| first.clone());
+    fn end_abandoned(self: &Arc<Self>) -> Result<()> {
+        let origin = self.members.lock().streams.first().map(|(first, _)| first.clone());
         let Some(timeline) = origin else { return Ok(()) };
-        if scope.thread.as_ref().is_some_and(RunningThread::has_ended) {
-            scope.give_up();
+        if self.thread.as_ref().is_some_and(RunningThread::has_ended) {
+            self.give_up();
             return Ok(());
         }
-        match scope.end_to_discard(&timeline) {
+        match self.end_to_discard(&timeline) {
             Ok(raw) => timeline.context().releases.release(Object::Graph(raw)),
-            Err(error) if scope.is_over() => tracing::debug!(%error, "a capture that was dropped broke before"),
+            Err(error) if self.is_over() => tracing::debug!(%error, "a capture that was dropped broke before"),
             Err(error) => return Err(error),
         }
         Ok(())
     }
 }
 
-impl CleanUp for Abandoned {
+/// A capture that another library began and ends, or that was dropped and that the driver did not
+/// end.
+#[derive(Debug)]
+pub(super) struct Unended(pub(super) Arc<Scope>);
+
+impl CleanUp for Unended {
     fn captures_in(&self) -> Option<Arc<CapturingStreams>> {
         Some(self.0.capturing.clone())
     }
@@ -352,6 +335,12 @@ impl CleanUp for Abandoned {
     }
 
     fn finish(&self) -> bool {
-        self.end().inspect_err(|error| tracing::debug!(%error, "a capture that was dropped could not be ended")).is_ok()
+        let Unended(scope) = self;
+        if scope.announced {
+            scope.close_if_ended();
+            return scope.is_over();
+        }
+        let ended = scope.end_abandoned();
+        ended.inspect_err(|error| tracing::debug!(%error, "a capture that was dropped could not be ended")).is_ok()
     }
 }

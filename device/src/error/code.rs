@@ -1,6 +1,33 @@
 //! Raw result codes of the driver, with their names and kinds.
 
-use super::ErrorKind;
+/// The kind of failure that a driver code stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The device has not enough memory, or not enough in one piece. Free some, or ask for less.
+    OutOfMemory,
+    /// Addresses, not memory, ran out. Reserve fewer or smaller ranges.
+    OutOfAddresses,
+    /// The caller passed something wrong: a dead handle, a bad range, a wrong ordinal.
+    InvalidUse,
+    /// The work asked about has not finished. Ask again later.
+    NotReady,
+    /// The device or its context is gone and every later call fails too. Restart the process. The
+    /// first such error of a device ([`crate::Device::lost`]) says most about why; later ones name
+    /// it.
+    DeviceLost,
+    /// This device or driver cannot do that. Ask for the capability first.
+    Unsupported,
+    /// There is no usable driver or device. The message names the thing to install or set.
+    Unavailable,
+    /// The call is not allowed in the present state of graph capture.
+    Capture,
+    /// The process was forked after a device was opened, and this is the child: no device can be
+    /// used in it. Fork before a device is opened, or start another program (`exec`).
+    Forked,
+    /// Anything else; see the raw code.
+    Other,
+}
 
 /// A raw driver result code (`CUresult`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -9,7 +9,7 @@ mod request;
 
 use std::fmt;
 
-pub use code::Code;
+pub use code::{Code, ErrorKind};
 pub use request::RequestError;
 
 use crate::label::DeviceLabel;
@@ -154,35 +154,6 @@ impl fmt::Display for Operation {
     }
 }
 
-/// The kind of failure that a driver code stands for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum ErrorKind {
-    /// The device has not enough memory, or not enough in one piece. Free some, or ask for less.
-    OutOfMemory,
-    /// Addresses, not memory, ran out. Reserve fewer or smaller ranges.
-    OutOfAddresses,
-    /// The caller passed something wrong: a dead handle, a bad range, a wrong ordinal.
-    InvalidUse,
-    /// The work asked about has not finished. Ask again later.
-    NotReady,
-    /// The device or its context is gone and every later call fails too. Restart the process. The
-    /// first such error of a device ([`crate::Device::lost`]) says most about why; later ones name
-    /// it.
-    DeviceLost,
-    /// This device or driver cannot do that. Ask for the capability first.
-    Unsupported,
-    /// There is no usable driver or device. The message names the thing to install or set.
-    Unavailable,
-    /// The call is not allowed in the present state of graph capture.
-    Capture,
-    /// The process was forked after a device was opened, and this is the child: no device can be
-    /// used in it. Fork before a device is opened, or start another program (`exec`).
-    Forked,
-    /// Anything else; see the raw code.
-    Other,
-}
-
 /// How far a request got before it failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -254,6 +225,12 @@ impl DeviceError {
     /// ```
     pub fn refused(operation: Operation, code: Code) -> Self {
         DeviceError { attempt: Attempt::Refused, ..DeviceError::new(operation, code) }
+    }
+
+    /// As [`DeviceError::refused`], of a call that would break a capture or that a capture cannot
+    /// take.
+    pub fn in_capture(operation: Operation, detail: impl Into<String>) -> Self {
+        DeviceError::refused(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail)
     }
 
     /// The same error of a request that is no driver call: `not_done` names the effect that is

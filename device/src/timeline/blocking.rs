@@ -12,12 +12,12 @@
 
 use std::time::Duration;
 
-use super::capturing::{capture_error, unannounced_error};
+use super::capturing::unannounced_error;
 use super::{GONE, Timeline};
 use crate::capturing_streams::BlockingHeldOff;
 use crate::context::Waited;
 use crate::driver::{CaptureStatus, Driver, RawStream};
-use crate::error::{ErrorKind, Operation, Result};
+use crate::error::{DeviceError, ErrorKind, Operation, Result};
 use crate::executor;
 
 /// How long the host sleeps between two attempts to wait.
@@ -56,7 +56,7 @@ impl Timeline {
             return Err(self.closed_error(operation, GONE));
         }
         if state.capture.is_some() {
-            return Err(capture_error(
+            return Err(DeviceError::in_capture(
                 operation,
                 "the host cannot wait for work of a capturing stream: use another one",
             ));

@@ -3,12 +3,13 @@
 
 use std::sync::Arc;
 
-use super::{Clock, GONE, StreamKind, Timeline, TimelineState};
+use super::{GONE, StreamKind, Timeline, TimelineState};
 use crate::capture::{Scope, StreamHandle};
 use crate::capturing_streams::BlockingHeldOff;
 use crate::driver::{CaptureStatus, Driver, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::launches::Launches;
+use crate::stream_map::StreamMap;
 use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;
 use crate::{fork, unfinished};
@@ -163,10 +164,10 @@ impl Timeline {
             return Err(self.closed_error(Operation::BeginCapture, GONE));
         }
         if state.capture.is_some() {
-            return Err(capture_error(Operation::BeginCapture, "the stream captures already"));
+            return Err(DeviceError::in_capture(Operation::BeginCapture, "the stream captures already"));
         }
         if state.borrowed > 0 {
-            return Err(capture_error(Operation::BeginCapture, BORROWED));
+            return Err(DeviceError::in_capture(Operation::BeginCapture, BORROWED));
         }
         begin()?;
         if !self.context.driver.info().is_virtual {
@@ -196,7 +197,7 @@ impl Timeline {
     pub(crate) fn join_capture(
         self: &Arc<Self>,
         scope: &Arc<Scope>,
-        (recorded, covers, clock): (&Timeline, u64, &Clock),
+        (recorded, covers, clock): (&Timeline, u64, &StreamMap),
         handle: StreamHandle,
         wait: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
@@ -205,7 +206,7 @@ impl Timeline {
         let joined = self.join_capture_now(scope, handle, wait).inspect(|_| {
             let mut state = self.state.lock();
             if state.capture.as_ref().is_some_and(|capture| Arc::ptr_eq(capture, scope)) {
-                state.capture_clock.merge(clock);
+                state.capture_clock.join(clock);
                 state.capture_clock.raise(recorded.id, covers);
             }
         });
@@ -222,7 +223,7 @@ impl Timeline {
         let (clock, covers) = (recorded.capture_clock.clone(), other.count.fetch_add(1, Ordering::AcqRel) + 1);
         drop(recorded);
         let mut state = self.state.lock();
-        state.capture_clock.merge(&clock);
+        state.capture_clock.join(&clock);
         state.capture_clock.raise(other.id, covers);
     }
 
@@ -242,7 +243,7 @@ impl Timeline {
                 .with_detail("the event was recorded in a capture that has ended; record it again to wait for it"));
         }
         if state.borrowed > 0 {
-            return Err(capture_error(Operation::Wait, BORROWED));
+            return Err(DeviceError::in_capture(Operation::Wait, BORROWED));
         }
         wait()?;
         let joins = state.capture.is_none() && scope.join(self, handle);
@@ -254,7 +255,7 @@ impl Timeline {
 
     fn take_part(&self, state: &mut TimelineState, scope: &Arc<Scope>) {
         state.capture = Some(scope.clone());
-        state.capture_clock = Clock::default();
+        state.capture_clock = StreamMap::default();
         self.serves.store(NO_DEVICE, Ordering::Release);
     }
 
@@ -275,20 +276,18 @@ impl Timeline {
             return Ok(None);
         }
         match self.context.capturing.hold_off_blocking() {
-            None => Err(capture_error(operation, "this would break the capture in progress on a blocking stream")),
+            None => {
+                Err(DeviceError::in_capture(operation, "this would break the capture in progress on a blocking stream"))
+            }
             held_off => Ok(held_off),
         }
     }
 }
 
-pub(super) fn capture_error(operation: Operation, detail: &str) -> DeviceError {
-    DeviceError::refused(operation, Code::CAPTURE_UNSUPPORTED).with_detail(detail)
-}
-
 /// The error for a stream that captures according to the driver, but whose capture was not
 /// announced.
 pub(super) fn unannounced_error() -> DeviceError {
-    capture_error(
+    DeviceError::in_capture(
         Operation::CaptureStatus,
         "another library captures the stream and did not announce that; announce it with `Stream::announce_capture` or \
          `Allocator::capture` when it begins",

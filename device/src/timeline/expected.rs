@@ -5,10 +5,9 @@
 //! way, so it leaves the tick after it.
 
 use std::cell::Cell;
-use std::collections::BTreeSet;
 use std::sync::{Arc, OnceLock};
 
-use super::{Tick, Timeline};
+use super::{Expected, Tick, Timeline};
 use crate::fork;
 
 thread_local! {
@@ -28,16 +27,6 @@ static IS_HELD: OnceLock<fn() -> bool> = OnceLock::new();
 /// that the work's threads may wait for. Only the first `is_held` counts.
 pub fn while_held(is_held: fn() -> bool) {
     IS_HELD.get_or_init(|| is_held);
-}
-
-/// The expected work of a stream.
-#[derive(Debug, Default)]
-pub(super) struct Expected {
-    /// Numbers of what is not enqueued, and the next number.
-    open: BTreeSet<u64>,
-    next: u64,
-    /// The ticks after work on other streams that was not known to be done.
-    elsewhere: Vec<Tick>,
 }
 
 /// Work that threads will enqueue for a stream. It ends when this is dropped.
@@ -63,7 +52,7 @@ impl Timeline {
     /// True if all expected work is enqueued on the stream, or known to be done.
     pub(crate) fn expects_nothing(&self) -> bool {
         let expected = &self.state.lock().expected;
-        expected.open.is_empty() && expected.elsewhere.iter().all(|tick| tick.timeline.is_known_done(tick.n))
+        expected.open.is_empty() && expected.elsewhere.iter().all(|(timeline, n)| timeline.is_known_done(*n))
     }
 
     /// Waits until the work that is expected now is enqueued, or was given up. Returns the ticks
@@ -75,7 +64,7 @@ impl Timeline {
         while may_wait && state.expected.open.first().is_some_and(|&first| first < next) {
             state = self.changed.wait(state);
         }
-        state.expected.elsewhere.clone()
+        state.expected.elsewhere.iter().map(|(timeline, n)| Tick { timeline: timeline.clone(), n: *n }).collect()
     }
 }
 
@@ -88,8 +77,8 @@ impl Drop for ExpectedWork {
         let Expected { open, elsewhere, .. } = &mut state.expected;
         open.remove(&self.number);
         if let Some(tick) = self.tick.take().filter(|tick| !Arc::ptr_eq(&tick.timeline, &self.timeline)) {
-            elsewhere.retain(|known| !known.timeline.is_known_done(known.n));
-            elsewhere.push(tick);
+            elsewhere.retain(|(timeline, n)| !timeline.is_known_done(*n));
+            elsewhere.push((tick.timeline, tick.n));
         }
         drop(state);
         self.timeline.changed.notify_all();

@@ -44,30 +44,27 @@
 
 mod blocking;
 mod capturing;
-mod clock;
 mod expected;
 mod owner;
 mod recording;
 mod reuse;
 mod tick;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Weak};
 
 pub use capturing::CapturesHeldOff;
-pub use clock::Clock;
-use expected::Expected;
 pub use expected::{ExpectedWork, enqueues_expected_work, while_held};
 pub use tick::Tick;
 
 use crate::capture::Scope;
 use crate::context::{Context, PooledEvent, Waited};
-use crate::driver::{Driver, RawStream};
+use crate::driver::{Driver, KeptAlive, RawStream};
 use crate::error::{Code, DeviceError, Operation, Result};
 use crate::fork;
+use crate::stream_map::StreamMap;
 use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::sync::{Condvar, Mutex, MutexGuard};
-use capturing::capture_error;
 pub(crate) use owner::Owner;
 use owner::OwnerCell;
 pub(crate) use reuse::ReusableTimelines;
@@ -117,10 +114,22 @@ impl StreamKind {
     }
 }
 
+/// The expected work of a stream (`expected.rs`).
+#[derive(Debug, Default)]
+struct Expected {
+    /// Numbers of what is not enqueued, and the next number.
+    open: BTreeSet<u64>,
+    next: u64,
+    /// The ticks after work on other streams that was not known to be done.
+    elsewhere: Vec<(Arc<Timeline>, u64)>,
+}
+
 #[derive(Debug, Default)]
 struct TimelineState {
-    /// The ticks that later work of this stream is ordered after.
-    clock: Clock,
+    /// The ticks that later work of this stream is ordered after: for each stream, all that are
+    /// smaller than the number. A race detector below the driver has clocks of its own, which count
+    /// operations and must not trust this one.
+    clock: StreamMap,
     /// The same for streams of other devices: ticks smaller than the number come before. It is not
     /// passed on to streams that wait: they wait for the other device themselves.
     peers: HashMap<(u32, u32), u64>,
@@ -134,7 +143,7 @@ struct TimelineState {
     capture: Option<Arc<Scope>>,
     /// The ticks of the capture's streams that later work of this one comes after in the graph.
     /// Events recorded in a capture raise the counter, too, so ticks taken there are numbered.
-    capture_clock: Clock,
+    capture_clock: StreamMap,
     /// Number of calls under way that enqueue work with borrowed memory and wait for it.
     borrowed: u32,
     /// Number of [`CapturesHeldOff`] guards.
@@ -146,7 +155,7 @@ struct TimelineState {
 #[derive(Clone, Debug)]
 struct Recorded {
     covers: u64,
-    clock: Clock,
+    clock: StreamMap,
     event: Arc<PooledEvent>,
 }
 
@@ -154,7 +163,7 @@ struct Recorded {
 #[derive(Debug)]
 pub(crate) struct Recording {
     pub(crate) covers: u64,
-    pub(crate) clock: Clock,
+    pub(crate) clock: StreamMap,
     /// The capture that the event is a node of; it orders nothing outside.
     pub(crate) capture: Option<Arc<Scope>>,
 }
@@ -234,11 +243,6 @@ impl Timeline {
     #[inline]
     pub fn now(&self) -> u64 {
         self.count.load(Ordering::Acquire)
-    }
-
-    /// The tick that stands for all work enqueued on the stream so far. No driver call, no lock.
-    pub fn tick(self: &Arc<Self>) -> Tick {
-        Tick { timeline: self.clone(), n: self.now() }
     }
 
     /// True if tick `n` is already known to be done. No driver call, no lock.
@@ -340,11 +344,11 @@ impl Timeline {
     ///
     /// Edges of a graph order nothing that was enqueued on those streams before they joined. So all
     /// launches come after that, too ([`Launches::come_after`]), from this call on.
-    pub fn clock(&self) -> Clock {
+    pub fn clock(&self) -> StreamMap {
         let state = self.state.lock();
         let mut clock = state.clock.clone();
         if let Some(capture) = &state.capture {
-            clock.merge(&state.capture_clock);
+            clock.join(&state.capture_clock);
             capture.come_after_members();
         }
         clock
@@ -355,7 +359,7 @@ impl Timeline {
     pub fn is_ordered_after(&self, other: &Timeline, n: u64) -> bool {
         other.is_known_done(n)
             || if self.is_on_device_of(other) {
-                self.id == other.id || n < self.state.lock().clock.of(other.id)
+                self.id == other.id || n < self.state.lock().clock.get(other.id)
             } else {
                 self.state.lock().peers.get(&other.place()).is_some_and(|&covered| n < covered)
             }
@@ -400,7 +404,7 @@ impl Timeline {
             return Err(self.closed_error(Operation::Wait, GONE));
         }
         if captures {
-            return Err(capture_error(
+            return Err(DeviceError::in_capture(
                 Operation::Wait,
                 "a capturing stream cannot be ordered after work from outside of the capture: \
                  before it begins, order the stream after that (`Stream::wait_for`), or wait for it on the host; \
@@ -424,13 +428,13 @@ impl Timeline {
     /// Notes that this stream now waits for an event of `other` that covers its ticks below
     /// `covers` (T2). While the stream captures, only a node of a graph waits, so nothing is noted
     /// (T5).
-    pub(crate) fn absorb(&self, other: &Timeline, covers: u64, clock: &Clock) {
+    pub(crate) fn absorb(&self, other: &Timeline, covers: u64, clock: &StreamMap) {
         let mut state = self.state.lock();
         if state.capture.is_some() {
             return;
         }
         if self.is_on_device_of(other) {
-            state.clock.merge(clock);
+            state.clock.join(clock);
             state.clock.raise(other.id, covers);
         } else {
             let covered = state.peers.entry(other.place()).or_default();
@@ -461,8 +465,8 @@ impl Waited for Timeline {
         self.is_done(now)
     }
 
-    fn known_capture(&self) -> Option<Arc<Scope>> {
-        self.capture()
+    fn known_capture(&self) -> Option<KeptAlive> {
+        self.capture().map(|scope| scope as KeptAlive)
     }
 }
 

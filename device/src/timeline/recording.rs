@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use super::capturing::capture_error;
 use super::{Owner, Recorded, Recording, Timeline, TimelineState};
 use crate::context::{PooledEvent, Waited};
 use crate::driver::RawStream;
@@ -36,7 +35,7 @@ impl Timeline {
     pub(crate) fn close_released(&self, even_capturing: bool, no_more_work: bool) -> Result<()> {
         let mut state = self.state.lock();
         if state.capture.is_some() && !even_capturing {
-            return Err(capture_error(
+            return Err(DeviceError::in_capture(
                 Operation::CaptureStatus,
                 "an adopted stream cannot be released while it captures: end the capture first",
             )
@@ -155,7 +154,7 @@ impl Timeline {
             return Err(self.closed_error(Operation::Record, detail));
         }
         if state.capture.is_some() {
-            return Err(capture_error(
+            return Err(DeviceError::in_capture(
                 Operation::Record,
                 "work of a capturing stream orders nothing outside of its graph: a stream takes part in it once it has \
                  waited for an event of the capturing stream (`Event::record`, `Stream::wait_event`, or a \

@@ -18,6 +18,13 @@ pub struct Tick {
     pub(crate) n: u64,
 }
 
+impl Timeline {
+    /// The tick that stands for all work enqueued on the stream so far. No driver call, no lock.
+    pub fn tick(self: &Arc<Self>) -> Tick {
+        Tick { timeline: self.clone(), n: self.now() }
+    }
+}
+
 impl Tick {
     /// The timeline it lies on.
     #[doc(hidden)]

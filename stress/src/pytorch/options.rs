@@ -98,14 +98,19 @@ impl Options {
         let mut options = Options { throws_at_limit: config.fail_fast, ..Options::default() };
         let mut rounding = None;
         for IgnoredOption { key, value, .. } in config.ignored(Backing::Paged) {
-            let mib = || value.parse::<u64>().map_or(u64::MAX, |mib| mib.saturating_mul(MIB));
+            let invalid = || format!("invalid value for {key}: {value}");
+            let mib = || value.parse::<u64>().map(|mib| mib.saturating_mul(MIB)).map_err(|_| invalid());
             match key {
-                "expandable_segments" => options.expandable_segments = true,
-                "large_segment_size_mb" => options.large_segment = mib(),
-                "max_split_size_mb" => options.max_split = mib(),
-                "max_non_split_rounding_mb" => rounding = Some(mib()),
-                "garbage_collection_threshold" => options.gc_threshold = value.parse().unwrap_or(0.0),
-                "roundup_power2_divisions" => options.divisions = divisions(&value),
+                "expandable_segments" if value == "True" => options.expandable_segments = true,
+                "expandable_segments" => return Err(invalid()),
+                "large_segment_size_mb" => options.large_segment = mib()?,
+                "max_split_size_mb" => options.max_split = mib()?,
+                "max_non_split_rounding_mb" => rounding = Some(mib()?),
+                "garbage_collection_threshold" => {
+                    let share = value.parse().ok().filter(|share| *share > 0.0 && *share < 1.0);
+                    options.gc_threshold = share.ok_or_else(invalid)?;
+                }
+                "roundup_power2_divisions" => options.divisions = divisions(&value).ok_or_else(invalid)?,
                 _ => {}
             }
         }
@@ -190,24 +195,25 @@ fn named(pair: &str) -> (&str, &str) {
 }
 
 /// One number for all intervals, or a list such as `[256:1,512:2,>:4]`. The first entry of a list
-/// also holds for smaller sizes, and `>` for all sizes above the entry before it.
-fn divisions(text: &str) -> [u64; INTERVALS] {
-    let number = |text: &str| text.parse().unwrap_or(0);
+/// also holds for smaller sizes, and `>` for all sizes above the entry before it. `None` if a number
+/// is no power of two.
+fn divisions(text: &str) -> Option<[u64; INTERVALS]> {
+    let number = |text: &str| text.parse().ok().filter(|&number: &u64| number == 0 || number.is_power_of_two());
     let Some(list) = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')) else {
-        return [number(text); INTERVALS];
+        return Some([number(text)?; INTERVALS]);
     };
     let (mut all, mut last) = ([0; INTERVALS], None);
     for (size, value) in list.split(',').map(named) {
         if size == ">" {
-            all[last.map_or(1, |last: usize| last + 1)..].fill(number(value));
+            all[last.map_or(1, |last: usize| last + 1)..].fill(number(value)?);
             continue;
         }
-        let interval = (number(size).max(1).ilog2() as usize).min(INTERVALS - 1);
+        let interval = (number(size)?.max(1).ilog2() as usize).min(INTERVALS - 1);
         let from = if last.is_none() { 0 } else { interval };
-        all[from..=interval].fill(number(value));
+        all[from..=interval].fill(number(value)?);
         last = Some(interval);
     }
-    all
+    Some(all)
 }
 
 #[cfg(test)]

@@ -417,9 +417,8 @@ fn a_file_that_needs_too_much_memory_is_an_error() {
 fn refusals_in_later_passes_are_reported_too() {
     let file = Scratch::new("later.trace", b"a 0 1000000 0\nf 0 0\n");
     // The first pass makes one call, the second one several.
-    let faults: String = (2..50).map(|nth| format!("fault=cuMemAlloc#{nth}:out_of_memory\n")).collect();
-    let faults = Scratch::new("later.faults", faults.as_bytes());
-    let device = format!("sim:1GiB,faults={}", faults.path());
+    let faults: String = (2..50).map(|nth| format!(",fault=cuMemAlloc#{nth}:out_of_memory")).collect();
+    let device = format!("sim:1GiB{faults}");
     let options = ["--device", &device, "--config", "backing:segments,no_cache:True"];
     let rows = rows(3, &[&["replay", "--repeat", "2", file.path()], &options[..]].concat());
     assert_eq!((bytes(&rows[0], "ooms"), bytes(&rows[0], "warm_ooms")), (0, 1), "{rows:?}");

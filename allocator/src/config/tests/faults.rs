@@ -11,125 +11,73 @@ fn fault(text: &str) -> ConfigError {
     }
 }
 
-/// The bytes that the error to `text` points at, as text.
-fn blamed(text: &str) -> &str {
-    let span = fault(text).span().expect("the fault has a place");
-    &text[span]
-}
-
 #[test]
 fn what_pytorch_refuses_is_refused() {
-    for text in [
-        "foo:1,bar:2",
-        "garbage_collection_threshold:1.2",
-        "max_split_size_mb:2",
-        "release_lock_on_cudamalloc:none",
-        "pinned_use_cuda_host_register:none",
-        "pinned_num_register_threads:none",
-        "pinned_num_register_threads:1024",
-    ] {
-        assert_eq!(fault(text).text(), Some(text));
+    for text in ["foo:1,bar:2", "per_process_memory_fraction:1.2", "throw_on_cudamalloc_oom:none"] {
+        assert!(fault(text).offset().is_some());
     }
 }
 
 #[test]
-fn a_message_shows_the_spot() {
+fn a_message_says_where_the_fault_is() {
     let shown = |text: &str| fault(text).to_string();
     assert_eq!(
         shown("history:5, max_split_mb:40"),
-        "unknown option `max_split_mb` (at byte 11); did you mean `max_split_size_mb`?\n  \
-         history:5, max_split_mb:40\n             \
-         ^^^^^^^^^^^^",
+        "unknown option `max_split_mb`; did you mean `max_split_size_mb`? (at byte 11)",
     );
-    assert_eq!(
-        shown("no_cache:true"),
-        "`true` is not a value of `no_cache`; expected `True` or `False`; write `True` (at byte 9)\n  \
-         no_cache:true\n           \
-         ^^^^",
-    );
+    assert_eq!(shown("no_cache:true"), "`true` is not a value of `no_cache`; expected `True` or `False` (at byte 9)");
     assert_eq!(
         shown("limit_mb:"),
-        "`limit_mb` has no value; expected MiB greater than 0, such as 512 or 0.5; leave the option out for no limit \
-         (at byte 9)\n  \
-         limit_mb:\n           \
-         ^",
-    );
-    assert_eq!(
-        shown("backend:cudaMallocAsync"),
-        "`backend:cudaMallocAsync` is not available in this version; the driver's own pool is not used; leave `backend` out, or \
-         use `no_cache:True` to cache nothing here (at byte 8)\n  \
-         backend:cudaMallocAsync\n          \
-         ^^^^^^^^^^^^^^^",
+        "an option has no value; expected `name:value` pairs with commas between them (at byte 9)",
     );
 }
 
 #[test]
-fn carets_count_characters_and_lines_stay_two() {
+fn messages_quote_one_short_line() {
     let message = fault("tags:é\nü,limit_mb:x").to_string();
-    assert_eq!(message.lines().nth(1), Some("  tags:é ü,limit_mb:x"));
-    assert_eq!(message.lines().nth(2), Some("       ^^^"));
-    assert_eq!(message.lines().count(), 3);
-}
-
-#[test]
-fn long_strings_are_cut_around_the_spot() {
-    let text = format!("{}foo:1,{}", "limit_mb:1,".repeat(1000), "limit_mb:1,".repeat(1000));
-    let message = fault(&text).to_string();
-    let lines: Vec<&str> = message.lines().collect();
-    assert_eq!(lines.len(), 3);
-    assert!(lines[1].starts_with("  …") && lines[1].ends_with('…'));
-    assert!(lines[1].chars().count() < 110);
-    let caret = lines[2].find('^').unwrap();
-    let under: String = lines[1].chars().skip(caret).take(3).collect();
-    assert_eq!((under.as_str(), lines[2].matches('^').count()), ("foo", 3));
-
+    assert!(message.starts_with("`é ü` is not a value of `tags`"), "{message}");
     let message = fault(&format!("tags:{}", "x".repeat(100_000))).to_string();
+    assert!(message.len() < 500, "{message}");
+    let message = fault(&"x".repeat(100_000)).to_string();
     assert!(message.len() < 500, "{message}");
 }
 
 #[test]
 fn grammar() {
-    let vectors: [(&str, &str, usize, &str); 25] = [
-        ("limit_mb", "MissingColon", 0, "limit_mb"),
-        ("limit_mb,history:1", "MissingColon", 0, "limit_mb"),
-        ("limit_mb 5", "UnknownOption", 0, "limit_mb 5"),
-        ("roundup_power2_divisions[1:2]", "MissingColon", 0, "roundup_power2_divisions"),
-        ("limit_mb:", "MissingValue", 9, ""),
-        ("limit_mb: ,history:1", "MissingValue", 10, ","),
-        ("limit_mb::5", "Unexpected", 9, ":"),
-        ("limit_mb:5:6", "Unexpected", 10, ":"),
-        ("limit_mb:]", "MissingValue", 9, "]"),
-        ("limit_mb:5]", "Unexpected", 10, "]"),
-        ("limit_mb:5[", "Unexpected", 10, "["),
-        ("limit_mb:1,,history:2", "EmptyPair", 11, ","),
-        (",limit_mb:1", "EmptyPair", 0, ","),
-        (":1", "EmptyPair", 0, ":"),
-        ("[1:2]", "Unexpected", 0, "["),
-        ("limit_mb:1,", "TrailingComma", 10, ","),
-        ("roundup_power2_divisions:[1:2", "UnclosedList", 25, "["),
-        ("roundup_power2_divisions:[1", "UnclosedList", 25, "["),
-        ("roundup_power2_divisions:[", "UnclosedList", 25, "["),
-        ("roundup_power2_divisions:[]", "Unexpected", 26, "]"),
-        ("roundup_power2_divisions:[1:2,]", "Unexpected", 30, "]"),
-        ("roundup_power2_divisions:[1]", "MissingColon", 26, "1"),
-        ("roundup_power2_divisions:[1:]", "MissingValue", 28, "]"),
-        ("roundup_power2_divisions:[1:2]]", "Unexpected", 30, "]"),
-        ("roundup_power2_divisions:[1:2]x", "Unexpected", 30, "x"),
+    let vectors: [(&str, &str, usize); 19] = [
+        ("limit_mb", "has no `:`", 0),
+        ("limit_mb,history:1", "has no `:`", 0),
+        ("limit_mb 5", "has no `:`", 0),
+        ("roundup_power2_divisions[1:2]", "unknown option", 0),
+        ("limit_mb:", "has no value", 9),
+        ("limit_mb: ,history:1", "has no value", 10),
+        ("limit_mb::5", "`:5` is not a value", 9),
+        ("limit_mb:5:6", "`5:6` is not a value", 9),
+        ("limit_mb:]", "brackets", 9),
+        ("limit_mb:5]", "brackets", 9),
+        ("limit_mb:5[", "brackets", 9),
+        ("limit_mb:1,,history:2", "missing", 11),
+        (",limit_mb:1", "missing", 0),
+        (":1", "missing", 0),
+        ("[1:2]", "unknown option", 0),
+        ("limit_mb:1,", "missing", 11),
+        ("roundup_power2_divisions:[1:2,limit_mb:1", "brackets", 25),
+        ("roundup_power2_divisions:[", "brackets", 25),
+        ("roundup_power2_divisions:[1:2]]", "brackets", 25),
     ];
-    for (text, expected, offset, under) in vectors {
+    for (text, expected, offset) in vectors {
         let error = fault(text);
-        assert!(format!("{:?}", error.kind()).starts_with(expected), "{text}: {error:?}");
-        assert_eq!((error.offset(), blamed(text)), (Some(offset), under), "{text}");
+        assert!(error.to_string().contains(expected), "{text}: {error:?}");
+        assert_eq!(error.offset(), Some(offset), "{text}");
     }
 }
 
 #[test]
 fn numbers_are_taken_whole_or_refused() {
     for number in ["12abc", "-1", "+1", "0x10", "1.5", "1e3", "1 2", "١", "1_000", "ten"] {
-        for key in ["limit_mb", "history", "max_split_size_mb", "roundup_power2_divisions", "pinned_max_cached_size_mb"]
-        {
+        for key in ["limit_mb", "history", "granule_mb"] {
             if (key, number) == ("limit_mb", "1.5") {
-                continue; // the one that may be a fraction
+                continue; // which may be a fraction
             }
             let error = fault(&format!("{key}:{number}"));
             assert!(matches!(error.kind(), Kind::InvalidValue { .. }), "{error}");
@@ -139,10 +87,9 @@ fn numbers_are_taken_whole_or_refused() {
         fault(&format!("limit_mb:{size}"));
     }
     for fraction in ["nan", "NaN", "inf", "-0.5", "+0.5", "0.5x", "0,5", "1e", "."] {
-        for key in ["limit_free_fraction", "garbage_collection_threshold", "per_process_memory_fraction"] {
+        for key in ["limit_free_fraction", "per_process_memory_fraction"] {
             fault(&format!("{key}:{fraction}"));
         }
-        fault(&format!("expandable_segments_reserve:{fraction}"));
     }
 }
 
@@ -152,66 +99,33 @@ fn values_outside_the_range() {
         "limit_mb:0",
         "limit_mb:0.0",
         "limit_mb:0.3",
-        "limit_mb:1.000000953674316406255",
         "limit_mb:17592186044416.5",
         "limit_mb:17592186044416",
         "limit_mb:18446744073709551616",
         "headroom_mb:99999999999999999999999",
         "history:4294967296",
-        "large_segment_size_mb:10",
-        "large_segment_size_mb:0",
-        "max_split_size_mb:10",
-        "max_non_split_rounding_mb:10",
         "granule_mb:3",
-        "garbage_collection_threshold:0",
-        "garbage_collection_threshold:1",
         "per_process_memory_fraction:1.01",
         "limit_free_fraction:0",
         "limit_free_fraction:1.5",
-        "roundup_power2_divisions:3",
-        "roundup_power2_divisions:[64:6]",
-        "pinned_num_register_threads:0",
-        "pinned_num_register_threads:3",
-        "pinned_reserve_segment_size_mb:0",
-        "expandable_segments_reserve:0",
-        "expandable_segments_reserve_by_class:[a:0G]",
+        "limit_free_fraction:1e400",
     ] {
         let error = fault(text);
-        assert!(matches!(error.kind(), Kind::OutOfRange { .. }), "{error}");
-    }
-    for text in ["garbage_collection_threshold:1e400", "expandable_segments_reserve:G"] {
-        assert!(matches!(fault(text).kind(), Kind::InvalidValue { .. }));
+        assert!(matches!(error.kind(), Kind::InvalidValue { .. }), "{error}");
     }
 }
 
 #[test]
 fn values_of_the_wrong_form() {
-    for (text, under) in [
+    for (text, value) in [
         ("no_cache:1", "1"),
         ("no_cache:[a:b]", "[a:b]"),
         ("limit_mb:[64:8]", "[64:8]"),
-        ("expandable_segments_reserve_by_class:0.5", "0.5"),
-        ("roundup_power2_divisions:[6:4]", "6"),
-        ("roundup_power2_divisions:[0:4]", "0"),
-        ("roundup_power2_divisions:[a:4]", "a"),
-        ("roundup_power2_divisions:[<:4]", "<"),
         ("cross_stream:Ready", "Ready"),
-        ("backend:cuda", "cuda"),
         ("backing:arena", "arena"),
     ] {
-        assert!(matches!(fault(text).kind(), Kind::InvalidValue { .. }), "{text}");
-        assert_eq!(blamed(text), under);
+        assert!(matches!(fault(text).kind(), Kind::InvalidValue { value: found, .. } if found == value), "{text}");
     }
-    assert!(matches!(fault("backend:cudaMallocAsync").kind(), Kind::Unavailable { .. }));
-}
-
-#[test]
-fn flags_say_how_they_are_written() {
-    for (given, write) in [("true", "True"), ("1", "True"), ("FALSE", "False"), ("0", "False"), ("off", "False")] {
-        let message = fault(&format!("no_cache:{given}")).to_string();
-        assert!(message.contains(&format!("write `{write}`")), "{message}");
-    }
-    assert!(!fault("no_cache:none").to_string().contains("write"));
 }
 
 #[test]
@@ -235,7 +149,7 @@ fn fields_that_are_set_in_code_are_checked() {
         let mut config = Config::default();
         spoil(&mut config);
         let error = config.validate().unwrap_err();
-        assert_eq!((error.offset(), error.text(), error.variable()), (None, None, None));
+        assert_eq!((error.offset(), error.variable()), (None, None));
         // An option string does not hide it.
         assert!(config.apply("history:1").is_err());
     }
@@ -268,8 +182,7 @@ proptest! {
     #[test]
     fn no_text_panics(text in prop_oneof![any::<String>(), ".*", near_options()]) {
         let Err(error) = Config::parse(&text) else { return Ok(()) };
-        let span = error.span().expect("the fault has a place");
-        prop_assert!(text.get(span).is_some());
-        prop_assert_eq!(error.to_string().lines().count(), 3);
+        prop_assert!(text.is_char_boundary(error.offset().expect("the fault has a place")));
+        prop_assert_eq!(error.to_string().lines().count(), 1);
     }
 }

@@ -395,6 +395,7 @@ impl Heap {
         !self.irregular.contains(id)
     }
 
+    /// Has the record of a live block read when it is freed.
     pub(crate) fn make_irregular(&mut self, id: BlockId) {
         self.irregular.insert(id);
     }
@@ -403,11 +404,6 @@ impl Heap {
     pub(crate) fn mark_used_elsewhere(&mut self, id: BlockId) {
         self.blocks[id].used_elsewhere = true;
         self.make_irregular(id);
-    }
-
-    /// Takes that mark away.
-    pub(crate) fn unmark_used_elsewhere(&mut self, id: BlockId) {
-        self.blocks[id].used_elsewhere = false;
     }
 
     /// Has a live, irregular block count as one of another pool of the same kind.

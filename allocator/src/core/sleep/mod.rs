@@ -27,8 +27,6 @@ pub(crate) struct Sleep {
     has_dedicated: bool,
     /// Free memory that is held because it lies beside.
     held: Vec<BlockId>,
-    /// Live blocks that are marked.
-    marked: Vec<BlockId>,
     /// Blocks that were given back.
     freed: Vec<Waiting>,
     /// Pinned host memory for the contents of the next sleep.
@@ -73,6 +71,12 @@ impl Sleep {
     /// True if the memory at any of these addresses sleeps.
     pub(crate) fn has(&self, range: &Range<u64>) -> bool {
         !self.addresses.is_empty() && !within(&self.addresses, range).is_empty()
+    }
+
+    /// True if the memory at any of these addresses sleeps while other memory does not: see
+    /// `steps.rs`.
+    pub(crate) fn isolates(&self, range: &Range<u64>) -> bool {
+        !self.is_whole && self.has(range)
     }
 
     /// True if dedicated memory that was given up may be unmapped.

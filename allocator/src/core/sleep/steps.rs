@@ -7,14 +7,14 @@
 //!
 //! While a part sleeps, it is *isolated*:
 //! * Free memory beside it, in the same granules, is *held*, so that no request takes it.
-//! * Its live blocks are marked as used by several streams. So their frees leave the fast path, and
-//!   come to `begin_wait` (`../free.rs`), which keeps the blocks until their memory wakes up.
+//! * Its live blocks are irregular. So their frees leave the fast path, which asks nothing, and come
+//!   to `free_by_record` (`../free.rs`), which keeps the blocks until their memory wakes up. Blocks
+//!   stay irregular after that: their frees are only slower.
 //!
 //! Allocations and frees of other memory are as fast as without. The isolation ends and begins
 //! again under the lock, so no other thread sees memory without it. While the whole allocator
 //! sleeps it is not needed, because nothing is allocated.
 
-use std::collections::btree_map::Entry;
 use std::ops::Range;
 
 use aquifer_device::HostBuffer;
@@ -30,7 +30,7 @@ use crate::core::sleep::{ContentsPlace, Sleep, SleepingRange, united, within};
 use crate::history::Action;
 use crate::sleep::options::{Contents, Part, SleepOptions};
 use crate::tags::Tag;
-use crate::types::{After, BlockId, PoolId};
+use crate::types::{After, PoolId};
 
 /// What wakes up.
 pub(crate) enum Waking<'a> {
@@ -284,20 +284,18 @@ impl Core {
             }
         }
         let held = self.hold_all(free).into_iter().map(|donor| donor.block).collect();
-        live.retain(|&id| self.mark_asleep(id));
+        live.into_iter().for_each(|id| self.heap.make_irregular(id));
         let freed = self.waiting.take_where(|waiting| touches(&waiting.block.range()));
-        if let Some(Sleep { held: of_sleep, marked, freed: given, .. }) = self.paged.as_mut().map(|one| &mut one.sleep)
-        {
-            (*of_sleep, *marked) = (held, live);
-            given.extend(freed);
+        if let Some(paged) = &mut self.paged {
+            paged.sleep.held = held;
+            paged.sleep.freed.extend(freed);
         }
     }
 
     /// Ends the isolation: blocks that were given back meanwhile are free, and so is what was held.
     pub(crate) fn end_isolation(&mut self) {
-        let Some(Sleep { held, marked, freed, .. }) = self.paged.as_mut().map(|paged| &mut paged.sleep) else { return };
-        let (held, marked, freed) = (std::mem::take(held), std::mem::take(marked), std::mem::take(freed));
-        marked.into_iter().for_each(|id| self.unmark_asleep(id));
+        let Some(Sleep { held, freed, .. }) = self.paged.as_mut().map(|paged| &mut paged.sleep) else { return };
+        let (held, freed) = (std::mem::take(held), std::mem::take(freed));
         for block in held {
             self.heap.unhold_as_free(block);
         }
@@ -308,25 +306,6 @@ impl Core {
                 self.waiting.push(waiting);
             }
         }
-    }
-
-    /// Marks a live block, so that its free takes the slow path. Returns false if it was marked
-    /// already.
-    fn mark_asleep(&mut self, id: BlockId) -> bool {
-        let Entry::Vacant(users) = self.other_users.entry(id) else { return false };
-        users.insert(Vec::new());
-        self.heap.mark_used_elsewhere(id);
-        true
-    }
-
-    /// Takes the mark away, unless the block was given back, or other streams do use it now.
-    fn unmark_asleep(&mut self, id: BlockId) {
-        let Entry::Occupied(users) = self.other_users.entry(id) else { return };
-        if !users.get().is_empty() {
-            return;
-        }
-        users.remove();
-        self.heap.unmark_used_elsewhere(id);
     }
 
     /// Takes the pinned host memory that is kept for the contents of the next sleep.

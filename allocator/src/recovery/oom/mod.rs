@@ -88,7 +88,7 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     guard.counters.events.num_ooms += 1;
     let (pool, free) = (guard.pools.history_id(request.pool), memory.map_or(0, |memory| memory.free));
     let subject = Subject { addr: free, size: request.size, stream: request.stream, tag: request.tag, pool };
-    guard.history.note(Action::Oom, subject);
+    guard.history.note(&[Action::Oom], subject);
     let mut from_blocks = Vec::new();
     if !tried.dedicated {
         from_blocks.extend(advice_to_lend(&guard, request));

@@ -30,7 +30,7 @@ fn all_of_the_capacity_can_be_allocated_at_the_lowest_addresses() {
 
 #[test]
 fn without_reuse_addresses_are_new_until_none_is_left() {
-    let driver = SimDriver::new(SimConfig::new(64 << 40).reuse(false));
+    let driver = SimDriver::new(SimConfig::parse("64TiB,reuse=off").unwrap());
     let first = driver.alloc(MIB).unwrap();
     driver.free(first).unwrap();
     let mut last = first;

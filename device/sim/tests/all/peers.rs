@@ -415,7 +415,7 @@ fn devices_that_lag_are_peers_too() {
 
 #[test]
 fn a_copy_takes_the_link_and_large_fills_stay_small() {
-    let config = || SimConfig::new(1 << 40).jitter(false).link_gb_s(10);
+    let config = || SimConfig::parse("1TiB,jitter=off,link=10").unwrap();
     let pair = Pair::of(config(), config().ordinal(1));
     let bytes = 500_000_000_000;
     let (src, dst) = (pair.one.alloc(bytes).unwrap(), pair.two.alloc(bytes).unwrap());

@@ -76,7 +76,7 @@ fn it_makes_room_like_any_other_request() {
 
 #[test]
 fn a_device_without_handles_says_what_is_missing() {
-    let device = Subject::open(&SimConfig::new(128 * MIB).export(false)).device();
+    let device = Subject::open(&SimConfig::parse("128MiB,export=off").unwrap()).device();
     let allocator = Allocator::new(&device, Config::default()).unwrap();
     let error = allocator.alloc_exportable(MIB, FD, device.default_stream()).unwrap_err();
     assert!(

@@ -46,7 +46,7 @@ fn a_fallback_to_segments_is_logged_once_and_errors_say_why() {
     let failing = MAPPING.map(|operation| (failing(operation, Code::INVALID_VALUE), "", operation.name(), true));
     let others = [
         (without_addresses, "", "cuMemAddressReserve", true),
-        (device(SimConfig::new(GIB).vmm(false)), "", "cannot map memory", true),
+        (device(SimConfig::parse("1GiB,vmm=off").unwrap()), "", "cannot map memory", true),
         (device(SimConfig::new(GIB)), "granule_mb:2048", "less than one granule", true),
         (device(SimConfig::new(GIB)), "backing:segments", "`backing:paged` maps memory", false),
         (device(SimConfig::new(GIB)), "no_cache:True", "`no_cache:True`", false),

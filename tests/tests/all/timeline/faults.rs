@@ -12,7 +12,7 @@ fn t2_a_wait_that_fails_at_any_call_changes_no_clock_and_can_be_repeated() {
         bench.fail_next(failing);
         assert_eq!(kind(two.wait_for(&tick)), ErrorKind::Other);
         let is_recorded = failing == Operation::Wait;
-        assert_eq!((two.is_ordered_after(&tick), two.timeline().clock().of(one.id())), (false, 0));
+        assert_eq!((two.is_ordered_after(&tick), two.timeline().clock().get(one.id())), (false, 0));
         assert_eq!((bench.cost(), tick.timeline().is_covered(tick.n())), ((u64::from(is_recorded), 0), is_recorded));
         let between = one.tick();
         two.wait_for(&tick).unwrap();
