@@ -102,7 +102,6 @@ pub struct Refusal {
 
 /// Why a request was refused.
 #[derive(Debug)]
-#[non_exhaustive]
 pub enum Refused {
     /// Memory was lacking. This project's allocator reports on it.
     OutOfMemory(Option<Box<OomReport>>),
@@ -159,6 +158,12 @@ impl Aquifer {
     /// The allocator.
     pub fn allocator(&self) -> &Allocator {
         &self.allocator
+    }
+
+    /// A stream, by its number.
+    #[inline]
+    pub fn stream(&self, number: u16) -> &Stream {
+        &self.streams[usize::from(number)]
     }
 
     /// Another handle of the same allocator whose only stream is a new one.
@@ -238,30 +243,5 @@ impl Subject for Aquifer {
         if let Some(lag) = &self.lag {
             lag.advance();
         }
-    }
-}
-
-/// The same allocator through its raw interface: blocks are bare pointers.
-#[derive(Debug)]
-pub struct Raw(pub Aquifer);
-
-impl Subject for Raw {
-    type Handle = DevicePtr;
-
-    #[inline(always)]
-    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<DevicePtr, Refused> {
-        Ok(self.0.allocator.alloc_raw(bytes, &self.0.streams[usize::from(stream)])?)
-    }
-
-    #[inline]
-    fn free(&mut self, handle: DevicePtr) {
-        if let Err(error) = self.0.allocator.free_raw(handle) {
-            panic!("a live pointer was refused: {error}");
-        }
-    }
-
-    #[inline]
-    fn record_stream(&mut self, handle: &mut DevicePtr, stream: u16) -> Result<(), Refused> {
-        Ok(self.0.allocator.record_stream_raw(*handle, &self.0.streams[usize::from(stream)])?)
     }
 }

@@ -3,7 +3,6 @@
 //! the same loop.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
 
 use offset_allocator::{Allocation, Allocator};
 
@@ -48,23 +47,6 @@ impl Subject for Yardstick {
     #[inline]
     fn free(&mut self, handle: Allocation<u32>) {
         self.0.free(handle);
-    }
-}
-
-/// A yardstick that threads share, behind a lock of the standard library.
-pub type Shared = Arc<Mutex<Yardstick>>;
-
-impl Subject for Shared {
-    type Handle = Allocation<u32>;
-
-    #[inline]
-    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Allocation<u32>, Refused> {
-        self.lock().unwrap_or_else(PoisonError::into_inner).alloc(bytes, stream)
-    }
-
-    #[inline]
-    fn free(&mut self, handle: Allocation<u32>) {
-        self.lock().unwrap_or_else(PoisonError::into_inner).free(handle);
     }
 }
 

@@ -3,16 +3,14 @@
 
 use aquifer::memory::PoolOptions;
 use aquifer::{Buffer, Error, Stream};
-use serde::Serialize;
+use aquifer_stress::exit::Failure;
+use aquifer_stress::input::Program;
+use aquifer_stress::random::Random;
+use aquifer_stress::scenarios::Script;
 
-use super::peers::Lab;
-use crate::cli::ConfigArg;
-use crate::commands::ratio;
-use crate::exit::Failure;
-use crate::input::Program;
-use crate::random::Random;
-use crate::scenarios::Script;
-use crate::session::Session;
+use super::Lab;
+use crate::Bench;
+use crate::row::{Row, ratio};
 
 /// Each operation uses a random block on a random stream. Before it a block may be allocated, one
 /// be freed, and a stream join another.
@@ -30,14 +28,6 @@ const JOINS: u32 = 10;
 const BLOCK_BYTES: u64 = 4 << 20;
 /// Graphs that are captured one after the other, in one pool.
 const GRAPHS: usize = 4;
-
-/// What an allocator holds for the captures.
-#[derive(Debug, Clone, Default, Serialize)]
-pub(super) struct Captured {
-    pub(super) peak_requested_bytes: u64,
-    pub(super) peak_reserved_bytes: u64,
-    pub(super) reserved_over_requested: Option<f64>,
-}
 
 /// A step of a capture. Blocks are numbered in the order in which they are allocated.
 #[derive(Debug, Clone, Copy)]
@@ -136,14 +126,15 @@ impl Captures {
     }
 
     /// The figures of an allocator that holds so much.
-    pub(super) fn figures(&self, held: u64) -> Captured {
+    pub(super) fn figures(&self, held: u64) -> Row {
         let peak = self.peak();
-        Captured { peak_requested_bytes: peak, peak_reserved_bytes: held, reserved_over_requested: ratio(held, peak) }
+        let row = Row::new().with("peak_requested_bytes", peak).with("peak_reserved_bytes", held);
+        row.with("reserved_over_requested", ratio(held, peak))
     }
 
     /// Captures the graphs with this project's allocator.
-    pub(super) fn capture(&self, session: &Session, lab: &Lab, config: &ConfigArg) -> Result<Captured, Failure> {
-        let memory = session.allocator(&lab.device, config)?;
+    pub(super) fn capture(&self, bench: &Bench, lab: &Lab) -> Result<Row, Failure> {
+        let memory = bench.session.allocator(&lab.device, &bench.config)?;
         let pool = memory.create_pool(PoolOptions::default())?;
         let first = lab.device.stream()?;
         let others = (1..self.streams).map(|_| lab.device.stream()).collect::<Result<Vec<_>, _>>()?;

@@ -1,44 +1,26 @@
-//! `graphs`: what CUDA graphs need, and what capturing and launching them costs.
+//! What CUDA graphs need, and what capturing and launching them costs.
+//!
+//! * `batches`: the graph of the largest of 50 batches alone, and graphs of all in one pool, captured
+//!   in different orders, each on a stream of its own.
+//! * `streams`: graphs of several streams, which fork and join at each operation, as in PyTorch's
+//!   sweep of `graph_capture_record_stream_reuse`.
+//! * `updates`: a graph that is launched 100 times, each time with parameters of its own.
+//!
+//! `pass_bytes` is the memory that the warm-up of the largest pass takes, with its output;
+//! `output_bytes` that of all outputs, which live on; `pool_bytes` what the graphs' pool holds
+//! without them; `held_bytes` what is held once all are captured; `driver_bytes` what the driver took
+//! for the graphs (estimated); `lent_bytes` what all graphs, being idle, lend to a request for all
+//! memory, and `return_us` the time of a launch that brings it back.
 
 use std::time::{Duration, Instant};
 
 use aquifer::memory::PoolOptions;
 use aquifer::{Allocator, Buffer, Device, Error, Graph, Stream};
-use serde::Serialize;
+use aquifer_stress::commands::violations;
+use aquifer_stress::exit::Failure;
 
-use crate::cli::GraphsArgs;
-use crate::commands::{hundredths, ratio, violations};
-use crate::exit::{Failure, Outcome};
-use crate::session::Session;
-use crate::table::{Column, number, table};
-use crate::text::Bytes;
-
-/// A row of results. `graphs --help` explains the fields.
-#[derive(Debug, Clone, Serialize)]
-#[expect(missing_docs, reason = "the help text explains them")]
-#[non_exhaustive]
-pub struct Row {
-    pub program: String,
-    pub device: String,
-    pub graphs: u64,
-    pub pass_bytes: u64,
-    pub output_bytes: u64,
-    pub pool_bytes: u64,
-    pub pool_over_pass: Option<f64>,
-    pub pool_over_largest: Option<f64>,
-    pub held_bytes: u64,
-    pub allocated_bytes: u64,
-    pub held_over_allocated: Option<f64>,
-    pub driver_bytes: u64,
-    pub capture_us: f64,
-    pub capture_driver_calls: f64,
-    pub launch_us: f64,
-    pub launch_driver_calls: f64,
-    pub wrong_results: u64,
-    pub lent_bytes: u64,
-    pub return_us: f64,
-    pub violations: u64,
-}
+use crate::row::{Row, ratio};
+use crate::{Bench, Benchmark};
 
 /// The graphs of a program, and what capturing them cost.
 struct Captured {
@@ -67,64 +49,42 @@ const ACTIVATION_BYTES: u64 = 12_000_000;
 /// Bytes of a block of a program of several streams.
 const BLOCK_BYTES: usize = 32 << 20;
 
-/// Runs the command.
-///
-/// # Errors
-/// When the device cannot be opened, a capture or a launch fails, or standard output cannot be
-/// written.
-pub fn run(session: &Session, args: &GraphsArgs) -> Result<Outcome, Failure> {
-    let (graphs, operations): (u64, &[usize]) = if args.quick { (10, &[100]) } else { (50, &[1000, 10_000]) };
-    let mut rows = vec![measure(session, "one graph", |memory, stream| captured(memory, stream, &[graphs]))?];
-    for (name, order) in ORDERS {
-        let batches: Vec<u64> = (0..graphs).map(|place| order(place, graphs)).collect();
-        let name = format!("{graphs} batches, {name}");
-        rows.push(measure(session, &name, |memory, stream| captured(memory, stream, &batches))?);
-    }
-    for &operations in operations {
-        for streams in [2, 4] {
-            let name = format!("{streams} streams, {operations} operations");
-            rows.push(measure(session, &name, |memory, stream| forking(memory, stream, streams, operations))?);
+pub(crate) fn all() -> Vec<Benchmark> {
+    let batches = |bench: &Bench| {
+        let count = if bench.args.quick { 10 } else { 50 };
+        let largest = measure(bench, "largest alone", |memory, _| captured(memory, &[count]))?;
+        let mut rows = vec![largest];
+        for (name, order) in ORDERS {
+            let batches: Vec<u64> = (0..count).map(|place| order(place, count)).collect();
+            rows.push(measure(bench, name, |memory, _| captured(memory, &batches))?);
         }
-    }
-    // The first graph is that of the largest batch, alone.
-    let largest = rows.first().map_or(0, |row| row.pool_bytes);
-    rows.iter_mut().take(1 + ORDERS.len()).for_each(|row| row.pool_over_largest = ratio(row.pool_bytes, largest));
-    rows.push(measure(session, "updates between launches", updated)?);
-    let mut outcome = Outcome::Done;
-    for row in &rows {
-        session.row(row)?;
-        if row.violations > 0 || row.wrong_results > 0 {
-            outcome = Outcome::Violations;
+        let alone = rows[0].1;
+        Ok(rows.into_iter().map(|(row, pool)| row.with("pool_over_largest", ratio(pool, alone))).collect())
+    };
+    let streams = |bench: &Bench| {
+        let mut rows = Vec::new();
+        for &operations in if bench.args.quick { &[100][..] } else { &[1000, 10_000] } {
+            for streams in [2, 4] {
+                let name = format!("{streams} streams, {operations} operations");
+                rows.push(measure(bench, &name, |memory, stream| forking(memory, stream, streams, operations))?.0);
+            }
         }
-    }
-    session.show(format_args!("{}", table(&rows, 1, &COLUMNS)))?;
-    Ok(outcome)
+        Ok(rows)
+    };
+    let updates = |bench: &Bench| Ok(vec![measure(bench, "updates between launches", updated)?.0]);
+    vec![Benchmark::new("batches", batches), Benchmark::new("streams", streams), Benchmark::new("updates", updates)]
 }
 
-const COLUMNS: [Column<Row>; 13] = [
-    ("program", |row| row.program.clone()),
-    ("pool", |row| Bytes(row.pool_bytes).to_string()),
-    ("pool/pass", |row| number(row.pool_over_pass, 3)),
-    ("held/allocated", |row| number(row.held_over_allocated, 3)),
-    ("capture µs", |row| number(Some(row.capture_us), 0)),
-    ("launch µs", |row| number(Some(row.launch_us), 1)),
-    ("calls a launch", |row| number(Some(row.launch_driver_calls), 1)),
-    ("pool/largest", |row| number(row.pool_over_largest, 3)),
-    ("lent", |row| Bytes(row.lent_bytes).to_string()),
-    ("return µs", |row| number(Some(row.return_us), 0)),
-    ("largest pass", |row| Bytes(row.pass_bytes).to_string()),
-    ("outputs", |row| Bytes(row.output_bytes).to_string()),
-    ("graphs", |row| row.graphs.to_string()),
-];
-
-/// Captures a program on a new device, launches its graphs, and measures both.
+/// Captures a program on a new device, launches its graphs, and measures both. Also returns the
+/// bytes of the graphs' pool.
+#[expect(clippy::cast_precision_loss, reason = "figures to display")]
 fn measure(
-    session: &Session,
+    bench: &Bench,
     program: &str,
     capture: impl FnOnce(&Allocator, &Stream) -> Result<Captured, Error>,
-) -> Result<Row, Failure> {
-    let device: Device = session.open()?;
-    let memory = session.allocator(&device, session.config()?)?;
+) -> Result<(Row, u64), Failure> {
+    let device: Device = bench.session.open()?;
+    let memory = bench.session.allocator(&device, &bench.config)?;
     let stream = device.stream()?;
     let Captured { graphs, took, calls, wrong } = capture(&memory, &stream)?;
     let pool_bytes = memory.reserved_by_private_pools().values().sum();
@@ -142,30 +102,19 @@ fn measure(
     let (lent_bytes, returned) = lend(&memory, &stream, &graphs)?;
     // The pool has no outputs, and a pass does.
     let scratch = graphs.iter().map(|graph| graph.pass_bytes() - graph.output().bytes().min(graph.pass_bytes()));
-    let each = |sum: f64, count: usize| hundredths(sum / count.max(1) as f64);
-    let launches = graphs.len() * LAUNCHES;
-    Ok(Row {
-        program: program.to_owned(),
-        device: session.device_text().to_owned(),
-        graphs: graphs.len() as u64,
-        pass_bytes: graphs.iter().map(Graph::pass_bytes).max().unwrap_or(0),
-        output_bytes: graphs.iter().map(|graph| graph.output().bytes()).sum(),
-        pool_bytes,
-        pool_over_pass: ratio(pool_bytes, scratch.max().unwrap_or(0)),
-        pool_over_largest: None,
-        held_bytes,
-        allocated_bytes,
-        held_over_allocated: ratio(held_bytes, allocated_bytes),
-        driver_bytes,
-        capture_us: each(took.as_secs_f64() * 1e6, graphs.len()),
-        capture_driver_calls: each(calls as f64, graphs.len()),
-        launch_us: each(launched.as_secs_f64() * 1e6, launches),
-        launch_driver_calls: each(launch_calls as f64, launches),
-        wrong_results: wrong,
-        lent_bytes,
-        return_us: hundredths(returned.as_secs_f64() * 1e6),
-        violations: violations(session, program, &device),
-    })
+    let pass = graphs.iter().map(Graph::pass_bytes).max().unwrap_or(0);
+    let outputs: u64 = graphs.iter().map(|graph| graph.output().bytes()).sum();
+    let (count, launches) = (graphs.len().max(1) as f64, (graphs.len() * LAUNCHES).max(1) as f64);
+    let row = Row::new().with("program", program).with("graphs", graphs.len()).with("pass_bytes", pass);
+    let row = row.with("output_bytes", outputs).with("pool_bytes", pool_bytes);
+    let row = row.with("pool_over_pass", ratio(pool_bytes, scratch.max().unwrap_or(0)));
+    let row = row.with("held_bytes", held_bytes).with("allocated_bytes", allocated_bytes);
+    let row = row.with("held_over_allocated", ratio(held_bytes, allocated_bytes)).with("driver_bytes", driver_bytes);
+    let row = row.us("capture_us", took.as_nanos() as f64 / count).with("capture_driver_calls", calls as f64 / count);
+    let row = row.us("launch_us", launched.as_nanos() as f64 / launches);
+    let row = row.with("launch_driver_calls", launch_calls as f64 / launches).with("wrong_results", wrong);
+    let row = row.with("lent_bytes", lent_bytes).us("return_us", returned.as_nanos() as f64);
+    Ok((row.with("violations", violations(&bench.session, program, &device)), pool_bytes))
 }
 
 /// Has the idle graphs lend all that they can, to a request for all that the device has free and
@@ -187,7 +136,7 @@ fn lend(memory: &Allocator, stream: &Stream, graphs: &[Graph<Buffer<u8>>]) -> Re
 }
 
 /// A graph of each batch, in one pool, each captured on a stream of its own.
-fn captured(memory: &Allocator, _stream: &Stream, batches: &[u64]) -> Result<Captured, Error> {
+fn captured(memory: &Allocator, batches: &[u64]) -> Result<Captured, Error> {
     let pool = memory.create_pool(PoolOptions { lends_when_idle: true, ..PoolOptions::default() })?;
     let (before, start) = (memory.device().driver_calls(), Instant::now());
     let capture = |&batch: &u64| {

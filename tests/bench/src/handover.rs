@@ -1,24 +1,26 @@
 //! One thread allocates, another frees: blocks go from one to the other through a ring.
 
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossbeam::queue::ArrayQueue;
 
-use super::team::{Team, refused};
-use crate::exit::Failure;
-use crate::subject::{Refused, Subject};
+use aquifer_stress::exit::Failure;
+use aquifer_stress::subject::{Refused, Subject};
+use aquifer_stress::yardstick::Yardstick;
+
+use crate::team::{Team, refused};
 use crate::workload::Replacements;
 
 /// The most blocks in the ring.
-pub(super) const RING: u32 = 256;
+pub(crate) const RING: u32 = 256;
 /// Polls of a full or empty ring before the thread yields.
 const SPINS: u32 = 64;
 
 /// A subject that allocates, one that frees (if it is another), and the ring between them. The ring
 /// is empty between rounds.
-pub(super) struct HandOver<S: Subject> {
+pub(crate) struct HandOver<S: Subject> {
     giver: S,
     taker: Option<S>,
     ring: ArrayQueue<S::Handle>,
@@ -26,12 +28,12 @@ pub(super) struct HandOver<S: Subject> {
 
 impl<S: Subject> HandOver<S> {
     /// Two threads.
-    pub(super) fn between(giver: S, taker: S) -> HandOver<S> {
+    pub(crate) fn between(giver: S, taker: S) -> HandOver<S> {
         HandOver { giver, taker: Some(taker), ring: ArrayQueue::new(RING as usize) }
     }
 
     /// One thread, which passes every block through the ring to itself.
-    pub(super) fn alone(subject: S) -> HandOver<S> {
+    pub(crate) fn alone(subject: S) -> HandOver<S> {
         HandOver { giver: subject, taker: None, ring: ArrayQueue::new(RING as usize) }
     }
 }
@@ -118,4 +120,28 @@ where
     }
 
     fn leave(self) {}
+}
+
+/// A yardstick that threads share, behind a lock of the standard library.
+#[derive(Debug, Clone)]
+pub(crate) struct Shared(Arc<Mutex<Yardstick>>);
+
+impl Shared {
+    pub(crate) fn new(yardstick: Yardstick) -> Shared {
+        Shared(Arc::new(Mutex::new(yardstick)))
+    }
+}
+
+impl Subject for Shared {
+    type Handle = <Yardstick as Subject>::Handle;
+
+    #[inline]
+    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Self::Handle, Refused> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).alloc(bytes, stream)
+    }
+
+    #[inline]
+    fn free(&mut self, handle: Self::Handle) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).free(handle);
+    }
 }

@@ -9,19 +9,15 @@ use aquifer::tensor::Place;
 use aquifer::transfer::Route;
 use aquifer::transfer::Transfer;
 use aquifer::{Buffer, PinnedBuffer, Stream};
+use aquifer_stress::commands::violations;
+use aquifer_stress::exit::Failure;
+use aquifer_stress::session::Session;
 
-use crate::cli::{Part, TransferArgs};
-use crate::exit::Failure;
-use crate::session::Session;
+use crate::Bench;
+use crate::row::Row;
 
 /// The smallest copies, in bytes.
 const LEAST: u64 = 4 << 10;
-
-/// The clock of simulated devices.
-pub(super) const VIRTUAL: &str = "virtual";
-
-/// The clock of everything else.
-pub(super) const HOST: &str = "host";
 
 /// Another device, the source of copies.
 #[derive(Debug)]
@@ -39,8 +35,7 @@ pub(super) struct Peer {
 pub(super) struct Meter {
     pub(super) transfer: Transfer,
     pub(super) stream: Stream,
-    pub(super) device: String,
-    /// `None` if there is no other device, or copies are not measured.
+    /// `None` if there is no other device, or it is not asked for.
     pub(super) peer: Option<Peer>,
     simulated: Option<Arc<SimDriver>>,
     begun: Instant,
@@ -53,23 +48,27 @@ pub(super) struct Meter {
     pub(super) link_gb_s: Option<f64>,
 }
 
+/// How often each copy is measured, unless asked for.
+const ROUNDS: u32 = 5;
+
 /// The largest copies unless asked for, in bytes.
 const USUAL: u64 = 64 << 20;
 
 impl Meter {
-    pub(super) fn new(session: &Session, args: &TransferArgs) -> Result<Meter, Failure> {
+    /// With `peer`, also another device.
+    pub(super) fn new(bench: &Bench, peer: bool) -> Result<Meter, Failure> {
+        let Bench { session, config, args } = bench;
         let (device, simulated) = session.open_with_simulator()?;
-        let transfer = Transfer::new(&session.allocator(&device, session.config()?)?)?;
-        let peer = if args.measures(Part::Copies) { Peer::open(session, &transfer)? } else { None };
+        let transfer = Transfer::new(&session.allocator(&device, config)?)?;
+        let peer = if peer { Peer::open(bench, &transfer)? } else { None };
         Ok(Meter {
             transfer,
             peer,
             stream: device.stream()?,
-            device: session.device_text().to_owned(),
             simulated,
             begun: Instant::now(),
-            rounds: args.rounds,
-            asked: args.largest,
+            rounds: args.rounds.unwrap_or(ROUNDS),
+            asked: args.max_mb.map(|mib| u64::from(mib) << 20),
             // A quarter of the device, as some methods use rows with gaps at both ends.
             room: device.memory_info()?.free / 4,
             link_gb_s: session.sim().map(|sim| sim.card_link_gb_s() as f64).or_else(pcie_gb_s),
@@ -81,9 +80,10 @@ impl Meter {
         self.simulated.is_some()
     }
 
-    /// The name of the clock.
-    pub(super) fn clock(&self) -> &'static str {
-        if self.is_modelled() { VIRTUAL } else { HOST }
+    /// A row of figures by the device's clock, or by the host's on every device.
+    pub(super) fn row(&self, by_host: bool) -> Row {
+        let is_virtual = self.is_modelled() && !by_host;
+        Row::new().with("modelled", is_virtual).with("clock", if is_virtual { "virtual" } else { "host" })
     }
 
     /// Sizes of copies, in bytes.
@@ -169,15 +169,15 @@ impl Meter {
     /// Counts and reports the violations that simulated devices found.
     pub(super) fn violations(&self, session: &Session) -> u64 {
         let devices = [Some(self.transfer.device()), self.peer.as_ref().map(|peer| peer.transfer.device())];
-        devices.into_iter().flatten().map(|device| crate::commands::violations(session, "transfer", device)).sum()
+        devices.into_iter().flatten().map(|device| violations(session, "transfer", device)).sum()
     }
 }
 
 impl Peer {
     /// Another device than that of `beside`, if there is a usable one.
-    fn open(session: &Session, beside: &Transfer) -> Result<Option<Peer>, Failure> {
-        let Some(device) = session.open_another(beside.device()) else { return Ok(None) };
-        let transfer = Transfer::new(&session.allocator(&device, session.config()?)?)?;
+    fn open(bench: &Bench, beside: &Transfer) -> Result<Option<Peer>, Failure> {
+        let Some(device) = bench.session.open_another(beside.device()) else { return Ok(None) };
+        let transfer = Transfer::new(&bench.session.allocator(&device, &bench.config)?)?;
         Ok(Some(Peer {
             stream: device.stream()?,
             name: Place::from(&transfer).to_string(),

@@ -1,4 +1,5 @@
-//! Loading a model of 7 billion parameters from a safetensors file.
+//! Loading a model of 7 billion parameters from a safetensors file, in the folder of temporary files
+//! (`TMPDIR`): `load_safetensors`, and `read, then copied` by the driver, in pieces.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -6,16 +7,12 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use aquifer::tensor::{Checkpoint, Load, Place};
 use aquifer_allocator::AccessGuard;
 use aquifer_device::{AccessKind, DevicePtr};
-use serde::Serialize;
+use aquifer_stress::exit::Failure;
 use serde_json::json;
 
 use super::copies::Temporary;
-use super::meter::{HOST, Meter, rate};
-use crate::commands::{hundredths, thousandths};
-use crate::exit::Failure;
-use crate::session::Session;
-use crate::table::{Column, table};
-use crate::text::Bytes;
+use super::meter::{Meter, rate};
+use crate::row::Row;
 
 /// The shape of Llama 2 7B: 6.74 billion parameters of two bytes.
 const LAYERS: u64 = 32;
@@ -25,21 +22,6 @@ const WORDS: u64 = 32000;
 
 /// What is read, and copied by the driver, at a time by the reference.
 const PIECE: usize = 16 << 20;
-
-/// A row of results. `transfer --help` explains the fields.
-#[derive(Debug, Clone, Serialize)]
-struct Row {
-    part: &'static str,
-    device: String,
-    modelled: bool,
-    clock: &'static str,
-    method: &'static str,
-    page_cache: &'static str,
-    bytes: u64,
-    tensors: usize,
-    seconds: f64,
-    gb_per_s: f64,
-}
 
 /// Names and shapes of the tensors, with all widths divided by `by`.
 fn tensors(by: u64) -> Vec<(String, Vec<u64>)> {
@@ -123,19 +105,17 @@ fn make_cold(_file: &File) -> std::io::Result<bool> {
     Ok(false)
 }
 
-pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
+pub(super) fn run(meter: &Meter) -> Result<Vec<Row>, Failure> {
     let tensors = at_most(meter.largest());
     let bytes = bytes_of(&tensors);
     let temporary = Temporary::create("model.safetensors")?;
     let (file, wrong) = (&temporary.file, |cause| temporary.failed(cause));
-    let folder = std::env::temp_dir();
-    session.message(format_args!("note: a file of {} is in {} meanwhile (TMPDIR)", Bytes(bytes), folder.display()));
     let begin = write(file, &tensors).map_err(wrong)?;
     let mut rows = Vec::new();
     for page_cache in ["cold", "warm"] {
         let is_cold = page_cache == "cold";
         if is_cold && !make_cold(file).map_err(wrong)? {
-            session.message("note: no row with cold page cache: here a file cannot be taken out of it");
+            // Here a file cannot be taken out of it.
             continue;
         }
         let prepare = || if is_cold { make_cold(file).map(drop).map_err(wrong) } else { Ok(()) };
@@ -146,33 +126,12 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
             Ok(())
         })?;
         for (method, ns) in [("read, then copied", plainly), ("load_safetensors", loaded)] {
-            rows.push(Row {
-                part: "model",
-                device: meter.device.clone(),
-                modelled: false,
-                clock: HOST,
-                method,
-                page_cache,
-                bytes,
-                tensors: tensors.len(),
-                seconds: thousandths(ns / 1e9),
-                gb_per_s: hundredths(rate(bytes, ns)),
-            });
+            let row = meter.row(true).with("method", method).with("page_cache", page_cache).with("bytes", bytes);
+            let row = row.with("tensors", tensors.len()).with("seconds", ns / 1e9);
+            rows.push(row.with("gb_per_s", rate(bytes, ns)));
         }
     }
-    rows.iter().try_for_each(|row| session.row(row))?;
-    let columns: [Column<Row>; 6] = [
-        ("method", |row| row.method.to_owned()),
-        ("page cache", |row| row.page_cache.to_owned()),
-        ("size", |row| Bytes(row.bytes).to_string()),
-        ("tensors", |row| row.tensors.to_string()),
-        ("s", |row| format!("{:.3}", row.seconds)),
-        ("GB/s", |row| format!("{:.2}", row.gb_per_s)),
-    ];
-    let is_whole = bytes == bytes_of(&self::tensors(1));
-    let scaled = if is_whole { "" } else { ", scaled by --max-mb or the device" };
-    session.show(format_args!("\nA model of 7 billion parameters{scaled}; times are the host's"))?;
-    session.show(table(&rows, 2, &columns))
+    Ok(rows)
 }
 
 /// As a program without us does it: a piece is read, and the driver copies it.

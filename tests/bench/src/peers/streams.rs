@@ -4,12 +4,12 @@
 use std::time::Duration;
 
 use aquifer::kernels::Kernels;
+use aquifer_stress::exit::Failure;
+use aquifer_stress::subject::{Subject, streams_of};
 
-use super::peers::{Lab, RoundTimes};
-use super::team::refused;
-use crate::commands::{hundredths, us};
-use crate::exit::Failure;
-use crate::subject::{Subject, streams_of};
+use super::Lab;
+use crate::row::Row;
+use crate::team::refused;
 
 /// A million clock cycles of a GPU of 2 GHz, as long as a kernel of the original runs.
 const KERNEL: Duration = Duration::from_micros(500);
@@ -37,7 +37,7 @@ impl Iterations {
         [1, 2, 4].into_iter().flat_map(|streams| both.map(|is_prewarmed| of(streams, is_prewarmed))).collect()
     }
 
-    pub(super) fn time<S: Subject>(&self, lab: &Lab, mut subject: S) -> Result<RoundTimes, Failure> {
+    pub(super) fn time<S: Subject>(&self, lab: &Lab, mut subject: S) -> Result<Row, Failure> {
         const BYTES: u64 = 8;
         let kernels = Kernels::load(&lab.device)?;
         // The kernels touch no memory, so they may run on other streams than those of the subject.
@@ -63,7 +63,8 @@ impl Iterations {
             }
         }
         let counted = ITERATIONS + u64::from(!self.is_prewarmed);
-        Ok(RoundTimes { clock: lab.clock(), us_per_iteration: Some(us(total / counted)), ..RoundTimes::default() })
+        #[expect(clippy::cast_precision_loss, reason = "a time to display")]
+        Ok(Row::new().with("clock", lab.clock()).us("us_per_iteration", total as f64 / counted as f64))
     }
 }
 
@@ -81,7 +82,7 @@ impl Priming {
         Priming { name: "async_priming/primed", is_primed: true },
     ];
 
-    pub(super) fn time<S: Subject>(self, lab: &Lab, mut subject: S) -> Result<RoundTimes, Failure> {
+    pub(super) fn time<S: Subject>(self, lab: &Lab, mut subject: S) -> Result<Row, Failure> {
         const BLOCKS: u64 = 10;
         let total = lab.device.info().total_bytes;
         let size = total / 100 * 9;
@@ -103,14 +104,15 @@ impl Priming {
         }
         let second_round = lab.now_ns();
         blocks.into_iter().for_each(|block| subject.free(block));
-        #[expect(clippy::cast_precision_loss, reason = "a rate to display")]
-        let rate = |ns: u64| (ns > 0).then(|| hundredths((BLOCKS * size) as f64 / ns as f64));
-        Ok(RoundTimes {
-            clock: lab.clock(),
-            latency_to_first_us: Some(us(first - start)),
-            first_round_throughput_gb_s: rate(first_round - start),
-            second_round_throughput_gb_s: rate(second_round - first_round),
-            ..RoundTimes::default()
-        })
+        let rate = |ns| (ns > 0).then(|| rate(BLOCKS * size, ns));
+        let row = Row::new().with("clock", lab.clock()).us("latency_to_first_us", (first - start) as f64);
+        let row = row.with("first_round_throughput_gb_s", rate(first_round - start));
+        Ok(row.with("second_round_throughput_gb_s", rate(second_round - first_round)))
     }
+}
+
+/// Gigabytes (10^9) a second.
+#[expect(clippy::cast_precision_loss, reason = "a rate to display")]
+fn rate(bytes: u64, ns: u64) -> f64 {
+    bytes as f64 / ns as f64
 }

@@ -1,17 +1,18 @@
 //! Benchmarks of copies that other projects published, with their names: nvbandwidth's copies by
-//! the copy engines, and vLLM's `swap_blocks`.
+//! the copy engines, and vLLM's `swap_blocks` (`in` is to the device).
+//!
+//! The method `driver` is one of its calls for each copy; `transfer` and `batch` are ours. On a
+//! simulated device the packing of a batch, on the host, does not count. Of both ways, `bytes` and
+//! `us` are those that are measured; `us` is for all copies. `of_link` is the share of what the link
+//! carries: as simulated, or of PCIe as Linux tells it, where all GPUs have the same.
 
 use aquifer::{Buffer, Pending, Stream};
 use aquifer_allocator::AccessGuard;
 use aquifer_device::{AccessKind, DevicePtr, HostBuffer};
-use serde::Serialize;
+use aquifer_stress::exit::Failure;
 
 use super::meter::{Meter, rate};
-use crate::commands::hundredths;
-use crate::exit::Failure;
-use crate::session::Session;
-use crate::table::{Column, number, table};
-use crate::text::Bytes;
+use crate::row::Row;
 
 /// The size of nvbandwidth's copies, in bytes.
 const BANDWIDTH_BYTES: u64 = 512 << 20;
@@ -26,66 +27,11 @@ const BLOCKS_MAX: usize = 256;
 const DRIVER: &str = "driver";
 const TRANSFER: &str = "transfer";
 
-/// A row of results. `transfer --help` explains the fields.
-#[derive(Debug, Clone, Serialize)]
-struct Row {
-    part: &'static str,
-    device: String,
-    modelled: bool,
-    clock: &'static str,
-    test: &'static str,
-    method: &'static str,
-    bytes: u64,
-    copies: u64,
-    us: f64,
-    gb_per_s: f64,
-    of_link: Option<f64>,
-}
-
-impl Row {
-    fn new(
-        meter: &Meter,
-        part: &'static str,
-        test: &'static str,
-        method: &'static str,
-        (copies, bytes): (u64, u64),
-        ns: f64,
-    ) -> Row {
-        let speed = rate(copies * bytes, ns);
-        Row {
-            part,
-            device: meter.device.clone(),
-            modelled: meter.is_modelled(),
-            clock: meter.clock(),
-            test,
-            method,
-            bytes,
-            copies,
-            us: hundredths(ns / 1e3),
-            gb_per_s: hundredths(speed),
-            of_link: meter.link_gb_s.map(|limit| hundredths(speed / limit)),
-        }
-    }
-}
-
-fn show(session: &Session, rows: &[Row]) -> Result<(), Failure> {
-    rows.iter().try_for_each(|row| session.row(row))?;
-    let gb_per_s = if rows.iter().any(|row| row.modelled) { "GB/s, modelled" } else { "GB/s" };
-    let columns: [Column<Row>; 6] = [
-        ("test", |row| row.test.to_owned()),
-        ("method", |row| row.method.to_owned()),
-        ("size", |row| {
-            if row.copies > 1 {
-                format!("{} × {}", row.copies, Bytes(row.bytes))
-            } else {
-                Bytes(row.bytes).to_string()
-            }
-        }),
-        (gb_per_s, |row| format!("{:.2}", row.gb_per_s)),
-        ("of link", |row| number(row.of_link, 2)),
-        ("µs", |row| format!("{:.1}", row.us)),
-    ];
-    session.show(table(rows, 2, &columns))
+fn row(meter: &Meter, test: &str, method: &str, (copies, bytes): (u64, u64), ns: f64) -> Row {
+    let speed = rate(copies * bytes, ns);
+    let row = meter.row(false).with("test", test).with("method", method).with("bytes", bytes).with("copies", copies);
+    let row = row.us("us", ns).with("gb_per_s", speed);
+    row.with("of_link", meter.link_gb_s.map(|limit| speed / limit))
 }
 
 /// What runs at once: a direction that is measured, and whether the other one runs beside it.
@@ -97,7 +43,7 @@ const BANDWIDTH: [(&str, bool, bool); 4] = [
 ];
 
 /// nvbandwidth's copies between pinned memory and the device, by the driver alone and by ours.
-pub(super) fn bandwidth(session: &Session, meter: &Meter) -> Result<(), Failure> {
+pub(super) fn bandwidth(meter: &Meter) -> Result<Vec<Row>, Failure> {
     let bytes = meter.most_of(BANDWIDTH_BYTES);
     let mut rows = Vec::new();
     let (mut target, mut source) = (meter.buffer(bytes)?, meter.buffer(bytes)?);
@@ -122,7 +68,7 @@ pub(super) fn bandwidth(session: &Session, meter: &Meter) -> Result<(), Failure>
             }
             Ok(streams[usize::from(up)].synchronize()?)
         })?;
-        rows.push(Row::new(meter, "nvbandwidth", test, DRIVER, (1, bytes), ns));
+        rows.push((test, row(meter, test, DRIVER, (1, bytes), ns)));
     }
     drop(host);
     let (from, mut to) = (meter.pinned(bytes)?, meter.pinned(bytes)?);
@@ -139,12 +85,10 @@ pub(super) fn bandwidth(session: &Session, meter: &Meter) -> Result<(), Failure>
             Ok(measured.wait()?)
         })?;
         beside.map(Pending::wait).transpose()?;
-        rows.push(Row::new(meter, "nvbandwidth", test, TRANSFER, (1, bytes), ns));
+        rows.push((test, row(meter, test, TRANSFER, (1, bytes), ns)));
     }
-    let less = if bytes < BANDWIDTH_BYTES { format!(", of {} there", Bytes(BANDWIDTH_BYTES)) } else { String::new() };
-    session.show(format_args!("\nAs nvbandwidth: copies of {}{less}", Bytes(bytes)))?;
-    rows.sort_by_key(|row| BANDWIDTH.iter().position(|(test, ..)| *test == row.test));
-    show(session, &rows)
+    rows.sort_by_key(|(of, _)| BANDWIDTH.iter().position(|(test, ..)| test == of));
+    Ok(rows.into_iter().map(|(_, row)| row).collect())
 }
 
 /// A cache of blocks on the device and one in pinned memory, and which block goes where.
@@ -208,7 +152,7 @@ impl Caches {
 }
 
 /// vLLM's `swap_blocks`: scattered blocks of a cache, of 2^k bytes, both ways.
-pub(super) fn swap_blocks(session: &Session, meter: &Meter) -> Result<(), Failure> {
+pub(super) fn swap_blocks(meter: &Meter) -> Result<Vec<Row>, Failure> {
     let mut rows = Vec::new();
     for bytes in BLOCK_BYTES.map(|power| 1_usize << power) {
         let blocks = usize::try_from(meter.largest()).unwrap_or(usize::MAX) / bytes;
@@ -221,11 +165,10 @@ pub(super) fn swap_blocks(session: &Session, meter: &Meter) -> Result<(), Failur
         let mut caches = Caches::new(meter, blocks, bytes)?;
         for (test, up) in [("swap_blocks, in", true), ("swap_blocks, out", false)] {
             let ns = meter.time(|| caches.by_driver(&meter.stream, up))?;
-            rows.push(Row::new(meter, "swap_blocks", test, DRIVER, copied, ns));
+            rows.push(row(meter, test, DRIVER, copied, ns));
             let ns = meter.time(|| caches.batched(meter, up))?;
-            rows.push(Row::new(meter, "swap_blocks", test, "batch", copied, ns));
+            rows.push(row(meter, test, "batch", copied, ns));
         }
     }
-    session.show("\nAs vLLM's swap_blocks: blocks of a cache, in another order; µs for all of them")?;
-    show(session, &rows)
+    Ok(rows)
 }

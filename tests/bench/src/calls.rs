@@ -1,5 +1,13 @@
-//! `calls`: the cost of driver calls on this device: measured on a real device, from the
-//! simulator's cost model on a simulated one.
+//! The cost of driver calls on this device: measured on a real device, from the simulator's cost
+//! model on a simulated one.
+//!
+//! * `calls`: memory is taken in sizes from 2 MiB to 2 GiB, as far as the device has them. Setting
+//!   access and unmapping are measured once for a piece of each size, and once for 1, 8 and 64
+//!   pieces of one granule at a time. Each size is allocated from the driver's pool twice before the
+//!   host waits, as the pool then releases unused memory by default: `cold` if it had released all
+//!   memory, `warm` if the same stream had just freed a block of this size.
+//! * `bench_vmm`, kvcached's: up to 4096 pages of one granule are each created, then each mapped,
+//!   made accessible and unmapped.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -8,14 +16,12 @@ use aquifer::Device;
 use aquifer::device::sim::SimDriver;
 use aquifer::device::{DeviceError, DevicePtr, ErrorKind, StreamFlags};
 use aquifer_device::{Driver, Operation, PhysicalOptions, RawPhysical};
-use serde::Serialize;
+use aquifer_stress::exit::Failure;
+use aquifer_stress::session::Session;
+use aquifer_stress::text::Bytes;
 
-use crate::cli::CallsArgs;
-use crate::commands::{hundredths, kind_of_time};
-use crate::exit::{Failure, Outcome};
-use crate::session::Session;
-use crate::table::{Column, table};
-use crate::text::Bytes;
+use crate::row::Row;
+use crate::{Bench, Benchmark};
 
 const MIB: u64 = 1 << 20;
 
@@ -32,90 +38,45 @@ const MAPPINGS: [u64; 3] = [1, 8, 64];
 /// The most granules of kvcached's `bench_vmm`.
 const PAGES_MAX: u64 = 4096;
 
-/// A row of results. `calls --help` explains the fields.
-#[derive(Debug, Clone, Serialize)]
-#[expect(missing_docs, reason = "the help text explains them")]
-#[non_exhaustive]
-pub struct Row {
-    pub device: String,
-    pub device_name: String,
-    pub call: &'static str,
-    pub bytes: u64,
-    pub mappings: u64,
-    pub pool: Option<&'static str>,
-    pub rounds: u32,
-    pub median_us: f64,
-    pub p95_us: f64,
-    pub modelled: bool,
-}
+/// How often each call is measured.
+const ROUNDS: u32 = 20;
 
-/// A row of kvcached's `bench_vmm`, with its figures. `calls --help` explains the fields.
-#[derive(Debug, Clone, Serialize)]
-struct PagesRow {
-    benchmark: &'static str,
-    device: String,
-    device_name: String,
-    call: &'static str,
-    bytes: u64,
-    pages: u64,
-    avg_us: f64,
-    p50_us: f64,
-    p90_us: f64,
-    p99_us: f64,
-    max_us: f64,
-    modelled: bool,
-}
-
-/// Runs the command.
-///
-/// # Errors
-/// When the device cannot be opened, a call fails for another reason than lack of memory, or
-/// standard output cannot be written.
-pub fn run(session: &Session, args: &CallsArgs) -> Result<Outcome, Failure> {
-    session.without_allocator();
-    let (device, simulated) = session.open_with_simulator()?;
-    let mut meter = Meter { device, simulated, times: Vec::new(), left_out: Vec::new() };
-    let pages = meter.pages()?;
-    let pages = meter.rows_of_pages(session, pages);
-    for round in 0..args.rounds.saturating_add(1) {
-        // The first round warms the driver up.
-        if round == 1 {
-            meter.times.clear();
+pub(crate) fn all() -> Vec<Benchmark> {
+    let calls = |bench: &Bench| {
+        let mut meter = Meter::open(&bench.session)?;
+        let rounds = bench.args.rounds.unwrap_or(ROUNDS);
+        for round in 0..=rounds {
+            // The first round warms the driver up.
+            if round == 1 {
+                meter.times.clear();
+            }
+            meter.plain_memory()?;
+            meter.mapped_memory()?;
+            meter.mappings()?;
+            meter.order()?;
         }
-        meter.plain_memory()?;
-        meter.mapped_memory()?;
-        meter.mappings()?;
-        meter.order()?;
-    }
-    let rows = meter.rows(session);
-    rows.iter().try_for_each(|row| session.row(row))?;
-    let columns: [Column<Row>; 7] = [
-        ("call", |row| row.call.to_owned()),
-        ("bytes", |row| if row.bytes > 0 { Bytes(row.bytes).to_string() } else { String::new() }),
-        ("mappings", |row| if row.mappings > 0 { row.mappings.to_string() } else { String::new() }),
-        ("pool", |row| row.pool.unwrap_or_default().to_owned()),
-        ("median µs", |row| format!("{:.2}", row.median_us)),
-        ("95 % below µs", |row| format!("{:.2}", row.p95_us)),
-        ("times", |row| kind_of_time(row.modelled)),
-    ];
-    session.show(table(&rows, 1, &columns))?;
-    if let Some(first) = pages.first() {
-        let (count, of, all) = (first.pages, Bytes(first.bytes), Bytes(first.pages * first.bytes));
-        session.show(format_args!("\nAs kvcached's bench_vmm: {count} pages of {of} in {all} of addresses"))?;
-        pages.iter().try_for_each(|row| session.row(row))?;
-        let columns: [Column<PagesRow>; 7] = [
-            ("call", |row| row.call.to_owned()),
-            ("avg µs", |row| format!("{:.2}", row.avg_us)),
-            ("p50 µs", |row| format!("{:.2}", row.p50_us)),
-            ("p90 µs", |row| format!("{:.2}", row.p90_us)),
-            ("p99 µs", |row| format!("{:.2}", row.p99_us)),
-            ("max µs", |row| format!("{:.2}", row.max_us)),
-            ("times", |row| kind_of_time(row.modelled)),
-        ];
-        session.show(table(&pages, 1, &columns).ending_in_text())?;
-    }
-    meter.left_out.iter().for_each(|left_out| session.message(format_args!("note: {left_out}")));
-    Ok(Outcome::Done)
+        let row = |(key, times): &(Key, Vec<u64>)| {
+            let sorted = Sorted::new(times);
+            let row = Row::new().with("call", key.operation.name()).with("bytes", key.bytes);
+            let row = row.with("mappings", key.mappings).with("pool", key.pool).with("rounds", times.len());
+            meter.clocked(row.us("median_us", sorted.at(50)).us("p95_us", sorted.at(95)))
+        };
+        Ok(meter.note(&bench.session).times.iter().map(row).collect())
+    };
+    let pages = |bench: &Bench| {
+        let mut meter = Meter::open(&bench.session)?;
+        let pages = meter.pages()?;
+        let row = |(key, times): &(Key, Vec<u64>)| {
+            let sorted = Sorted::new(times);
+            let row = Row::new().with("call", key.operation.name()).with("bytes", key.bytes).with("pages", pages);
+            let row = row.us("avg_us", sorted.mean()).us("p50_us", sorted.at(50)).us("p90_us", sorted.at(90));
+            meter.clocked(row.us("p99_us", sorted.at(99)).us("max_us", sorted.at(100)))
+        };
+        let of_pages = meter.times.iter().filter(|(key, _)| key.operation != Operation::Reserve);
+        meter.note(&bench.session);
+        Ok(of_pages.map(row).collect())
+    };
+    vec![Benchmark::new("bench_vmm", pages), Benchmark::new("calls", calls)]
 }
 
 /// A measurement.
@@ -145,6 +106,22 @@ struct Meter {
 }
 
 impl Meter {
+    fn open(session: &Session) -> Result<Meter, Failure> {
+        let (device, simulated) = session.open_with_simulator()?;
+        Ok(Meter { device, simulated, times: Vec::new(), left_out: Vec::new() })
+    }
+
+    /// The row, with the device's name and whether times come from the simulator's cost model.
+    fn clocked(&self, row: Row) -> Row {
+        row.with("device_name", &*self.device.info().name).with("modelled", self.simulated.is_some())
+    }
+
+    /// Reports what was left out.
+    fn note(&self, session: &Session) -> &Meter {
+        self.left_out.iter().for_each(|left_out| session.message(format_args!("note: {left_out}")));
+        self
+    }
+
     /// Makes a call and records its time.
     fn time<T>(
         &mut self,
@@ -350,50 +327,9 @@ impl Meter {
             self.left_out.push(note);
         }
     }
-
-    /// What was measured of each page.
-    fn rows_of_pages(&self, session: &Session, pages: u64) -> Vec<PagesRow> {
-        let row = |(key, times): &(Key, Vec<u64>)| {
-            let sorted = Sorted::new(times);
-            PagesRow {
-                benchmark: "bench_vmm",
-                device: session.device_text().to_owned(),
-                device_name: self.device.info().name.clone(),
-                call: key.operation.name(),
-                bytes: key.bytes,
-                pages,
-                avg_us: sorted.mean(),
-                p50_us: sorted.at(50),
-                p90_us: sorted.at(90),
-                p99_us: sorted.at(99),
-                max_us: sorted.at(100),
-                modelled: self.simulated.is_some(),
-            }
-        };
-        self.times.iter().filter(|(key, _)| key.operation != Operation::Reserve).map(row).collect()
-    }
-
-    fn rows(&self, session: &Session) -> Vec<Row> {
-        let row = |(key, times): &(Key, Vec<u64>)| {
-            let sorted = Sorted::new(times);
-            Row {
-                device: session.device_text().to_owned(),
-                device_name: self.device.info().name.clone(),
-                call: key.operation.name(),
-                bytes: key.bytes,
-                mappings: key.mappings,
-                pool: key.pool,
-                rounds: u32::try_from(times.len()).unwrap_or(u32::MAX),
-                median_us: sorted.at(50),
-                p95_us: sorted.at(95),
-                modelled: self.simulated.is_some(),
-            }
-        };
-        self.times.iter().map(row).collect()
-    }
 }
 
-/// Times in order, to be shown in µs.
+/// Times in order, in nanoseconds.
 struct Sorted(Vec<u64>);
 
 #[expect(clippy::cast_precision_loss, reason = "times to display")]
@@ -407,11 +343,11 @@ impl Sorted {
     /// The time that so many percent do not exceed.
     fn at(&self, percent: usize) -> f64 {
         let last = self.0.len().saturating_sub(1);
-        self.0.get(last * percent / 100).map_or(0.0, |&ns| hundredths(ns as f64 / 1e3))
+        self.0.get(last * percent / 100).map_or(0.0, |&ns| ns as f64)
     }
 
     fn mean(&self) -> f64 {
-        hundredths(self.0.iter().sum::<u64>() as f64 / 1e3 / self.0.len().max(1) as f64)
+        self.0.iter().sum::<u64>() as f64 / self.0.len().max(1) as f64
     }
 }
 
@@ -426,13 +362,13 @@ fn enough<T>(answer: Result<T, DeviceError>) -> Result<Option<T>, DeviceError> {
 
 #[cfg(test)]
 mod tests {
+    use aquifer_stress::cli::Global;
+
     use super::*;
-    use crate::cli::Global;
 
     fn meter(device: &str) -> Meter {
         let global = Global { device: Some(device.parse().unwrap()), ..Global::default() };
-        let (device, simulated) = Session::new(&global).unwrap().open_with_simulator().unwrap();
-        Meter { device, simulated, times: Vec::new(), left_out: Vec::new() }
+        Meter::open(&Session::new(&global).unwrap()).unwrap()
     }
 
     #[test]

@@ -1,7 +1,23 @@
-//! `bench --scale`: how the time of operations grows with the number of streams, pools, blocks and
-//! others, and how long a cached allocation on another stream waits meanwhile.
+//! How the time of operations grows with the number of streams, pools, blocks and others, and how
+//! long a cached allocation on another stream waits meanwhile.
+//!
+//! Each series has n, 4 n and 16 n objects (`--quick`: a 16th), while another thread allocates and
+//! frees a cached block of 4 KiB on a stream of its own:
+//!
+//! * `nothing`: no objects; the operation `spin` makes no call, so its `hot_max_ns` is the effect of
+//!   the machine's scheduler alone on the other thread.
+//! * `streams`: 64 streams with a block each: first block, pair in turn on all, drop.
+//! * `pools`: 128 private pools with a block each: make, pair in turn in all, drop; a snapshot after.
+//! * `growables`: 128 growables: make (of 6 MiB), shrink, drop and the request that misses next.
+//! * `graphs`: 128 graphs of one pool: capture, launch, pair in the pool, drop; a pair after that.
+//! * `waiting`: 1000 blocks that another stream uses when they are freed: free, and end of the wait.
+//! * `live`: 6250 blocks of 512 B to 64 KiB: allocate, replace a random one, free.
+//!
+//! Each also measures, with all of these there, a pair of 4 KiB, a snapshot, `fragmentation` and,
+//! except where blocks wait, a miss (a held block of 8 to 15 MiB) and a refusal (of 32 TiB). The
+//! `exponent` is the power of n that the time of an operation grew with since the first n: 0 is
+//! constant, 1 is as fast as n.
 
-use std::path::Path;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -10,31 +26,18 @@ use std::time::{Duration, Instant};
 use aquifer::device::Graph;
 use aquifer::memory::{AllocError, Allocation, Growable, PoolOptions, PrivatePool};
 use aquifer::{Allocator, Device, Stream};
-use serde::Serialize;
+use aquifer_stress::exit::Failure;
+use aquifer_stress::random::Random;
 
-use super::{KIB, MIB, measure_all, open};
-use crate::cli::{BenchArgs, ConfigArg};
-use crate::commands::hundredths;
-use crate::exit::{Failure, Outcome, is_refusal};
-use crate::plot::{Axis, Curves, save_curves};
-use crate::random::Random;
-use crate::session::Session;
-use crate::table::{Column, Table, number, table};
+use crate::pairs::open;
+use crate::row::Row;
+use crate::{Bench, Benchmark};
 
-/// A row of results. `bench --help` explains the fields.
-#[derive(Debug, Clone, Serialize)]
-struct ScaleRow {
-    series: &'static str,
-    operation: &'static str,
-    device: String,
-    n: u32,
-    ns_per_operation: f64,
-    exponent: Option<f64>,
-    hot_p99_ns: Option<f64>,
-    hot_max_ns: Option<f64>,
-}
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
 
 /// Objects of a kind, in growing numbers.
+#[derive(Clone, Copy)]
 struct Series {
     name: &'static str,
     /// The smallest number; the others are 4 and 16 times as many.
@@ -72,8 +75,6 @@ const SAMPLES_MAX: usize = 1 << 20;
 
 /// An allocator, and its measurements.
 struct Scale<'a> {
-    series: &'static str,
-    device_text: &'a str,
     n: u32,
     device: Device,
     allocator: Allocator,
@@ -81,72 +82,38 @@ struct Scale<'a> {
     /// The stream of the other thread.
     hot: Stream,
     random: Random,
-    rows: &'a mut Vec<ScaleRow>,
+    measured: &'a mut Vec<Time>,
 }
 
-/// Runs the series.
-pub(super) fn run(session: &Session, config: &ConfigArg, args: &BenchArgs) -> Result<Outcome, Failure> {
-    let filter = args.filter.as_deref().unwrap_or_default();
-    let chosen: Vec<&Series> = SERIES.iter().filter(|series| series.name.contains(filter)).collect();
-    if chosen.is_empty() {
-        let names = SERIES.map(|series| series.name).join(", ");
-        return Err(Failure::Usage(format!("--filter: no series has this name; there are {names}")));
-    }
-    let measure = |series: &Series| measure(session, config, series, args.quick);
-    let (outcome, rows) = measure_all(session, config, &chosen, |series| series.name, measure)?;
-    if !rows.is_empty() {
-        session.show(tabulate(&rows))?;
-        if let Some(path) = &args.plot {
-            plot(session, &rows, path)?;
-        }
-    }
-    Ok(outcome)
-}
-
-/// Draws how the times grow, a panel for each series.
-fn plot(session: &Session, rows: &[ScaleRow], path: &Path) -> Result<(), Failure> {
-    let up = Axis { name: "ns", is_logarithmic: true, from: None };
-    let panel = |rows: &'_ [ScaleRow]| {
-        let operations = rows.chunk_by(|one, other| one.operation == other.operation);
-        let points = |rows: &[ScaleRow]| rows.iter().map(|row| (row.n.into(), row.ns_per_operation)).collect();
-        let lines = operations.map(|rows| (rows[0].operation, points(rows))).collect();
-        Curves { title: rows[0].series, across: "n", up, lines }
-    };
-    let title = format!("aquifer-stress bench --scale on {}: time of an operation", session.device_text());
-    let grows = |rows: &&[ScaleRow]| rows.iter().any(|row| row.exponent.is_some());
-    let panels: Vec<Curves<'_>> =
-        rows.chunk_by(|one, other| one.series == other.series).filter(grows).map(panel).collect();
-    if panels.is_empty() {
-        session.message("no plot: no series has several numbers");
-        return Ok(());
-    }
-    save_curves(session, &title, &panels, path)
+pub(crate) fn all() -> Vec<Benchmark> {
+    SERIES.map(|series| Benchmark::new(series.name, move |bench| measure(bench, series))).into()
 }
 
 /// The rows of a series, by operation, in the order of their first measurement.
-fn measure(session: &Session, config: &ConfigArg, series: &Series, quick: bool) -> Result<Vec<ScaleRow>, Failure> {
-    let least = if quick { (series.n / QUICK).max(1) } else { series.n };
-    let mut rows = Vec::new();
+fn measure(bench: &Bench, series: Series) -> Result<Vec<Row>, Failure> {
+    let session = &bench.session;
+    let least = if bench.args.quick { (series.n / QUICK).max(1) } else { series.n };
+    let mut measured = Vec::new();
     let steps = if series.n == 1 { &STEPS[..1] } else { &STEPS[..] };
     for step in steps {
         let device = open(session)?;
-        let allocator = session.allocator(&device, config)?;
+        let allocator = session.allocator(&device, &bench.config)?;
         let (stream, hot) = (device.stream()?, device.stream()?);
         let (n, random) = (least * step, Random::new(session.seed()));
-        let (series_name, device_text, rows) = (series.name, session.device_text(), &mut rows);
-        let mut scale = Scale { series: series_name, device_text, n, device, allocator, stream, hot, random, rows };
+        let mut scale = Scale { n, device, allocator, stream, hot, random, measured: &mut measured };
         scale.warm_up()?;
         (series.run)(&mut scale)?;
     }
-    let order: Vec<&str> = rows.iter().map(|row| row.operation).collect();
-    rows.sort_by_key(|row| order.iter().position(|operation| *operation == row.operation));
-    Ok(rows)
+    let order: Vec<&str> = measured.iter().map(|one| one.operation).collect();
+    measured.sort_by_key(|one| order.iter().position(|operation| *operation == one.operation));
+    let of_operation = measured.chunk_by(|one, other| one.operation == other.operation);
+    Ok(of_operation.flat_map(|all| all.iter().map(|one| one.row(&all[0]))).collect())
 }
 
 /// The power of n that a time grew with: 0 if it is constant, 1 if it grows as fast as n.
 fn exponent((n, time): (u32, f64), (more, later): (u32, f64)) -> f64 {
     let growth = (later.max(0.01) / time.max(0.01)).ln();
-    hundredths(growth / (f64::from(more) / f64::from(n)).ln())
+    growth / (f64::from(more) / f64::from(n)).ln()
 }
 
 impl Scale<'_> {
@@ -220,19 +187,9 @@ impl Scale<'_> {
     }
 
     #[expect(clippy::cast_precision_loss, reason = "counts are far below 2^52")]
-    fn note(&mut self, operation: &'static str, operations: u64, elapsed: Duration, mut hot: Latencies) {
-        let ns_per_operation = hundredths(elapsed.as_nanos() as f64 / operations.max(1) as f64);
-        let first = self.rows.iter().find(|row| row.operation == operation);
-        self.rows.push(ScaleRow {
-            series: self.series,
-            operation,
-            device: self.device_text.to_owned(),
-            n: self.n,
-            ns_per_operation,
-            exponent: first.map(|first| exponent((first.n, first.ns_per_operation), (self.n, ns_per_operation))),
-            hot_p99_ns: hot.p99().map(|ns| ns as f64),
-            hot_max_ns: hot.p99().map(|_| hot.most as f64),
-        });
+    fn note(&mut self, operation: &'static str, operations: u64, elapsed: Duration, hot: Latencies) {
+        let ns = elapsed.as_nanos() as f64 / operations.max(1) as f64;
+        self.measured.push(Time { operation, n: self.n, ns, hot });
     }
 
     fn beside<T>(&self, work: impl FnOnce(&Self) -> Result<T, Failure>) -> Result<(T, Duration, Latencies), Failure> {
@@ -278,7 +235,7 @@ impl Scale<'_> {
             })?;
             drop(held);
             self.repeatedly("refusal", |this| match this.allocator.alloc_bytes(TOO_MUCH, &this.stream) {
-                Err(error) if !is_refusal(&error) => Err(error.into()),
+                Err(error) if !error.is_out_of_memory() => Err(error.into()),
                 _ => Ok(1),
             })?;
         }
@@ -415,6 +372,24 @@ fn live(scale: &mut Scale<'_>) -> Result<(), Failure> {
     scale.drop("free", blocks)
 }
 
+/// The time of an operation, and of the other thread's pairs meanwhile.
+struct Time {
+    operation: &'static str,
+    n: u32,
+    ns: f64,
+    hot: Latencies,
+}
+
+impl Time {
+    /// The row; `first` is the same operation with the first n.
+    fn row(&self, first: &Time) -> Row {
+        let exponent = (first.n < self.n).then(|| exponent((first.n, first.ns), (self.n, self.ns)));
+        let row = Row::new().with("operation", self.operation).with("n", self.n);
+        let row = row.with("ns_per_operation", self.ns).with("exponent", exponent);
+        row.with("hot_p99_ns", self.hot.p99()).with("hot_max_ns", self.hot.p99().map(|_| self.hot.most))
+    }
+}
+
 /// Times of the other thread's pairs, in nanoseconds.
 #[derive(Debug, Default)]
 struct Latencies {
@@ -433,33 +408,11 @@ impl Latencies {
     }
 
     /// The 99th percentile of the samples.
-    fn p99(&mut self) -> Option<u64> {
-        let last = self.samples.len().checked_sub(1)?;
-        Some(*self.samples.select_nth_unstable(last * 99 / 100).1)
+    fn p99(&self) -> Option<u64> {
+        let mut samples = self.samples.clone();
+        let last = samples.len().checked_sub(1)?;
+        Some(*samples.select_nth_unstable(last * 99 / 100).1)
     }
-}
-
-fn tabulate(rows: &[ScaleRow]) -> Table {
-    fn time(rows: &[ScaleRow], step: usize) -> String {
-        number(rows.get(step).map(|row| row.ns_per_operation), 0)
-    }
-    fn most(rows: &[ScaleRow], of: fn(&ScaleRow) -> Option<f64>) -> String {
-        number(rows.iter().filter_map(of).reduce(f64::max).map(|ns| ns / 1000.0), 1)
-    }
-    let same = |one: &ScaleRow, other: &ScaleRow| (one.series, one.operation) == (other.series, other.operation);
-    let operations: Vec<&[ScaleRow]> = rows.chunk_by(same).collect();
-    let columns: [Column<&[ScaleRow]>; 9] = [
-        ("series", |rows| rows[0].series.to_owned()),
-        ("operation", |rows| rows[0].operation.to_owned()),
-        ("n", |rows| rows[0].n.to_string()),
-        ("ns at n", |rows| time(rows, 0)),
-        ("4 n", |rows| time(rows, 1)),
-        ("16 n", |rows| time(rows, 2)),
-        ("exponent", |rows| number(rows.last().and_then(|row| row.exponent), 2)),
-        ("hot p99 µs", |rows| most(rows, |row| row.hot_p99_ns)),
-        ("hot max µs", |rows| most(rows, |row| row.hot_max_ns)),
-    ];
-    table(&operations, 2, &columns)
 }
 
 #[cfg(test)]

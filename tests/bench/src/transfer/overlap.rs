@@ -1,32 +1,14 @@
-//! Copies at the same time as kernels, or as copies in the other direction.
+//! Copies at the same time as kernels, or as copies in the other direction. `overlap` is the share of
+//! the shorter one that took no extra time.
 
 use std::time::Duration;
 
 use aquifer::kernels::Kernels;
 use aquifer::{Pending, Stream};
-use serde::Serialize;
+use aquifer_stress::exit::Failure;
 
 use super::meter::Meter;
-use crate::commands::{hundredths, kind_of_time};
-use crate::exit::Failure;
-use crate::session::Session;
-use crate::table::{Column, table};
-use crate::text::Bytes;
-
-/// A row of results. `transfer --help` explains the fields.
-#[derive(Debug, Clone, Serialize)]
-struct Row {
-    part: &'static str,
-    device: String,
-    modelled: bool,
-    clock: &'static str,
-    what: &'static str,
-    bytes: u64,
-    first_ms: f64,
-    second_ms: f64,
-    together_ms: f64,
-    overlap: f64,
-}
+use crate::row::Row;
 
 /// The part of the shorter one that took no additional time.
 fn overlap(first: f64, second: f64, together: f64) -> f64 {
@@ -46,7 +28,7 @@ fn keep_busy(kernels: &Kernels, stream: &Stream, time: Duration) -> Result<(), F
     parts(time).try_for_each(|part| Ok(kernels.spin(stream, part)?))
 }
 
-pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
+pub(super) fn run(meter: &Meter) -> Result<Vec<Row>, Failure> {
     let bytes = meter.largest();
     let (from, mut to) = (meter.pinned(bytes)?, meter.pinned(bytes)?);
     let (mut target, mut source) = (meter.buffer(bytes)?, meter.buffer(bytes)?);
@@ -79,36 +61,14 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
         Ok(Pending::join(up, down).wait().map(drop)?)
     })?;
 
-    let row = |(what, first, second, together)| Row {
-        part: "overlap",
-        device: meter.device.clone(),
-        modelled: meter.is_modelled(),
-        clock: meter.clock(),
-        what,
-        bytes,
-        first_ms: hundredths(first / 1e6),
-        second_ms: hundredths(second / 1e6),
-        together_ms: hundredths(together / 1e6),
-        overlap: hundredths(overlap(first, second, together)),
+    let row = |(what, first, second, together): (&str, f64, f64, f64)| {
+        let row = meter.row(false).with("what", what).with("bytes", bytes).with("first_ms", first / 1e6);
+        let row = row.with("second_ms", second / 1e6).with("together_ms", together / 1e6);
+        row.with("overlap", overlap(first, second, together))
     };
-    let rows = [
-        ("kernel and upload", kernel, up, beside_up),
-        ("kernel and download", kernel, down, beside_down),
-        ("upload and download", up, down, both),
-    ]
-    .map(row);
-    rows.iter().try_for_each(|row| session.row(row))?;
-    let columns: [Column<Row>; 7] = [
-        ("what", |row| row.what.to_owned()),
-        ("size", |row| Bytes(row.bytes).to_string()),
-        ("first, ms", |row| format!("{:.2}", row.first_ms)),
-        ("second, ms", |row| format!("{:.2}", row.second_ms)),
-        ("together, ms", |row| format!("{:.2}", row.together_ms)),
-        ("overlap", |row| format!("{:.2}", row.overlap)),
-        ("times", |row| kind_of_time(row.modelled)),
-    ];
-    session.show("\nTwo things at the same time, and how much of the shorter one took no extra time")?;
-    session.show(table(&rows, 1, &columns).ending_in_text())
+    let both = ("upload and download", up, down, both);
+    let all = [("kernel and upload", kernel, up, beside_up), ("kernel and download", kernel, down, beside_down), both];
+    Ok(all.map(row).into())
 }
 
 #[cfg(test)]

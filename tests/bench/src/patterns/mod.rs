@@ -8,16 +8,15 @@ mod fragmentation;
 mod rmm;
 mod threads;
 
-use crate::input::Program;
+use aquifer_stress::input::Program;
 
 /// A pattern.
 #[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct Pattern {
+pub(crate) struct Pattern {
     /// Its name, with parameters as in its source.
-    pub name: String,
+    pub(crate) name: String,
     /// The project that published it.
-    pub source: &'static str,
+    pub(crate) source: &'static str,
     write: Write,
 }
 
@@ -33,7 +32,7 @@ impl Pattern {
     }
 
     /// The program.
-    pub fn program(&self) -> Program {
+    pub(crate) fn program(&self) -> Program {
         let program = match self.write {
             Write::Fixed(write) => write(),
             Write::Random { allocations, max_mib } => rmm::random_allocations(allocations, max_mib),
@@ -45,7 +44,7 @@ impl Pattern {
 }
 
 /// All patterns, in the order of the documentation.
-pub fn all() -> Vec<Pattern> {
+pub(crate) fn all() -> Vec<Pattern> {
     let random = rmm::COUNTS.into_iter().flat_map(|allocations| {
         rmm::MAX_MIB.map(|max_mib| Pattern {
             name: format!("random_allocations/{allocations}/{max_mib}"),
@@ -74,7 +73,7 @@ mod tests {
     use std::collections::HashSet;
 
     use super::*;
-    use crate::input::Event;
+    use aquifer_stress::input::Event;
 
     #[test]
     fn programs_are_sound_and_repeatable() {

@@ -3,9 +3,9 @@
 
 use std::collections::VecDeque;
 
-use crate::input::Program;
-use crate::random::Random;
-use crate::scenarios::{Block, Script};
+use aquifer_stress::input::Program;
+use aquifer_stress::random::Random;
+use aquifer_stress::scenarios::{Block, Script};
 
 const KIB: u64 = 1 << 10;
 /// Threads of each kind.

@@ -1,4 +1,10 @@
 //! Bandwidth and latency of every method of copying.
+//!
+//! `driver pageable` is the driver's own copy of ordinary memory, which waits, and `driver pinned`
+//! that of pinned memory, waited for: the reference for the others. `pinned` are copies of pinned
+//! memory and `staged` those of ordinary memory through the staging ring; `rows` are every other 4
+//! KiB as one region; `file` is a temporary file. Copies on the host are between pinned memory, by
+//! the calling thread. `route` is the route of copies from another device.
 
 use std::fs::File;
 use std::io::Write;
@@ -9,34 +15,13 @@ use aquifer::transfer::{FilePart, Owner, Region};
 use aquifer::{Buffer, PinnedBuffer};
 use aquifer_allocator::AccessGuard;
 use aquifer_device::AccessKind;
-use serde::Serialize;
+use aquifer_stress::exit::Failure;
 
-use super::meter::{HOST, Meter, Peer, rate};
-use crate::commands::{hundredths, kind_of_time};
-use crate::exit::Failure;
-use crate::session::Session;
-use crate::table::{Column, in_terminal, table};
-use crate::text::Bytes;
+use super::meter::{Meter, rate};
+use crate::row::Row;
 
 /// Rows of the methods `rows` and `staged rows`, in bytes.
 const ROW: usize = 4 << 10;
-
-/// A row of results. `transfer --help` explains the fields.
-#[derive(Debug, Clone, Serialize)]
-struct Row {
-    part: &'static str,
-    device: String,
-    modelled: bool,
-    clock: &'static str,
-    peer: Option<String>,
-    route: Option<String>,
-    direction: &'static str,
-    method: &'static str,
-    bytes: u64,
-    us: f64,
-    gb_per_s: f64,
-    of_driver_pinned: Option<f64>,
-}
 
 /// The memory for copies of one size.
 struct Ends {
@@ -158,11 +143,11 @@ const ON_HOST: &str = "on host";
 /// Methods with work of the host, which has no cost on a simulated device.
 const HOST_METHODS: [&str; 3] = ["staged", "staged rows", "file"];
 
-pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
+pub(super) fn run(meter: &Meter) -> Result<Vec<Row>, Failure> {
     let mut rows = Vec::new();
     for bytes in meter.sizes() {
         let mut ends = Ends::new(meter, bytes)?;
-        let mut yardstick = ("", 0.0);
+        let mut reference = ("", 0.0);
         for &(direction, method, copy) in METHODS {
             let is_left_out = meter.is_modelled() && HOST_METHODS.contains(&method);
             if is_left_out || (direction == PEER && ends.peer.is_none()) {
@@ -177,49 +162,17 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
             let peer = meter.peer.as_ref().filter(|_| direction == PEER);
             let speed = rate(bytes, ns);
             if method == "driver pinned" {
-                yardstick = (direction, speed);
+                reference = (direction, speed);
             }
-            let compared = yardstick.0 == direction && method != "driver pinned" && yardstick.1 > 0.0;
-            let row = Row {
-                part: "copies",
-                device: meter.device.clone(),
-                modelled: meter.is_modelled() && !by_host,
-                clock: if by_host { HOST } else { meter.clock() },
-                peer: peer.map(|peer| peer.name.clone()),
-                route: peer.map(|peer| peer.route.to_string()),
-                direction,
-                method,
-                bytes,
-                us: hundredths(ns / 1e3),
-                gb_per_s: hundredths(speed),
-                of_driver_pinned: compared.then(|| hundredths(speed / yardstick.1)),
-            };
-            session.row(&row)?;
-            rows.push(row);
+            let compared = reference.0 == direction && method != "driver pinned" && reference.1 > 0.0;
+            let row = meter.row(by_host).with("direction", direction).with("method", method).with("bytes", bytes);
+            let row = row.us("us", ns).with("gb_per_s", speed);
+            let row = row.with("of_driver_pinned", compared.then(|| speed / reference.1));
+            let row = row.with("peer", peer.map(|peer| &*peer.name));
+            rows.push(row.with("route", peer.map(|peer| peer.route.to_string())));
         }
     }
-    let columns: [Column<Row>; 7] = [
-        ("direction", |row| row.direction.to_owned()),
-        ("method", |row| row.method.to_owned()),
-        ("size", |row| Bytes(row.bytes).to_string()),
-        ("µs", |row| format!("{:.1}", row.us)),
-        ("GB/s", |row| format!("{:.2}", row.gb_per_s)),
-        ("of driver pinned", |row| row.of_driver_pinned.map_or(String::new(), |share| format!("{share:.2}"))),
-        ("times", |row| kind_of_time(row.modelled)),
-    ];
-    session.show("Copies by every method; the driver's of pinned memory are the reference")?;
-    let table = table(&rows, 2, &columns).ending_in_text();
-    let notes = [meter.peer.as_ref().map(in_words), meter.is_modelled().then(|| BY_HOST.to_owned())];
-    let notes: String = notes.into_iter().flatten().map(|note| in_terminal(&note) + "\n").collect();
-    session.show(format_args!("{table}\n{notes}"))
-}
-
-/// A note about the clocks of the rows.
-const BY_HOST: &str = "Copies on the host are timed by its own clock, all others in the virtual time of the device.";
-
-/// The origin of copies from a peer, in words.
-fn in_words(peer: &Peer) -> String {
-    format!("Copies from a peer come from {}, and go {}.", peer.name, peer.route)
+    Ok(rows)
 }
 
 impl Ends {
@@ -276,7 +229,7 @@ impl Temporary {
 
     /// An empty file, open for reading and writing.
     pub(super) fn create(name: &str) -> Result<Temporary, Failure> {
-        let path = std::env::temp_dir().join(format!("aquifer-stress-{}-{name}", std::process::id()));
+        let path = std::env::temp_dir().join(format!("aquifer-bench-{}-{name}", std::process::id()));
         let file = File::options().read(true).write(true).create_new(true).open(&path);
         let own = match file {
             Ok(file) => Temporary { path, file },

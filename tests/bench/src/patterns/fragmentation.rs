@@ -1,8 +1,8 @@
 //! Patterns that are known to fragment memory.
 
-use crate::input::Program;
-use crate::random::Random;
-use crate::scenarios::{Block, Script};
+use aquifer_stress::input::Program;
+use aquifer_stress::random::Random;
+use aquifer_stress::scenarios::{Block, Script};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;

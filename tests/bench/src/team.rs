@@ -3,12 +3,13 @@
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use crate::exit::Failure;
-use crate::subject::{Refused, Subject};
+use aquifer_stress::exit::Failure;
+use aquifer_stress::subject::{Refused, Subject};
+
 use crate::workload::{Replacements, Replacer};
 
 /// Threads that work together.
-pub(super) trait Team {
+pub(crate) trait Team {
     /// One round. Returns the time until the last thread has finished.
     fn round(&mut self, rounds: &[Replacements]) -> Result<Duration, Failure>;
 
@@ -17,13 +18,13 @@ pub(super) trait Team {
 }
 
 /// Threads with a subject each; the calling thread if there is only one.
-pub(super) struct Replacers<S: Subject>(Vec<Replacer<S>>);
+pub(crate) struct Replacers<S: Subject>(Vec<Replacer<S>>);
 
 impl<S: Subject + Send> Replacers<S>
 where
     S::Handle: Send,
 {
-    pub(super) fn new(subjects: Vec<S>, rounds: &[Replacements]) -> Result<Replacers<S>, Failure> {
+    pub(crate) fn new(subjects: Vec<S>, rounds: &[Replacements]) -> Result<Replacers<S>, Failure> {
         let replacers = subjects.into_iter().zip(rounds).map(|(subject, round)| Replacer::start(subject, round));
         Ok(Replacers(replacers.collect::<Result<_, _>>().map_err(refused)?))
     }
@@ -67,7 +68,7 @@ where
 }
 
 /// The failure for a refused request.
-pub(super) fn refused(refused: Refused) -> Failure {
+pub(crate) fn refused(refused: Refused) -> Failure {
     match refused {
         Refused::OutOfMemory(_) => Failure::OutOfMemory("the device is too small for this benchmark".to_owned()),
         Refused::Failed(error) => *error,

@@ -1,15 +1,11 @@
-//! Many small copies: one call each, or together.
+//! Many small copies: one call each, or together, with packing and waiting; times are of one copy.
 
 use aquifer::transfer::Direction;
 use aquifer::{Buffer, Error, Pending};
-use serde::Serialize;
+use aquifer_stress::exit::Failure;
 
 use super::meter::Meter;
-use crate::commands::{hundredths, kind_of_time, thousandths};
-use crate::exit::Failure;
-use crate::session::Session;
-use crate::table::{Column, table};
-use crate::text::Bytes;
+use crate::row::Row;
 
 /// Sizes of the copies, in bytes.
 const SIZES: [u64; 5] = [256, 4 << 10, 16 << 10, 64 << 10, 256 << 10];
@@ -21,22 +17,7 @@ const COPIES: usize = 64;
 const DIRECTIONS: [(&str, Direction); 3] =
     [("upload", Direction::Upload), ("download", Direction::Download), ("on device", Direction::OnDevice)];
 
-/// A row of results. `transfer --help` explains the fields.
-#[derive(Debug, Clone, Serialize)]
-struct Row {
-    part: &'static str,
-    device: String,
-    modelled: bool,
-    clock: &'static str,
-    direction: &'static str,
-    bytes: u64,
-    copies: usize,
-    single_us: f64,
-    batched_us: f64,
-    speedup: f64,
-}
-
-pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
+pub(super) fn run(meter: &Meter) -> Result<Vec<Row>, Failure> {
     let mut rows = Vec::new();
     let sizes =
         SIZES.into_iter().filter(|&bytes| bytes * COPIES as u64 <= meter.largest().max(SIZES[0] * COPIES as u64));
@@ -49,33 +30,12 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
                 _ => uploads(meter, buffers.iter().map(Buffer::share).collect())?,
             };
             let [single, batched] = times.map(|ns| ns / COPIES as f64 / 1e3);
-            let row = Row {
-                part: "small",
-                device: meter.device.clone(),
-                modelled: meter.is_modelled(),
-                clock: meter.clock(),
-                direction: name,
-                bytes,
-                copies: COPIES,
-                single_us: thousandths(single),
-                batched_us: thousandths(batched),
-                speedup: hundredths(single / batched),
-            };
-            session.row(&row)?;
-            rows.push(row);
+            let row = meter.row(false).with("direction", name).with("bytes", bytes).with("copies", COPIES);
+            let row = row.with("single_us", single).with("batched_us", batched);
+            rows.push(row.with("speedup", single / batched));
         }
     }
-    let columns: [Column<Row>; 7] = [
-        ("direction", |row| row.direction.to_owned()),
-        ("size", |row| Bytes(row.bytes).to_string()),
-        ("copies", |row| row.copies.to_string()),
-        ("one call each, µs", |row| format!("{:.3}", row.single_us)),
-        ("together, µs", |row| format!("{:.3}", row.batched_us)),
-        ("speedup", |row| format!("{:.2}", row.speedup)),
-        ("times", |row| kind_of_time(row.modelled)),
-    ];
-    session.show(format_args!("\n{COPIES} small copies, with one call each and as a batch; µs a copy"))?;
-    session.show(format_args!("{}\n", table(&rows, 1, &columns)))
+    Ok(rows)
 }
 
 /// Nanoseconds for all copies: one call each from pinned memory, and packed from ordinary

@@ -1,28 +1,23 @@
 //! Generated workloads: blocks of random sizes that are replaced at random.
 
-use crate::random::Random;
-use crate::subject::{Refused, Subject};
+use aquifer_stress::random::Random;
+use aquifer_stress::subject::{Refused, Subject};
 
 /// A log-uniform range of block sizes.
 #[derive(Debug, Clone, Copy)]
-pub struct Sizes {
+pub(crate) struct Sizes {
     least: u64,
     most: u64,
 }
 
 impl Sizes {
-    /// Always the same size.
-    pub const fn one(bytes: u64) -> Sizes {
-        Sizes { least: bytes, most: bytes }
-    }
-
     /// From `least`, above 0, to `most`.
-    pub const fn between(least: u64, most: u64) -> Sizes {
+    pub(crate) const fn between(least: u64, most: u64) -> Sizes {
         Sizes { least, most }
     }
 
     /// The largest size.
-    pub const fn most(self) -> u64 {
+    pub(crate) const fn most(self) -> u64 {
         self.most
     }
 
@@ -33,14 +28,14 @@ impl Sizes {
         clippy::cast_sign_loss,
         reason = "sizes are far below 2^52, and a rounded mean would do"
     )]
-    pub fn mean(self) -> u64 {
+    pub(crate) fn mean(self) -> u64 {
         let (least, most) = (self.least as f64, self.most as f64);
         if self.least == self.most { self.least } else { ((most - least) / (most / least).ln()) as u64 }
     }
 
     /// The same, without the largest sizes as far as needed for `live` blocks to fit in `bytes`.
     #[must_use]
-    pub fn within(mut self, bytes: u64, live: u32) -> Sizes {
+    pub(crate) fn within(mut self, bytes: u64, live: u32) -> Sizes {
         while self.most / 2 >= self.least && self.mean().saturating_mul(live.into()) > bytes {
             self.most /= 2;
         }
@@ -55,7 +50,7 @@ impl Sizes {
 /// Replacements of blocks, drawn before the clock starts: the blocks at the start, and a round of
 /// replacements.
 #[derive(Debug)]
-pub struct Replacements {
+pub(crate) struct Replacements {
     random: Random,
     sizes: Sizes,
     start: Vec<u64>,
@@ -64,14 +59,14 @@ pub struct Replacements {
 
 impl Replacements {
     /// A workload that keeps `live` blocks live.
-    pub fn new(seed: u64, sizes: Sizes, live: u32) -> Replacements {
+    pub(crate) fn new(seed: u64, sizes: Sizes, live: u32) -> Replacements {
         let mut random = Random::new(seed);
         let start = (0..live).map(|_| sizes.draw(&mut random)).collect();
         Replacements { random, sizes, start, steps: Vec::new() }
     }
 
     /// Draws the next round.
-    pub fn draw(&mut self, pairs: u32) {
+    pub(crate) fn draw(&mut self, pairs: u32) {
         let Replacements { random, sizes, start, steps } = self;
         let live = u32::try_from(start.len()).unwrap_or(u32::MAX);
         steps.clear();
@@ -79,7 +74,7 @@ impl Replacements {
     }
 
     /// The sizes of the round's blocks.
-    pub fn sizes(&self) -> impl Iterator<Item = u64> {
+    pub(crate) fn sizes(&self) -> impl Iterator<Item = u64> {
         self.steps.iter().map(|&(_, bytes)| bytes)
     }
 }
@@ -91,17 +86,14 @@ const APART: usize = 256;
 /// A subject and its live blocks, on cache lines of their own.
 #[derive(Debug)]
 #[repr(align(128))]
-pub struct Replacer<S: Subject> {
+pub(crate) struct Replacer<S: Subject> {
     subject: S,
     live: Vec<Option<S::Handle>>,
 }
 
 impl<S: Subject> Replacer<S> {
     /// Allocates the blocks at the start.
-    ///
-    /// # Errors
-    /// When the subject refuses.
-    pub fn start(mut subject: S, round: &Replacements) -> Result<Replacer<S>, Refused> {
+    pub(crate) fn start(mut subject: S, round: &Replacements) -> Result<Replacer<S>, Refused> {
         let mut live = Vec::with_capacity(round.start.len() + APART.div_ceil(size_of::<Option<S::Handle>>().max(1)));
         for &bytes in &round.start {
             live.push(Some(subject.alloc(bytes, 0)?));
@@ -110,10 +102,7 @@ impl<S: Subject> Replacer<S> {
     }
 
     /// Replaces one block after the other.
-    ///
-    /// # Errors
-    /// When the subject refuses.
-    pub fn round(&mut self, round: &Replacements) -> Result<(), Refused> {
+    pub(crate) fn round(&mut self, round: &Replacements) -> Result<(), Refused> {
         for &(victim, bytes) in &round.steps {
             let place = &mut self.live[victim as usize];
             if let Some(handle) = place.take() {
@@ -125,7 +114,7 @@ impl<S: Subject> Replacer<S> {
     }
 
     /// Frees all blocks.
-    pub fn leave(mut self) {
+    pub(crate) fn leave(mut self) {
         self.live.into_iter().flatten().for_each(|handle| self.subject.free(handle));
     }
 }
@@ -141,7 +130,7 @@ mod tests {
         assert_eq!(sizes.within(1 << 40, 100).most, 64 << 20);
         assert!(sizes.within(1 << 30, 10_000).mean() * 10_000 <= 1 << 30);
         assert_eq!(sizes.within(0, 100).most, 512);
-        assert_eq!(Sizes::one(7).within(0, 1).mean(), 7);
+        assert_eq!(Sizes::between(7, 7).within(0, 1).mean(), 7);
     }
 
     #[test]

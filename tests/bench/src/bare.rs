@@ -4,13 +4,12 @@
 use aquifer::Device;
 use aquifer::device::{DeviceError, DevicePtr};
 use aquifer::memory::AllocError;
-
-use crate::exit::Failure;
-use crate::subject::{Refused, Subject};
+use aquifer_stress::exit::Failure;
+use aquifer_stress::subject::{Refused, Subject};
 
 /// The driver as a [`Subject`].
 #[derive(Debug)]
-pub struct Bare {
+pub(crate) struct Bare {
     device: Device,
     /// The first free that failed.
     failed: Option<DeviceError>,
@@ -18,7 +17,7 @@ pub struct Bare {
 
 impl Bare {
     /// The driver of a device.
-    pub fn new(device: Device) -> Bare {
+    pub(crate) fn new(device: Device) -> Bare {
         Bare { device, failed: None }
     }
 }
