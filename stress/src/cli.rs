@@ -15,6 +15,7 @@ use aquifer::device::{DeviceSpec, OpenError};
 use aquifer::memory::Config;
 use aquifer_allocator::config::{Backing, SplitFrames};
 use aquifer_allocator::snapshot::FileFormat;
+use aquifer_trace::Options;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 
@@ -25,7 +26,6 @@ pub use shows::{DemoArgs, FragmentationArgs, OomArgs};
 pub use studies::{AdviseArgs, ExplainArgs, ReportArgs};
 
 use crate::exit::{CODES, Failure};
-use crate::pytorch::Options;
 use crate::table::terminal_columns;
 use crate::text::rewrap;
 

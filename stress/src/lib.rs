@@ -4,45 +4,32 @@
 //! [`cli`] reads the command line; a [`session::Session`] has the device, the options and the
 //! output; one of the [`commands`] runs; [`exit`] defines the exit codes.
 //!
-//! [`input`] reads recorded programs, [`scenarios`] generates synthetic ones, and [`harness`]
-//! replays them to an allocator, to one that is [`observe`]d, to a model of
-//! [`pytorch`]'s, or to the [`yardstick`]. [`room`] and [`map`] show the memory that they leave
-//! free.
-//!
-//! A [`profile`] is a program's own use of memory over time.
+//! The crate `aquifer_trace` reads recorded programs and plays them; [`scenarios`] generates
+//! synthetic ones. [`room`] and [`map`] show the memory that they leave free.
 #![forbid(unsafe_code)]
 
 pub mod cards;
 pub mod cli;
 pub mod commands;
 pub mod content;
-pub mod driver_pool;
 pub mod exit;
-pub mod harness;
-pub mod headline;
-pub mod input;
 pub mod inputs;
 pub mod lag_bound;
 mod live;
 pub mod map;
-pub mod observe;
+pub mod opened;
 pub mod output;
 pub mod plot;
-pub mod profile;
-pub mod pytorch;
-pub mod random;
 pub mod room;
 pub mod scenarios;
 pub mod session;
 pub mod simulate;
 pub mod soak;
 pub mod stage;
-pub mod subject;
 pub mod table;
 pub mod text;
 pub mod warnings;
 pub mod ways;
-pub mod yardstick;
 
 use std::io::Write;
 

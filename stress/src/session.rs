@@ -10,7 +10,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use aquifer::device::sim::{SimConfig, SimDriver};
 use aquifer::device::{DeviceSpec, gpus};
 use aquifer::{Allocator, Device};
-use aquifer_sim::{CAPACITY_BYTES_MAX, Lagging};
+use aquifer_sim::CAPACITY_BYTES_MAX;
+use aquifer_trace::Lagged;
 use crossbeam::channel::Sender;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
@@ -51,18 +52,6 @@ const SIMULATED: &str = "sim:80GiB";
 /// The start of the allocator's warning of options without effect, which is shown with the user's
 /// text.
 const IGNORED_OPTIONS: &str = "options without effect";
-
-/// A simulated device that lags.
-#[derive(Debug)]
-#[non_exhaustive]
-pub struct Lagged {
-    /// The device.
-    pub device: Device,
-    /// Its lag.
-    pub lag: Arc<Lagging>,
-    /// Its simulator.
-    pub driver: Arc<SimDriver>,
-}
 
 impl Session {
     /// Chooses the device and reports the choice.
@@ -222,9 +211,7 @@ impl Session {
             let usage = format!("--lag needs a simulated device, not {}", self.device.text);
             return if lag == 0 { Ok(None) } else { Err(Failure::Usage(usage)) };
         };
-        let driver = SimDriver::new(sim.clone());
-        let lag = Lagging::new(driver.clone(), lag);
-        Ok(Some(Lagged { device: Device::new(lag.clone()), lag, driver }))
+        Ok(Some(Lagged::new(sim.clone(), lag)))
     }
 
     /// The same session on the default simulated device.

@@ -20,12 +20,12 @@ use std::path::{Path, PathBuf};
 
 use aquifer::memory::{HistoryOptions, Snapshot};
 use aquifer::{Allocator, Device};
+use aquifer_trace::input::{self, Program};
 
 use serde::Serialize;
 
 use crate::cli::{RECORDING, fitted};
 use crate::exit::{Failure, Outcome};
-use crate::input::{self, Program};
 use crate::session::Session;
 use crate::text::one_line;
 

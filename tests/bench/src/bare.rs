@@ -1,11 +1,9 @@
 //! The driver without an allocator above it (`cuMemAlloc` and `cuMemFree`) as a subject, for
 //! comparison. A free waits for all work of the device.
 
-use aquifer::Device;
 use aquifer::device::{DeviceError, DevicePtr};
-use aquifer::memory::AllocError;
-use aquifer_stress::exit::Failure;
-use aquifer_stress::subject::{Refused, Subject};
+use aquifer::{Device, Error};
+use aquifer_trace::{Refused, Subject};
 
 /// The driver as a [`Subject`].
 #[derive(Debug)]
@@ -31,7 +29,7 @@ impl Subject for Bare {
         match self.device.driver().alloc(bytes.max(1)) {
             Ok(ptr) => Ok(ptr),
             Err(error) if error.is_out_of_memory() => Err(Refused::OutOfMemory(None)),
-            Err(error) => Err(Refused::Failed(Box::new(AllocError::from(error).into()))),
+            Err(error) => Err(Refused::Failed(Box::new(error.into()))),
         }
     }
 
@@ -42,7 +40,7 @@ impl Subject for Bare {
         }
     }
 
-    fn check(&self) -> Result<(), Failure> {
+    fn check(&self) -> Result<(), Error> {
         self.failed.clone().map_or(Ok(()), |error| Err(error.into()))
     }
 }

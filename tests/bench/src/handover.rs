@@ -4,11 +4,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use aquifer_trace::{Refused, Subject, Yardstick};
 use crossbeam::queue::ArrayQueue;
 
 use aquifer_stress::exit::Failure;
-use aquifer_stress::subject::{Refused, Subject};
-use aquifer_stress::yardstick::Yardstick;
 
 use crate::team::{Team, refused};
 use crate::workload::Replacements;

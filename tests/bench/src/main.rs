@@ -33,6 +33,7 @@ mod workload;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use aquifer::Error;
 use aquifer::memory::AllocError;
 use aquifer_stress::cli::{ConfigArg, Global};
 use aquifer_stress::exit::{Failure, Outcome};
@@ -183,7 +184,7 @@ fn run_all(bench: &Bench, chosen: &[Benchmark]) -> Result<Outcome, Failure> {
                     rows.push(row);
                 }
             }
-            Err(Failure::Alloc { error, .. }) if matches!(*error, AllocError::NotMapped { .. }) => {
+            Err(Failure::Transfer(error @ Error::Alloc(AllocError::NotMapped { .. }))) => {
                 session.message(format_args!("note: {name}: not measured: {error}"));
             }
             Err(failure) => {

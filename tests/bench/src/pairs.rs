@@ -22,11 +22,10 @@
 use aquifer::Device;
 use aquifer::device::DevicePtr;
 use aquifer_stress::exit::Failure;
-use aquifer_stress::harness::Times;
+use aquifer_stress::opened::Opened;
 use aquifer_stress::session::Session;
-use aquifer_stress::subject::{Aquifer, Measured, Refused, Subject};
 use aquifer_stress::text::Bytes;
-use aquifer_stress::yardstick::Yardstick;
+use aquifer_trace::{Aquifer, Refused, Subject, Times, Yardstick};
 
 use crate::handover::{self, HandOver, Shared};
 use crate::row::Row;
@@ -101,7 +100,7 @@ fn measure(bench: &Bench, kind: Kind, threads: u32, live: u32, meant: Sizes) -> 
     let mut contest = Contest { pairs: if threads > 1 { 5_000 } else { 3_000 }, live, rounds, scripts: &mut scripts };
     let bytes = sizes.mean().saturating_mul(live.into());
     let yardstick = || Yardstick::new(bytes, live);
-    let aquifer = || Aquifer::new(session, &open(session)?, config, 1);
+    let aquifer = || Aquifer::open(session, &open(session)?, config, 1);
     let ([ours, theirs], beside) = match kind {
         Replace => {
             let yardsticks = (0..threads).map(|_| yardstick()).collect();

@@ -27,7 +27,7 @@ use aquifer::device::Graph;
 use aquifer::memory::{AllocError, Allocation, Growable, PoolOptions, PrivatePool};
 use aquifer::{Allocator, Device, Stream};
 use aquifer_stress::exit::Failure;
-use aquifer_stress::random::Random;
+use aquifer_trace::Random;
 
 use crate::pairs::open;
 use crate::row::Row;

@@ -4,7 +4,7 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use aquifer_stress::exit::Failure;
-use aquifer_stress::subject::{Refused, Subject};
+use aquifer_trace::{Refused, Subject};
 
 use crate::workload::{Replacements, Replacer};
 
@@ -71,6 +71,6 @@ where
 pub(crate) fn refused(refused: Refused) -> Failure {
     match refused {
         Refused::OutOfMemory(_) => Failure::OutOfMemory("the device is too small for this benchmark".to_owned()),
-        Refused::Failed(error) => *error,
+        Refused::Failed(error) => (*error).into(),
     }
 }

@@ -1,7 +1,7 @@
 //! Generated workloads: blocks of random sizes that are replaced at random.
 
-use aquifer_stress::random::Random;
-use aquifer_stress::subject::{Refused, Subject};
+use aquifer_trace::Random;
+use aquifer_trace::{Refused, Subject};
 
 /// A log-uniform range of block sizes.
 #[derive(Debug, Clone, Copy)]

@@ -153,7 +153,7 @@ fn published_patterns_are_traces_for_other_programs() {
     let written = bench(&["peers", "comb", "--traces", folder.to_str().unwrap()]);
     assert!(written.status.success(), "{}", errors(&written));
     let path = String::from_utf8(written.stdout).unwrap();
-    let programs = aquifer_stress::input::load(path.trim().as_ref()).unwrap();
+    let programs = aquifer_trace::input::load(path.trim().as_ref()).unwrap();
     assert_eq!((&*programs[0].name, programs[0].allocs()), ("comb", 5));
 }
 

@@ -8,13 +8,13 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use aquifer_trace::input::{InputError, Location, Program, Reason};
 use serde::Deserialize;
 use serde::de::Error;
 
 use super::Row;
 use crate::commands::ratio;
 use crate::exit::Failure;
-use crate::input::{InputError, Location, Program, Reason};
 
 /// The configurations of the file that are shown.
 const SHOWN: [&str; 2] = ["default", "expandable"];

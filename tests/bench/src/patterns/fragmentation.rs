@@ -1,8 +1,7 @@
 //! Patterns that are known to fragment memory.
 
-use aquifer_stress::input::Program;
-use aquifer_stress::random::Random;
-use aquifer_stress::scenarios::{Block, Script};
+use aquifer_trace::input::Program;
+use aquifer_trace::{Block, Random, Script};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;

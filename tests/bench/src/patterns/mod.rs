@@ -4,11 +4,11 @@
 //! programs are streams here, in turns that the pattern fixes, so that each allocator gets the same
 //! requests.
 
+use aquifer_trace::input::Program;
+
 mod fragmentation;
 mod rmm;
 mod threads;
-
-use aquifer_stress::input::Program;
 
 /// A pattern.
 #[derive(Debug, Clone)]
@@ -73,7 +73,7 @@ mod tests {
     use std::collections::HashSet;
 
     use super::*;
-    use aquifer_stress::input::Event;
+    use aquifer_trace::input::Event;
 
     #[test]
     fn programs_are_sound_and_repeatable() {

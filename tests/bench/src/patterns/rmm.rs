@@ -1,7 +1,7 @@
 //! `random_allocations` of RMM, an allocator of NVIDIA's RAPIDS (`cpp/benchmarks`).
 
-use aquifer_stress::input::Program;
-use aquifer_stress::scenarios::Script;
+use aquifer_trace::Script;
+use aquifer_trace::input::Program;
 
 /// Numbers of allocations.
 pub(super) const COUNTS: [u32; 3] = [1_000, 10_000, 100_000];

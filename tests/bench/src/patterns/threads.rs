@@ -3,9 +3,8 @@
 
 use std::collections::VecDeque;
 
-use aquifer_stress::input::Program;
-use aquifer_stress::random::Random;
-use aquifer_stress::scenarios::{Block, Script};
+use aquifer_trace::input::Program;
+use aquifer_trace::{Block, Random, Script};
 
 const KIB: u64 = 1 << 10;
 /// Threads of each kind.

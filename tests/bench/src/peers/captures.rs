@@ -4,9 +4,8 @@
 use aquifer::memory::PoolOptions;
 use aquifer::{Buffer, Error, Stream};
 use aquifer_stress::exit::Failure;
-use aquifer_stress::input::Program;
-use aquifer_stress::random::Random;
-use aquifer_stress::scenarios::Script;
+use aquifer_trace::input::Program;
+use aquifer_trace::{Random, Script};
 
 use super::Lab;
 use crate::Bench;

@@ -35,14 +35,12 @@ use std::time::Instant;
 
 use aquifer::Device;
 use aquifer::device::sim::SimDriver;
-use aquifer_stress::driver_pool::DriverPool;
 use aquifer_stress::exit::{Failure, Outcome};
-use aquifer_stress::harness::{OnOom, Player, Times};
-use aquifer_stress::input::Program;
+use aquifer_stress::opened::Opened;
 use aquifer_stress::output;
-use aquifer_stress::pytorch::PyTorch;
 use aquifer_stress::session::Session;
-use aquifer_stress::subject::{Aquifer, Measured, Refusal, Refused, Subject};
+use aquifer_trace::input::Program;
+use aquifer_trace::{Aquifer, DriverPool, OnOom, Player, PyTorch, Refusal, Refused, Subject, Times};
 
 use crate::bare::Bare;
 use crate::pairs::SIMULATED_BYTES;
@@ -65,7 +63,7 @@ enum Peer {
     Bare,
 }
 
-const PEERS: [(Peer, &str); 5] = [
+const PEERS: &[(Peer, &str)] = &[
     (Peer::Aquifer, "Aquifer"),
     (Peer::PyTorch, "PyTorch (model)"),
     (Peer::Expandable, "PyTorch, expandable segments (model)"),
@@ -110,7 +108,7 @@ pub(crate) fn all(quick: bool) -> Vec<Benchmark> {
     let with_peers = |task: Task| {
         let task = Arc::new(task);
         // The driver's own allocations within a capture are nodes of the graph, not memory of a pool.
-        let peers = if matches!(*task, Task::Captures(_)) { &PEERS[..3] } else { &PEERS[..] };
+        let peers = if matches!(*task, Task::Captures(_)) { &PEERS[..3] } else { PEERS };
         peers.iter().map(move |&(peer, allocator)| {
             let task = Arc::clone(&task);
             let name = task.name().to_owned();
@@ -137,13 +135,15 @@ fn measure(bench: &Bench, task: &Task, peer: Peer) -> Result<Row, Failure> {
     let (session, job) = (&bench.session, Job { session: &bench.session, task, peer });
     let row = match (peer, task) {
         (Peer::Aquifer, Task::Captures(captures)) => captures.capture(bench, &Lab::open(session, None)?)?,
-        (Peer::Aquifer, _) => job.measure(|lab, streams| Aquifer::new(session, &lab.device, &bench.config, streams))?,
+        (Peer::Aquifer, _) => {
+            job.measure(|lab, streams| Aquifer::open(session, &lab.device, &bench.config, streams))?
+        }
         (Peer::PyTorch | Peer::Expandable, _) => {
             let backing = if peer == Peer::PyTorch { "backing:pytorch" } else { "backing:expandable" };
             let config = backing.parse().map_err(|error| Failure::Usage(format!("{error}")))?;
-            job.measure(|lab, streams| PyTorch::new(session, &lab.device, &config, streams))?
+            job.measure(|lab, streams| PyTorch::open(session, &lab.device, &config, streams))?
         }
-        (Peer::DriverPool, _) => job.measure(|lab, streams| DriverPool::new(lab.device.clone(), streams))?,
+        (Peer::DriverPool, _) => job.measure(|lab, streams| Ok(DriverPool::new(lab.device.clone(), streams)?))?,
         (Peer::Bare, _) => job.measure(|lab, _| Ok(Bare::new(lab.device.clone())))?,
     };
     Ok(row.with("source", task.source()))

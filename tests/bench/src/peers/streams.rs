@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use aquifer::kernels::Kernels;
 use aquifer_stress::exit::Failure;
-use aquifer_stress::subject::{Subject, streams_of};
+use aquifer_trace::{Subject, streams_of};
 
 use super::Lab;
 use crate::row::Row;

@@ -13,17 +13,14 @@ use std::sync::Arc;
 
 use aquifer::device::{DeviceError, DevicePtr, Event};
 use aquifer::memory::{MemoryStats, Stat};
-use aquifer::{Device, Stream};
+use aquifer::{Device, Error, Stream};
 use aquifer_device::{RawPhysical, Reservation};
 use aquifer_sim::Lagging;
 
 use super::index::{Entry, Index};
 use super::pages::with_least_room;
 use super::{Options, SMALL_MAX, refused};
-use crate::cli::ConfigArg;
-use crate::exit::Failure;
 use crate::map::{Map, Piece, Use};
-use crate::session::Session;
 use crate::subject::{Measured, Refused, Subject, streams_of};
 
 /// No neighbour.
@@ -298,21 +295,27 @@ impl PyTorch {
         }
     }
 
-    fn with_lag(
+    /// An allocator with `streams` streams that holds at most `limit` bytes. `lag` is that of a device
+    /// that lags, if the events of a program are its clock. Expandable segments are reproduced without
+    /// a lag.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn new(
         device: &Device,
-        config: &ConfigArg,
+        options: Options,
+        limit: Option<u64>,
         streams: usize,
         lag: Option<Arc<Lagging>>,
-    ) -> Result<PyTorch, Failure> {
-        let memory = device.memory_info()?;
+    ) -> Result<PyTorch, DeviceError> {
         let free = || (0..streams).map(|_| Index::default()).collect();
         let pool = || Pool { free: free(), unmapped: BTreeSet::new(), searches: 0 };
         Ok(PyTorch {
             streams: streams_of(device, streams)?,
             device: device.clone(),
             lag,
-            options: config.pytorch.clone().unwrap_or_default(),
-            limit: config.config.limit_bytes(memory.total, memory.free),
+            options,
+            limit,
             blocks: Vec::new(),
             vacant: Vec::new(),
             pools: [pool(), pool()],
@@ -340,21 +343,6 @@ pub(super) fn raise(stat: &mut Stat, by: u64) {
 }
 
 impl Measured for PyTorch {
-    fn new(_: &Session, device: &Device, config: &ConfigArg, streams: usize) -> Result<PyTorch, Failure> {
-        PyTorch::with_lag(device, config, streams, None)
-    }
-
-    fn lagging(session: &Session, config: &ConfigArg, streams: usize, lag: u64) -> Result<PyTorch, Failure> {
-        let is_expandable = config.pytorch.as_ref().is_some_and(|options| options.expandable_segments);
-        if lag > 0 && is_expandable {
-            return Err(Failure::Usage("--lag is not reproduced with backing:expandable: leave it out".to_owned()));
-        }
-        match if lag > 0 { session.open_lagging(lag)? } else { None } {
-            Some(lagged) => PyTorch::with_lag(&lagged.device, config, streams, Some(lagged.lag)),
-            None => PyTorch::with_lag(&session.open()?, config, streams, None),
-        }
-    }
-
     /// Bytes allocated and reserved, segments, and the numbers of retries, refusals, and calls that
     /// took memory from the device and gave it back.
     fn stats(&self) -> MemoryStats {
@@ -372,7 +360,7 @@ impl Measured for PyTorch {
         (self.stats.reserved_bytes.all.current, self.stats.allocated_bytes.all.current)
     }
 
-    fn map(&self) -> Result<Map, Failure> {
+    fn map(&self) -> Result<Map, Error> {
         let mut pieces = Vec::new();
         for segment in self.segments.values() {
             let mut id = segment.first;
@@ -395,7 +383,7 @@ impl Measured for PyTorch {
         Ok(Map::new(pieces, memory.free, memory.total))
     }
 
-    fn empty_cache(&mut self) -> Result<(), Failure> {
+    fn empty_cache(&mut self) -> Result<(), Error> {
         Ok(self.release_free()?)
     }
 

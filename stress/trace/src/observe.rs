@@ -6,17 +6,16 @@
 //! checks that memory is not released before the device is done with it, and its driver calls have
 //! a modelled time.
 
+use std::sync::Arc;
 use std::time::Instant;
 
-use aquifer::Device;
+use aquifer::device::sim::{SimConfig, SimDriver};
 use aquifer::memory::MemoryStats;
+use aquifer::{Device, Error};
 use aquifer_device::{CallCounts, Operation, TimelineCounts};
 use aquifer_sim::Lagging;
 
-use crate::cli::ConfigArg;
-use crate::exit::Failure;
 use crate::map::Map;
-use crate::session::{Lagged, Session};
 use crate::subject::{Aquifer, Measured, Refusal, Refused, Subject};
 
 /// Calls that take, map or move memory.
@@ -25,7 +24,6 @@ const TAKING: [Operation; 5] =
 
 /// The costs of a pass through a program.
 #[derive(Debug, Clone)]
-#[non_exhaustive]
 pub struct Costs {
     /// Calls of the driver.
     pub calls: CallCounts,
@@ -47,12 +45,31 @@ pub struct Costs {
 
 /// Time of a pass, in ns.
 #[derive(Debug, Clone, Copy, Default)]
-#[non_exhaustive]
 pub struct Spent {
     /// In all.
     pub total_ns: u64,
     /// The most within one request for memory.
     pub worst_alloc_ns: u64,
+}
+
+/// A simulated device that lags.
+#[derive(Debug)]
+pub struct Lagged {
+    /// The device.
+    pub device: Device,
+    /// Its lag.
+    pub lag: Arc<Lagging>,
+    /// Its simulator.
+    pub driver: Arc<SimDriver>,
+}
+
+impl Lagged {
+    /// A device that lags behind by `lag` events.
+    pub fn new(sim: SimConfig, lag: u64) -> Lagged {
+        let driver = SimDriver::new(sim);
+        let lag = Lagging::new(driver.clone(), lag);
+        Lagged { device: Device::new(lag.clone()), lag, driver }
+    }
 }
 
 /// An allocator under observation.
@@ -65,12 +82,11 @@ pub struct Observed<S = Aquifer> {
     requests: Requests,
     /// Events that have begun.
     events: u64,
-    first_refusal: Option<Result<FirstRefusal, Failure>>,
+    first_refusal: Option<Result<FirstRefusal, Error>>,
 }
 
 /// A refusal, and the memory at that time.
 #[derive(Debug, Clone)]
-#[non_exhaustive]
 pub struct FirstRefusal {
     /// The number of the refused event, from 1, over all passes.
     pub event: u64,
@@ -90,17 +106,10 @@ struct Requests {
 }
 
 impl<S: Measured> Observed<S> {
-    /// An allocator on a new device, with `streams` streams. A simulated device lags by `lag`
-    /// events.
-    ///
-    /// # Errors
-    /// Those of the allocator and the driver; a real device cannot be made to lag.
-    pub fn new(session: &Session, config: &ConfigArg, streams: usize, lag: u64) -> Result<Observed<S>, Failure> {
-        let simulated = session.open_lagging(lag)?;
-        let device = simulated.as_ref().map_or_else(|| session.open(), |simulated| Ok(simulated.device.clone()))?;
-        let subject = S::new(session, &device, config, streams)?;
+    /// An allocator, its device, and the same device as a simulated one that may lag, if it is one.
+    pub fn new(subject: S, device: Device, simulated: Option<Lagged>) -> Observed<S> {
         let (requests, events, first_refusal) = (Requests::default(), 0, None);
-        Ok(Observed { subject, device, simulated, requests, events, first_refusal })
+        Observed { subject, device, simulated, requests, events, first_refusal }
     }
 
     /// The device.
@@ -122,7 +131,7 @@ impl<S: Measured> Observed<S> {
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn map(&self) -> Result<Map, Failure> {
+    pub fn map(&self) -> Result<Map, Error> {
         self.subject.map()
     }
 
@@ -130,7 +139,7 @@ impl<S: Measured> Observed<S> {
     ///
     /// # Errors
     /// When the memory at that time could not be looked at.
-    pub fn take_first_refusal(&mut self) -> Result<Option<FirstRefusal>, Failure> {
+    pub fn take_first_refusal(&mut self) -> Result<Option<FirstRefusal>, Error> {
         self.first_refusal.take().transpose()
     }
 
@@ -138,7 +147,7 @@ impl<S: Measured> Observed<S> {
     ///
     /// # Errors
     /// Those of the pass.
-    pub fn pass<T>(&mut self, run: impl FnOnce(&mut Observed<S>) -> Result<T, Failure>) -> Result<(T, Costs), Failure> {
+    pub fn pass<T, E>(&mut self, run: impl FnOnce(&mut Observed<S>) -> Result<T, E>) -> Result<(T, Costs), E> {
         let (calls, before) = (self.device.driver_calls(), self.device.timeline_counts());
         let (time_ns, stalls) = (self.time_ns(), self.stalls());
         self.requests = Requests::default();
@@ -238,13 +247,17 @@ impl<S: Measured> Subject for Observed<S> {
 
 #[cfg(test)]
 mod tests {
+    use aquifer::Allocator;
+    use aquifer::memory::Config;
+
     use super::*;
-    use crate::cli::Global;
 
     fn observed(lag: u64) -> Observed {
-        let global = Global { device: Some("sim:1GiB".parse().unwrap()), ..Global::default() };
-        let config = "backing:segments".parse().unwrap();
-        Observed::new(&Session::new(&global).unwrap(), &config, 2, lag).unwrap()
+        let lagged = Lagged::new(SimConfig::new(1 << 30), lag);
+        let device = lagged.device.clone();
+        let config: Config = "backing:segments,quarantine_mb:0".parse().unwrap();
+        let allocator = Allocator::new(&device, config).unwrap();
+        Observed::new(Aquifer::new(allocator, 2, None).unwrap(), device, Some(lagged))
     }
 
     #[test]
@@ -254,13 +267,13 @@ mod tests {
             let mut block = observed.alloc(8 << 20, 0).unwrap();
             observed.record_stream(&mut block, 1).unwrap();
             observed.free(block);
-            Ok(())
+            Ok::<_, Error>(())
         });
         let ((), first) = first.unwrap();
         assert_eq!((first.allocs, first.driver_allocs, first.calls.of(Operation::Alloc)), (1, 1, 1));
         let modelled = first.modelled.unwrap();
         assert!(modelled.worst_alloc_ns >= 66_000 && modelled.total_ns >= modelled.worst_alloc_ns, "{modelled:?}");
-        let blocks = observed.pass(|observed| Ok([(); 2].map(|()| observed.alloc(512, 0).unwrap())));
+        let blocks = observed.pass(|observed| Ok::<_, Error>([(); 2].map(|()| observed.alloc(512, 0).unwrap())));
         let (blocks, second) = blocks.unwrap();
         assert_eq!((second.allocs, second.driver_allocs, second.stalls), (2, 1, 0));
         blocks.into_iter().for_each(|block| observed.free(block));

@@ -9,11 +9,9 @@
 //! [`Driver`]: aquifer_device::Driver
 
 use aquifer::device::{DeviceError, DevicePtr, Tick};
-use aquifer::memory::AllocError;
-use aquifer::{Device, Stream};
+use aquifer::{Device, Error, Stream};
 use aquifer_device::PoolUsage;
 
-use crate::exit::Failure;
 use crate::subject::{Refused, Subject, streams_of};
 
 /// The pool as a [`Subject`], with the streams of a program.
@@ -27,7 +25,7 @@ pub struct DriverPool {
 
 /// A live block.
 #[derive(Debug)]
-pub struct Block {
+pub struct PoolBlock {
     ptr: DevicePtr,
     stream: u16,
     /// Uses by other streams.
@@ -39,7 +37,7 @@ impl DriverPool {
     ///
     /// # Errors
     /// Errors of the driver; not supported where it has no pool.
-    pub fn new(device: Device, streams: usize) -> Result<DriverPool, Failure> {
+    pub fn new(device: Device, streams: usize) -> Result<DriverPool, DeviceError> {
         device.driver().pool_usage()?;
         Ok(DriverPool { streams: streams_of(&device, streams)?, device, failed: None })
     }
@@ -48,7 +46,7 @@ impl DriverPool {
     ///
     /// # Errors
     /// Errors of the driver, and of a free that failed before.
-    pub fn usage(&self) -> Result<PoolUsage, Failure> {
+    pub fn usage(&self) -> Result<PoolUsage, Error> {
         self.check()?;
         Ok(self.device.driver().pool_usage()?)
     }
@@ -57,28 +55,28 @@ impl DriverPool {
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn give_back(&self) -> Result<(), Failure> {
+    pub fn give_back(&self) -> Result<(), DeviceError> {
         self.device.synchronize()?;
-        Ok(self.device.driver().trim_pool(0)?)
+        self.device.driver().trim_pool(0)
     }
 }
 
 impl Subject for DriverPool {
-    type Handle = Block;
+    type Handle = PoolBlock;
 
     #[inline]
-    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<Block, Refused> {
+    fn alloc(&mut self, bytes: u64, stream: u16) -> Result<PoolBlock, Refused> {
         let raw = self.streams[usize::from(stream)].raw();
         // The driver has no allocation of 0 bytes.
         match self.device.driver().alloc_async(bytes.max(1), raw) {
-            Ok(ptr) => Ok(Block { ptr, stream, uses: Vec::new() }),
+            Ok(ptr) => Ok(PoolBlock { ptr, stream, uses: Vec::new() }),
             Err(error) if error.is_out_of_memory() => Err(Refused::OutOfMemory(None)),
-            Err(error) => Err(Refused::Failed(Box::new(AllocError::from(error).into()))),
+            Err(error) => Err(Refused::Failed(Box::new(error.into()))),
         }
     }
 
     #[inline]
-    fn free(&mut self, block: Block) {
+    fn free(&mut self, block: PoolBlock) {
         let stream = &self.streams[usize::from(block.stream)];
         let ordered = block.uses.iter().try_for_each(|tick| stream.wait_for(tick));
         if let Err(error) = ordered.and_then(|()| self.device.driver().free_async(block.ptr, stream.raw())) {
@@ -87,12 +85,12 @@ impl Subject for DriverPool {
         }
     }
 
-    fn check(&self) -> Result<(), Failure> {
+    fn check(&self) -> Result<(), Error> {
         self.failed.clone().map_or(Ok(()), |error| Err(error.into()))
     }
 
     #[inline]
-    fn record_stream(&mut self, block: &mut Block, stream: u16) -> Result<(), Refused> {
+    fn record_stream(&mut self, block: &mut PoolBlock, stream: u16) -> Result<(), Refused> {
         block.uses.push(self.streams[usize::from(stream)].tick());
         Ok(())
     }

@@ -1,11 +1,12 @@
-//! Replays recorded programs to an allocator.
+//! Plays recorded programs to an allocator.
 //!
 //! Before the clock starts, a program is converted to a list of events whose blocks are in numbered
 //! slots. So the timed code is a match, an access to a slot, and the allocator.
 
 use std::time::{Duration, Instant};
 
-use crate::exit::Failure;
+use aquifer::Error;
+
 use crate::input::{Event, Program};
 use crate::subject::{Refusal, Refused, Subject};
 
@@ -16,9 +17,18 @@ pub struct Player<'a, S: Subject> {
     slots: Vec<Option<S::Handle>>,
 }
 
+/// A failure of an allocator, other than for lack of memory.
+#[derive(Debug, thiserror::Error)]
+#[error("{}{error}", event.map_or_else(String::new, |event| format!("event {event}: ")))]
+pub struct PlayError {
+    /// The event of the program, counted from 0 without header lines; `None` outside of it.
+    pub event: Option<usize>,
+    /// The error.
+    pub error: Box<Error>,
+}
+
 /// The result of one pass through a program.
 #[derive(Debug, Clone, Copy)]
-#[non_exhaustive]
 pub struct Pass {
     /// Its duration.
     pub elapsed: Duration,
@@ -29,7 +39,6 @@ pub struct Pass {
 
 /// The reaction to a request that is refused for lack of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
 pub enum OnOom {
     /// Continue without the block.
     Skip,
@@ -48,7 +57,7 @@ impl<'a, S: Subject> Player<'a, S> {
     ///
     /// # Errors
     /// When the allocator fails for another reason than lack of memory.
-    pub fn pass(&mut self, subject: &mut S, on_oom: OnOom) -> Result<Pass, Failure> {
+    pub fn pass(&mut self, subject: &mut S, on_oom: OnOom) -> Result<Pass, PlayError> {
         let start = Instant::now();
         let played = self.play(subject, on_oom);
         let elapsed = start.elapsed();
@@ -64,7 +73,7 @@ impl<'a, S: Subject> Player<'a, S> {
     ///
     /// # Errors
     /// As [`Player::pass`].
-    pub fn play(&mut self, subject: &mut S, on_oom: OnOom) -> Result<u64, Failure> {
+    pub fn play(&mut self, subject: &mut S, on_oom: OnOom) -> Result<u64, PlayError> {
         let mut ooms = 0;
         let slots = &mut self.slots[..];
         for (index, event) in self.program.events.iter().enumerate() {
@@ -104,12 +113,7 @@ impl<'a, S: Subject> Player<'a, S> {
                         break;
                     }
                 }
-                Refused::Failed(error) => {
-                    return Err(match *error {
-                        Failure::Alloc { error, .. } => Failure::Alloc { event: Some(index), error },
-                        other => other,
-                    });
-                }
+                Refused::Failed(error) => return Err(PlayError { event: Some(index), error }),
             }
         }
         Ok(ooms)

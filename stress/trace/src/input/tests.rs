@@ -6,17 +6,18 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use proptest::prelude::*;
 
+use aquifer::Allocator;
+use aquifer::device::sim::SimConfig;
+use aquifer::memory::{Config, HistoryOptions, Snapshot};
 use aquifer_allocator::snapshot::FileFormat;
 
 use super::*;
-use crate::cli::Global;
-use crate::commands::replay;
-use crate::session::Session;
+use crate::{Aquifer, Lagged, OnOom, Player};
 
-const GPT2: &[u8] = include_bytes!("../../testdata/gpt2_fp32.trace.gz");
-const GNN: &[u8] = include_bytes!("../../testdata/gnn_random_graphs.trace.gz");
-const FSDP_TRACE: &[u8] = include_bytes!("../../testdata/fsdp_start.trace");
-const FSDP_SNAPSHOT: &[u8] = include_bytes!("../../testdata/fsdp_start.pickle.gz");
+const GPT2: &[u8] = include_bytes!("../../../testdata/gpt2_fp32.trace.gz");
+const GNN: &[u8] = include_bytes!("../../../testdata/gnn_random_graphs.trace.gz");
+const FSDP_TRACE: &[u8] = include_bytes!("../../../testdata/fsdp_start.trace");
+const FSDP_SNAPSHOT: &[u8] = include_bytes!("../../../testdata/fsdp_start.pickle.gz");
 
 fn one(name: &str, bytes: &[u8]) -> Program {
     let mut programs = read(name.as_ref(), bytes).unwrap();
@@ -53,6 +54,18 @@ fn to_rmm(program: &Program) -> String {
         text += &format!("1,00:00:00.000000,{action},{:#x},{bytes},{stream:#x}\n", (slot + 1) * 256);
     }
     text
+}
+
+/// A snapshot of an allocator that a program was played to, with all of its history.
+fn played(program: &Program, options: &str, lag: u64) -> Snapshot {
+    let lagged = Lagged::new(SimConfig::parse("80GiB,checks=off,reuse=off").unwrap(), lag);
+    let config: Config = format!("quarantine_mb:0,{options}").parse().unwrap();
+    let allocator = Allocator::new(&lagged.device, config).unwrap();
+    allocator.record_history(HistoryOptions { entries: usize::MAX, ..HistoryOptions::default() });
+    let mut subject = Aquifer::new(allocator.clone(), program.streams.len(), Some(lagged.lag)).unwrap();
+    let mut player = Player::new(program);
+    player.play(&mut subject, OnOom::Skip).unwrap();
+    allocator.snapshot()
 }
 
 /// Programs of every kind of event.
@@ -117,8 +130,7 @@ proptest! {
         options in prop::sample::select(vec!["", "backing:segments", "cross_stream:off"]),
         lag in prop::sample::select(vec![0, 5]),
     ) {
-        let session = Session::without_device(&Global::default()).unwrap().for_measuring();
-        let saved = replay::snapshot(&session, &program, &options.parse().unwrap(), lag).unwrap();
+        let saved = played(&program, options, lag);
         let file = |format| {
             let mut bytes = Vec::new();
             saved.write(format, &mut bytes).unwrap();
@@ -168,7 +180,7 @@ proptest! {
         flips in prop::collection::vec((any::<prop::sample::Index>(), 1u8..), 0..4),
         outer: bool,
     ) {
-        let json = include_bytes!("../../testdata/fsdp_start.json.gz");
+        let json = include_bytes!("../../../testdata/fsdp_start.json.gz");
         let rmm = gzip(to_rmm(&one("t", FSDP_TRACE)).as_bytes());
         for file in [GPT2, &gzip(FSDP_TRACE), FSDP_SNAPSHOT, json, &rmm] {
             let mut bytes = if outer { file.to_vec() } else { gunzip(file) };
@@ -218,7 +230,7 @@ fn a_snapshot_gives_the_program_of_its_trace() {
     assert!(pickle.events.iter().any(|event| matches!(event, Event::RecordStream { .. })));
     assert_eq!(pickle.streams.len(), trace.streams.len());
     assert_eq!((pickle.slots, pickle.peak_requested_bytes), (trace.slots, trace.peak_requested_bytes));
-    assert_eq!(one("fsdp_start.json.gz", include_bytes!("../../testdata/fsdp_start.json.gz")), pickle);
+    assert_eq!(one("fsdp_start.json.gz", include_bytes!("../../../testdata/fsdp_start.json.gz")), pickle);
 }
 
 #[test]
@@ -273,13 +285,13 @@ fn what_is_no_recording_says_what_to_do() {
 /// RMM 0.7 wrote other columns, and a path at the end of each row.
 #[test]
 fn logs_of_old_versions_of_rmm_are_read() {
-    let program = one("l.csv", include_bytes!("../../testdata/rmm_log_0_7.csv"));
+    let program = one("l.csv", include_bytes!("../../../testdata/rmm_log_0_7.csv"));
     assert_eq!((program.operations(), program.peak_requested_bytes), (4, 3 << 20));
 }
 
 #[test]
 fn the_last_byte_matters() {
-    let json = include_bytes!("../../testdata/fsdp_start.json.gz");
+    let json = include_bytes!("../../../testdata/fsdp_start.json.gz");
     let rmm = gzip(to_rmm(&one("t", FSDP_TRACE)).as_bytes());
     for file in [GPT2, FSDP_SNAPSHOT, json, &rmm] {
         let error = read("x".as_ref(), &file[..file.len() - 1]).unwrap_err();
@@ -402,8 +414,8 @@ fn page_of(pickle: &[u8]) -> Vec<u8> {
 
 /// The same text, compressed with `xz` and `zstd`, and cut off in two frames each.
 const PACKED: [(&str, &[u8]); 2] = [
-    ("t.trace.xz", include_bytes!("../../testdata/two.trace.xz")),
-    ("t.trace.zst", include_bytes!("../../testdata/two.trace.zst")),
+    ("t.trace.xz", include_bytes!("../../../testdata/two.trace.xz")),
+    ("t.trace.zst", include_bytes!("../../../testdata/two.trace.zst")),
 ];
 
 #[test]

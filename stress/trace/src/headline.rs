@@ -18,7 +18,7 @@ pub fn headline(labels: &Labels, stack: u32) -> String {
 
 /// The headlines of several call stacks. Where they are equal, each also names a frame that others
 /// do not have, if there is one.
-pub fn headlines(labels: &Labels, stacks: impl Iterator<Item = u32>) -> Vec<String> {
+pub(crate) fn headlines(labels: &Labels, stacks: impl Iterator<Item = u32>) -> Vec<String> {
     let calls: Vec<Vec<Call<'_>>> = stacks.map(|stack| labels.calls(stack).collect()).collect();
     let mut lines: Vec<String> = calls.iter().map(|calls| line(calls)).collect();
     let mut equal: HashMap<String, Vec<usize>> = HashMap::new();

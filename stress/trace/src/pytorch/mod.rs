@@ -14,7 +14,6 @@ pub use model::PyTorch;
 pub use options::Options;
 
 use aquifer::device::DeviceError;
-use aquifer::memory::AllocError;
 
 use crate::subject::Refused;
 
@@ -26,5 +25,5 @@ const SMALL_MAX: u64 = 1 << 20;
 const SMALL_SEGMENT: u64 = 2 << 20;
 
 fn refused(error: DeviceError) -> Refused {
-    Refused::Failed(Box::new(AllocError::from(error).into()))
+    Refused::Failed(Box::new(error.into()))
 }

@@ -18,7 +18,6 @@ const LONGEST_PATH: usize = 120;
 /// An input that cannot be used; displays as `FILE:PLACE: reason`, in one line of at most 280
 /// characters.
 #[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
 #[error("{}", one_line(&self.whole(), LONGEST))]
 pub struct InputError {
     /// The file.
@@ -227,7 +226,7 @@ pub enum Reason {
 
 impl Reason {
     /// Whether the input is no recording, or has nothing in it. A damaged one was recorded.
-    pub(crate) fn is_other_content(&self) -> bool {
+    pub fn is_other_content(&self) -> bool {
         matches!(
             self,
             Reason::EmptyFolder

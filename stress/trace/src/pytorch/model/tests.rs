@@ -1,15 +1,25 @@
 //! The model step by step, with failing drivers, and with random programs that lack memory.
 
+use aquifer::device::sim::{SimConfig, SimDriver};
+
 use super::*;
-use crate::cli::Global;
+use crate::observe::Lagged;
 use crate::pytorch::pages::PAGES;
 use crate::random::Random;
 
 const MIB: u64 = 1 << 20;
 
 fn model(device: &str, config: &str, lag: u64) -> PyTorch {
-    let global = Global { device: Some(device.parse().unwrap()), ..Global::default() };
-    PyTorch::lagging(&Session::new(&global).unwrap(), &config.parse().unwrap(), 2, lag).unwrap()
+    let (options, config) = Options::parse_model(config).unwrap().unwrap();
+    let sim = SimConfig::parse(device.strip_prefix("sim:").unwrap()).unwrap();
+    let (device, lag) = if lag > 0 {
+        let lagged = Lagged::new(sim, lag);
+        (lagged.device, Some(lagged.lag))
+    } else {
+        (Device::new(SimDriver::new(sim)), None)
+    };
+    let memory = device.memory_info().unwrap();
+    PyTorch::new(&device, options, config.limit_bytes(memory.total, memory.free), 2, lag).unwrap()
 }
 
 fn native(device: &str, options: &str, lag: u64) -> PyTorch {
@@ -174,19 +184,6 @@ fn requests_larger_than_the_device_are_refused() {
         assert!(matches!(subject.alloc(bytes, 0), Err(Refused::OutOfMemory(_))));
     }
     assert!(subject.segments.is_empty() && subject.alloc(0, 0).unwrap().is_none());
-}
-
-#[test]
-fn other_options_and_commands_are_refused() {
-    for odd in ["backing:expandable,max_split_size_mb:128", "backing:pytorch,expandable_segments:True,backing:paged"] {
-        assert!(odd.parse::<ConfigArg>().is_err(), "{odd}");
-    }
-    let config: ConfigArg = "expandable_segments:True, backing:pytorch".parse().unwrap();
-    assert!(config.is_same(&"backing:expandable".parse().unwrap()));
-    assert!("expandable_segments:True".parse::<ConfigArg>().unwrap().pytorch.is_none());
-    let session = Session::new(&Global::default()).unwrap();
-    assert!(session.allocator(&session.open().unwrap(), &config).is_err());
-    assert!(PyTorch::lagging(&session, &config, 1, 1).is_err());
 }
 
 /// Blocks tile their segments, neighbours in the same state are merged, and the indexes have the

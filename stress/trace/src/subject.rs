@@ -7,10 +7,7 @@ use aquifer::memory::{AllocError, Allocation, MemoryStats, OomReport};
 use aquifer::{Allocator, Device, Error, Stream};
 use aquifer_sim::Lagging;
 
-use crate::cli::ConfigArg;
-use crate::exit::{Failure, is_refusal};
 use crate::map::Map;
-use crate::session::Session;
 
 /// An allocator under test. Streams are small numbers.
 pub trait Subject {
@@ -37,7 +34,7 @@ pub trait Subject {
     ///
     /// # Errors
     /// The first error of a free.
-    fn check(&self) -> Result<(), Failure> {
+    fn check(&self) -> Result<(), Error> {
         Ok(())
     }
 
@@ -51,21 +48,8 @@ pub trait Subject {
     }
 }
 
-/// An allocator that can be made from options, and has statistics.
-pub trait Measured: Subject + Sized {
-    /// An allocator for `device`, with `streams` streams: stream 0 is the default stream.
-    ///
-    /// # Errors
-    /// Those of the allocator and the driver.
-    fn new(session: &Session, device: &Device, config: &ConfigArg, streams: usize) -> Result<Self, Failure>;
-
-    /// An allocator on a new device that lags behind by `lag` events; on the bare device if that is
-    /// 0.
-    ///
-    /// # Errors
-    /// Those of the allocator and the driver; a device that cannot be made to lag.
-    fn lagging(session: &Session, config: &ConfigArg, streams: usize, lag: u64) -> Result<Self, Failure>;
-
+/// An allocator that has statistics and shows its memory.
+pub trait Measured: Subject {
     /// Its statistics.
     fn stats(&self) -> MemoryStats;
 
@@ -79,13 +63,13 @@ pub trait Measured: Subject + Sized {
     ///
     /// # Errors
     /// Errors of the driver.
-    fn map(&self) -> Result<Map, Failure>;
+    fn map(&self) -> Result<Map, Error>;
 
     /// Gives free memory back to the device.
     ///
     /// # Errors
     /// Errors of the driver.
-    fn empty_cache(&mut self) -> Result<(), Failure>;
+    fn empty_cache(&mut self) -> Result<(), Error>;
 
     /// The first address and the requested bytes of a live block.
     fn place(&self, handle: &Self::Handle) -> (DevicePtr, u64);
@@ -106,7 +90,7 @@ pub enum Refused {
     /// Memory was lacking. This project's allocator reports on it.
     OutOfMemory(Option<Box<OomReport>>),
     /// Something else failed.
-    Failed(Box<Failure>),
+    Failed(Box<Error>),
 }
 
 impl From<AllocError> for Refused {
@@ -118,7 +102,7 @@ impl From<AllocError> for Refused {
                 report.largest_tags.clear();
                 Refused::OutOfMemory(Some(report))
             }
-            error if is_refusal(&error) => Refused::OutOfMemory(None),
+            AllocError::TooLarge { .. } => Refused::OutOfMemory(None),
             error => Refused::Failed(Box::new(error.into())),
         }
     }
@@ -129,10 +113,7 @@ impl From<Error> for Refused {
     fn from(error: Error) -> Refused {
         match error {
             Error::Alloc(error) => error.into(),
-            // The allocator's own errors of these kinds.
-            Error::Device(error) => AllocError::Device(error).into(),
-            Error::Request(error) => AllocError::Request(error).into(),
-            error => Refused::Failed(Box::new(error.into())),
+            error => Refused::Failed(Box::new(error)),
         }
     }
 }
@@ -155,6 +136,16 @@ pub struct Aquifer {
 }
 
 impl Aquifer {
+    /// An allocator with `streams` streams: stream 0 is the default stream. `lag` is that of a device
+    /// that lags, if the events of a program are its clock.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn new(allocator: Allocator, streams: usize, lag: Option<Arc<Lagging>>) -> Result<Aquifer, DeviceError> {
+        let streams = streams_of(allocator.device(), streams)?;
+        Ok(Aquifer { allocator, streams, lag })
+    }
+
     /// The allocator.
     pub fn allocator(&self) -> &Allocator {
         &self.allocator
@@ -170,27 +161,13 @@ impl Aquifer {
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn on_new_stream(&self) -> Result<Aquifer, Failure> {
+    pub fn on_new_stream(&self) -> Result<Aquifer, DeviceError> {
         let stream = self.allocator.device().stream()?;
         Ok(Aquifer { allocator: self.allocator.clone(), streams: vec![stream], lag: None })
     }
 }
 
 impl Measured for Aquifer {
-    fn new(session: &Session, device: &Device, config: &ConfigArg, streams: usize) -> Result<Aquifer, Failure> {
-        let streams = streams_of(device, streams)?;
-        Ok(Aquifer { allocator: session.allocator(device, config)?, streams, lag: None })
-    }
-
-    fn lagging(session: &Session, config: &ConfigArg, streams: usize, lag: u64) -> Result<Aquifer, Failure> {
-        let lagged = if lag > 0 { session.open_lagging(lag)? } else { None };
-        let (device, lag) = match lagged {
-            Some(lagged) => (lagged.device, Some(lagged.lag)),
-            None => (session.open()?, None),
-        };
-        Ok(Aquifer { lag, ..Aquifer::new(session, &device, config, streams)? })
-    }
-
     fn stats(&self) -> MemoryStats {
         self.allocator.stats()
     }
@@ -203,13 +180,12 @@ impl Measured for Aquifer {
         (self.allocator.memory_reserved(), self.allocator.memory_allocated())
     }
 
-    fn map(&self) -> Result<Map, Failure> {
+    fn map(&self) -> Result<Map, Error> {
         Map::of(&self.allocator, &self.streams)
     }
 
-    fn empty_cache(&mut self) -> Result<(), Failure> {
-        self.allocator.empty_cache()?;
-        Ok(())
+    fn empty_cache(&mut self) -> Result<(), Error> {
+        Ok(self.allocator.empty_cache().map(drop)?)
     }
 
     fn place(&self, handle: &Allocation) -> (DevicePtr, u64) {
