@@ -183,13 +183,11 @@ How to record a program:
 const FILES: &str = "\
 Files, recognized by their content, not their names; - is standard input:
   allocation traces (.trace)
-  PyTorch memory snapshots with history (.pickle, .json), also those of several ranks in a list, and
-    the pages that torch.cuda._memory_viz makes of them (.html)
-  RMM's CSV logs (.csv), of all versions, with a header or without
-Each may be compressed with gzip, xz or zstd, and several may be in a zip archive or in a folder, as
-one snapshot per rank. Content beyond that of any recording of its size is refused. A file with
-several devices or ranks, an archive or a folder has several programs. If files have the same name,
-their paths follow the names of the programs.
+  PyTorch memory snapshots with history (.pickle, .json)
+  RMM's CSV logs (.csv)
+Each may be compressed with gzip, and several may be in a folder, as one snapshot per rank. Content
+beyond that of any recording of its size is refused. A file with several devices, or a folder, has
+several programs. If files have the same name, their paths follow the names of the programs.
 
 Missing information is inferred and noted, or only noted:
   - A block whose free comes first was allocated before the recording began; it is allocated first.

@@ -7,8 +7,8 @@ use std::fmt::Display;
 use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use aquifer::device::DeviceSpec;
 use aquifer::device::sim::{SimConfig, SimDriver};
-use aquifer::device::{DeviceSpec, gpus};
 use aquifer::{Allocator, Device};
 use aquifer_sim::CAPACITY_BYTES_MAX;
 use aquifer_trace::Lagged;
@@ -120,16 +120,6 @@ impl Session {
         self
     }
 
-    /// The same session without jitter of the simulated device, unless the user asked for it: of
-    /// copies it would be most of the difference.
-    #[must_use]
-    pub fn without_jitter(mut self) -> Session {
-        if let DeviceSpec::Sim(sim) = &mut self.device.spec {
-            sim.jitter &= self.device.text.contains("jitter=");
-        }
-        self
-    }
-
     /// The device as the user wrote it.
     pub fn device_text(&self) -> &str {
         &self.device.text
@@ -183,22 +173,6 @@ impl Session {
     /// When it cannot be opened.
     pub fn open_with_simulator(&self) -> Result<(Device, Option<Arc<SimDriver>>), Failure> {
         self.open_with(|sim| sim)
-    }
-
-    /// Opens another device: another GPU, the first that can be opened, or a simulated one with the
-    /// same configuration. `None` if there is no other GPU; one that cannot be opened is reported.
-    pub fn open_another(&self, device: &Device) -> Option<Device> {
-        let own = device.info().ordinal;
-        if let Some(sim) = self.sim() {
-            return Some(Device::new(SimDriver::new(sim.clone().ordinal(own ^ 1))));
-        }
-        for other in gpus().unwrap_or_default().iter().filter(|other| other.ordinal != own) {
-            match DeviceSpec::Cuda(other.ordinal).open() {
-                Ok(device) => return Some(device),
-                Err(error) => self.message(format_args!("warning: cuda:{} is left out: {error}", other.ordinal)),
-            }
-        }
-        None
     }
 
     /// Opens a simulated device that lags behind by `lag` events. `None` for a real device, which
@@ -313,13 +287,6 @@ impl Session {
         match &self.configs[..] {
             [config] => Ok(config),
             several => Err(Failure::Usage(format!("this command takes one --config, not {}", several.len()))),
-        }
-    }
-
-    /// Warns of options that the user gave to a command without an allocator.
-    pub fn without_allocator(&self) {
-        if !self.global.configs.is_empty() {
-            self.message("warning: --config has no effect here: this command uses no allocator");
         }
     }
 

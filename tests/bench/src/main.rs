@@ -124,16 +124,10 @@ fn main() -> ExitCode {
 }
 
 fn run(global: &Global, args: Args) -> Result<Outcome, Failure> {
-    let session = Session::new(global)?;
-    let session = match args.set {
-        Set::Calls => {
-            session.without_allocator();
-            session
-        }
-        // Jitter would be most of the difference of copies.
-        Set::Transfer => session.for_measuring().without_jitter(),
-        _ => session.for_measuring(),
-    };
+    let session = Session::new(global)?.for_measuring();
+    if args.set == Set::Calls && !global.configs.is_empty() {
+        session.message("warning: --config has no effect here: no allocator makes these calls");
+    }
     let config = session.config()?.clone();
     config.refuse_pytorch()?;
     let all = match args.set {

@@ -45,7 +45,7 @@ struct Figures {
 
 /// Reads the file.
 pub(super) fn load(path: &Path) -> Result<Recorded, Failure> {
-    let failed = |reason| InputError { path: path.to_owned(), part: String::new(), location: Location::File, reason };
+    let failed = |reason| InputError { path: path.to_owned(), location: Location::File, reason };
     let mut text = Vec::new();
     let read = File::open(path).and_then(|file| file.take(BYTES_MAX + 1).read_to_end(&mut text));
     read.map_err(|error| failed(Reason::Io(error)))?;

@@ -15,8 +15,7 @@ const FOR_A_BYTE: usize = 32;
 /// 400 bytes of memory and at least ten stored ones. Hostile compressed data could take a hundred
 /// times as much.
 pub(super) const VALUES: usize = 512;
-/// The same for events of a line each. Recorded traces take 5 to 6 bytes for a byte stored by gzip,
-/// and at most 20 for one stored by xz.
+/// The same for events of a line each. Recorded traces take 5 to 6 bytes for a byte stored by gzip.
 pub(super) const EVENTS: usize = 128;
 /// Unpacked bytes of any input, and for each stored byte: gzip makes at most 1032 of one.
 const UNPACKED: [u64; 2] = [256 << 20, 1032];
@@ -29,12 +28,10 @@ pub(super) struct Allowance(Rc<Counters>);
 struct Counters {
     /// Bytes of the file.
     stored: Cell<u64>,
-    /// Output of decoders, in all layers.
+    /// Output of the decoder.
     unpacked: Cell<u64>,
     /// Bytes that were parsed.
     content: Cell<u64>,
-    /// Memory of programs that are read already.
-    kept: Cell<usize>,
 }
 
 impl Allowance {
@@ -53,18 +50,12 @@ impl Allowance {
         Counted { inner, allowance: self.clone(), counter: |counters| &counters.content }
     }
 
-    /// Memory that stays in use.
-    pub(super) fn keep(&self, bytes: usize) {
-        self.0.kept.set(self.0.kept.get().saturating_add(bytes));
-    }
-
     /// Refuses to use more memory than a recording of this size would; `for_a_stored_byte` is
     /// [`VALUES`] or [`EVENTS`].
     pub(super) fn check(&self, used: usize, for_a_stored_byte: usize) -> Result<(), Reason> {
-        let Counters { stored, content, kept, .. } = &*self.0;
+        let Counters { stored, content, .. } = &*self.0;
         let allowed = |bytes: u64, each: usize| usize::try_from(bytes).unwrap_or(usize::MAX).saturating_mul(each);
         let most = allowed(stored.get(), for_a_stored_byte).min(allowed(content.get(), FOR_A_BYTE));
-        let used = used.saturating_add(kept.get());
         if used > most.saturating_add(FOR_ANY) { Err(Reason::TooDense { stored: stored.get() }) } else { Ok(()) }
     }
 

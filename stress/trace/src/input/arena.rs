@@ -30,7 +30,6 @@ words! {
     Device = "device", Address = "address", Blocks = "blocks",
     RequestedSize = "requested_size", State = "state", ActiveAllocated = "active_allocated",
     ActivePendingFree = "active_pending_free", ActiveAwaitingFree = "active_awaiting_free",
-    History = "history", RealSize = "real_size",
     Action = "action", Addr = "addr", Size = "size", Stream = "stream", TimeUs = "time_us",
     PoolId = "pool_id", SegmentPoolId = "segment_pool_id", Frames = "frames",
     Alloc = "alloc", FreeRequested = "free_requested", FreeCompleted = "free_completed",

@@ -6,8 +6,6 @@ use std::path::{Path, PathBuf};
 
 use crate::text::one_line;
 
-/// How many layers of archives, pages and compression an input may have.
-pub(super) const LAYERS_MAX: u32 = 4;
 /// The longest line in bytes.
 pub(super) const LINE_MAX: usize = 64 << 10;
 /// The longest error in characters, and the longest file name in it. With its prefix an error has
@@ -22,9 +20,6 @@ const LONGEST_PATH: usize = 120;
 pub struct InputError {
     /// The file.
     pub path: PathBuf,
-    /// The part of the file: `/NAME` in an archive, `[RANK]` in a list of snapshots; otherwise
-    /// empty.
-    pub part: String,
     /// The place in the file.
     pub location: Location,
     /// The reason.
@@ -34,7 +29,7 @@ pub struct InputError {
 impl InputError {
     fn whole(&self) -> String {
         let path = one_line(&self.path.display().to_string(), LONGEST_PATH);
-        format!("{path}{}{}: {}", one_line(&self.part, LONGEST_PATH), self.location, self.reason)
+        format!("{path}{}: {}", self.location, self.reason)
     }
 }
 
@@ -100,9 +95,6 @@ pub enum Reason {
         /// The decoder's error.
         why: String,
     },
-    /// Packed in too many layers.
-    #[error("it is packed in more than {} layers", LAYERS_MAX)]
-    TooManyLayers,
     /// More content than a recording of this size has.
     #[error(
         "the first {stored} bytes of the file hold more than a recording of that size can: \
@@ -129,12 +121,6 @@ pub enum Reason {
         /// Advice that the file's name suggests; may be empty.
         hint: &'static str,
     },
-    /// A file that is easily taken for a recording: what it is, and how to get a recording.
-    #[error("{0}")]
-    NotARecording(&'static str),
-    /// An archive or a page without anything to replay.
-    #[error("{0} has no recording in it")]
-    NothingInside(&'static str),
     /// More bytes than a file of its kind has.
     #[error("the file is longer than {} MiB", most >> 20)]
     TooLong {
@@ -233,8 +219,6 @@ impl Reason {
                 | Reason::Empty
                 | Reason::NoEvents
                 | Reason::Unrecognised { .. }
-                | Reason::NotARecording(_)
-                | Reason::NothingInside(_)
                 | Reason::NotASnapshot { .. }
                 | Reason::Structure(_)
                 | Reason::NoHistory
@@ -251,28 +235,21 @@ impl From<std::collections::TryReserveError> for Reason {
 /// An error before its file is known.
 #[derive(Debug)]
 pub(super) struct Fault {
-    part: String,
     location: Location,
     pub(super) reason: Reason,
 }
 
 impl Fault {
     pub(super) fn new(location: Location, reason: Reason) -> Self {
-        Self { part: String::new(), location, reason }
+        Self { location, reason }
     }
 
     pub(super) fn file(reason: Reason) -> Self {
         Self::new(Location::File, reason)
     }
 
-    /// The same in a part of the file.
-    pub(super) fn within(mut self, part: &str) -> Self {
-        self.part.insert_str(0, part);
-        self
-    }
-
     pub(super) fn at(self, path: &Path) -> InputError {
-        InputError { path: path.to_owned(), part: self.part, location: self.location, reason: self.reason }
+        InputError { path: path.to_owned(), location: self.location, reason: self.reason }
     }
 }
 

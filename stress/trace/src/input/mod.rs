@@ -5,29 +5,23 @@
 //! | content | programs |
 //! |---|---|
 //! | an allocation trace (text) | one |
-//! | a PyTorch memory snapshot with history (pickle or JSON), or a list of them, one per rank | one per rank and device with a history |
-//! | a page of PyTorch's `_memory_viz` | those of the snapshots in it |
-//! | an RMM log (CSV, with a header or without) | one per device |
+//! | a PyTorch memory snapshot with history (pickle or JSON) | one per device with a history |
+//! | an RMM log (CSV) | one |
 //!
-//! Each may be compressed with gzip, xz or zstd, and any number of them may lie in a zip archive.
-//! Files are read as streams, archives and pages as a whole. Memory grows with the content that was
-//! read, never with a claimed length, and not beyond the need of a recording of that size
+//! Each may be compressed with gzip. Files are read as streams. Memory grows with the content that
+//! was read, never with a claimed length, and not beyond the need of a recording of that size
 //! (`allowance.rs`). A damaged file causes an [`InputError`].
 //!
 //! Pickles and JSON are read into the same values (`arena.rs`), where `structure.rs` finds
-//! snapshots. `others.rs` names files that are no recordings. `recording.rs` completes recordings
-//! that begin later than the program or have gaps.
+//! snapshots. `recording.rs` completes recordings that begin later than the program or have gaps.
 
 mod allowance;
-mod archive;
 mod arena;
 mod error;
+mod gzip;
 mod json;
 mod labels;
-mod layers;
 mod lines;
-mod others;
-mod page;
 mod program;
 mod recording;
 mod rmm;
@@ -48,7 +42,7 @@ pub use program::{Event, PoolUse, Program, Site};
 
 use allowance::Allowance;
 use error::Fault;
-use layers::Content;
+use gzip::Content;
 use sniff::Format;
 
 /// The name of standard input on the command line.
@@ -101,50 +95,21 @@ pub fn read(path: &Path, bytes: impl Read) -> Result<Vec<Program>, InputError> {
 
 fn read_with(path: &Path, bytes: impl Read, states: bool) -> Result<Vec<Program>, InputError> {
     let allowance = Allowance::default();
-    let origin = Origin { name: sniff::stem(path), path, layers: 0, states, allowance: &allowance };
-    parse(&origin, Box::new(allowance.stored(bytes))).map_err(|fault| fault.at(path))
+    let content = Box::new(allowance.stored(bytes));
+    parse(path, content, states, &allowance).map_err(|fault| fault.at(path))
 }
 
-/// The origin of a content.
-struct Origin<'a> {
-    /// The name of its program, unless it has one of its own.
-    name: String,
-    /// The file's name, or the name in an archive.
-    path: &'a Path,
-    /// The number of layers around it.
-    layers: u32,
-    /// Whether snapshots may lack a history.
-    states: bool,
-    allowance: &'a Allowance,
-}
-
-fn parse(origin: &Origin<'_>, bytes: Content<'_>) -> Result<Vec<Program>, Fault> {
-    let Origin { name, path, states, allowance, .. } = origin;
-    let (content, layers) = layers::open(bytes, origin.layers, allowance)?;
-    let (format, content) = sniff::open(path, content)?;
-    let packed = || match layers {
-        error::LAYERS_MAX.. => Err(Fault::file(Reason::TooManyLayers)),
-        _ => Ok(Origin { name: name.clone(), path, layers, states: *states, allowance }),
-    };
-    let buffered = |content| BufReader::with_capacity(64 << 10, allowance.content(content));
-    let values = |(top, mut arena)| structure::programs(top, &mut arena, name, *states, allowance);
+fn parse(path: &Path, content: Content<'_>, states: bool, allowance: &Allowance) -> Result<Vec<Program>, Fault> {
+    let name = sniff::stem(path);
+    let (format, content) = sniff::open(path, gzip::open(content, allowance)?)?;
+    let content = BufReader::with_capacity(64 << 10, allowance.content(content));
+    let values = |(top, mut arena)| structure::programs(top, &mut arena, &name, states, allowance);
     match format {
-        Format::Archive => archive::programs(content, &packed()?),
-        Format::Page => page::programs(content, &packed()?),
-        Format::Trace => Ok(vec![trace::parse(buffered(content), name.clone(), allowance)?]),
-        Format::Rmm => rmm::parse(buffered(content), name, allowance),
-        Format::Pickle => values(unpickle::run(buffered(content), allowance)?),
-        Format::Json => values(json::parse(buffered(content), allowance)?),
+        Format::Trace => Ok(vec![trace::parse(content, name, allowance)?]),
+        Format::Rmm => Ok(vec![rmm::parse(content, name, allowance)?]),
+        Format::Pickle => values(unpickle::run(content, allowance)?),
+        Format::Json => values(json::parse(content, allowance)?),
     }
-}
-
-/// Parses content in an archive or a page, whose programs stay in memory.
-fn parse_inside(outer: &Origin<'_>, name: String, path: &Path, content: impl Read) -> Result<Vec<Program>, Fault> {
-    let inner = Origin { name, path, layers: outer.layers + 1, ..*outer };
-    let programs = parse(&inner, Box::new(content))?;
-    let labels = programs.first().map_or(0, |program| program.labels.bytes());
-    outer.allowance.keep(programs.iter().map(Program::bytes).sum::<usize>() + labels);
-    Ok(programs)
 }
 
 #[cfg(test)]

@@ -72,14 +72,6 @@ impl Program {
         text
     }
 
-    /// Memory in use.
-    pub(super) fn bytes(&self) -> usize {
-        let headers: usize = self.headers.iter().map(|(key, value)| key.len() + value.len()).sum();
-        let sites = self.sites.capacity() * size_of::<Site>();
-        let memory = self.memory.capacity() * size_of::<Piece>();
-        self.events.capacity() * size_of::<Event>() + sites + memory + headers + size_of::<Self>()
-    }
-
     /// Adds a note with a count, unless it is 0.
     pub(super) fn note(&mut self, count: u64, text: &str) {
         if count > 0 {

@@ -4,8 +4,8 @@ use std::io::{Cursor, Read};
 use std::path::Path;
 
 use super::error::{Fault, Reason};
-use super::layers::{Content, head};
-use super::{others, rmm, trace};
+use super::gzip::{Content, head};
+use super::{rmm, trace};
 use crate::text::one_line;
 
 /// The formats, compression aside.
@@ -15,15 +15,13 @@ pub(super) enum Format {
     Pickle,
     Json,
     Rmm,
-    Archive,
-    Page,
 }
 
 /// The byte-order mark of UTF-8.
 const MARK: &[u8] = "\u{feff}".as_bytes();
 
-/// How many bytes of the content are examined. Logs have their rows below other lines.
-const HEAD: u64 = 64 << 10;
+/// How many bytes of the content are examined.
+const HEAD: u64 = 1 << 10;
 
 /// Recognises the format of the content.
 pub(super) fn open<'a>(path: &Path, mut content: Content<'a>) -> Result<(Format, Content<'a>), Fault> {
@@ -40,34 +38,30 @@ fn format(path: &Path, head: &[u8]) -> Result<Format, Reason> {
     if head.is_empty() {
         return Err(Reason::Empty);
     }
-    let lines = || head.split(|&byte| byte == b'\n').filter_map(|line| std::str::from_utf8(line).ok());
-    let first = lines().find(|line| !line.trim().is_empty()).unwrap_or_default();
+    let mut lines = head.split(|&byte| byte == b'\n').filter_map(|line| std::str::from_utf8(line).ok());
+    let first = lines.find(|line| !line.trim().is_empty()).unwrap_or_default();
     match head.trim_ascii_start() {
         [0x80, ..] => Ok(Format::Pickle),
-        [b'P', b'K', 3 | 5, ..] => Ok(Format::Archive),
-        [b'<', ..] => Ok(Format::Page),
-        [b'[', rest @ ..] if !rest.trim_ascii_start().starts_with(b"{") => {
-            others::describe(head).map_or(Ok(Format::Json), |what| Err(Reason::NotARecording(what)))
-        }
         [b'{' | b'[', ..] => Ok(Format::Json),
         [] => Ok(Format::Trace),
         _ if trace::is_line(first) => Ok(Format::Trace),
-        // Spark's log has other lines before the rows.
-        _ if lines().any(|line| rmm::is_header(line) || rmm::is_row(line)) => Ok(Format::Rmm),
-        start => Err(match others::describe(head) {
-            Some(what) => Reason::NotARecording(what),
-            None => Reason::Unrecognised { found: found(start, first), hint: hint(path) },
-        }),
+        _ if rmm::is_header(first) => Ok(Format::Rmm),
+        start => Err(Reason::Unrecognised { found: found(start, first), hint: hint(path) }),
     }
 }
 
 /// Describes the beginning of the content.
 fn found(start: &[u8], line: &str) -> String {
-    let known: [(&[u8], &str); 6] = [
-        (b"BZh", "data that bzip2 compressed"),
+    let known: [(&[u8], &str); 11] = [
+        (b"BZh", "data that bzip2 compressed; unpack it first"),
+        (b"\xfd7zXZ\0", "data that xz compressed; unpack it first"),
+        (b"\x28\xb5\x2f\xfd", "data that zstd compressed; unpack it first"),
+        (b"\x1f\x8b", "data that gzip compressed twice; unpack it first"),
+        (b"PK", "a zip archive; unpack it first, a folder is read as the ranks of a job"),
+        (b"<", "a page; give the snapshot that it shows"),
         (b"\xff\xfe", "text in UTF-16, not in UTF-8"),
         (b"\xfe\xff", "text in UTF-16, not in UTF-8"),
-        (b"7z\xbc\xaf", "a 7-Zip archive"),
+        (b"7z\xbc\xaf", "a 7-Zip archive; unpack it first"),
         (b"SQLite format 3", "an SQLite database"),
         (b"(", "a pickle of protocol 0 or 1"),
     ];
@@ -75,7 +69,7 @@ fn found(start: &[u8], line: &str) -> String {
         return (*what).to_owned();
     }
     if start.get(257..262) == Some(b"ustar") {
-        return "a tar archive".to_owned();
+        return "a tar archive; unpack it first".to_owned();
     }
     let text = line.chars().filter(|char| char.is_ascii_graphic() || char.is_alphanumeric() || *char == ' ').count();
     if text > 0 && line.chars().count() - text <= text / 8 {
@@ -90,29 +84,25 @@ fn hint(path: &Path) -> &'static str {
     let name = path.to_string_lossy().to_ascii_lowercase();
     match without_suffix(&name, &PACKED).rsplit('.').next() {
         Some("pickle" | "pkl") => "; a pickle must be of protocol 2 or newer",
-        Some("csv") => "; an RMM log has the columns Thread,Time,Action,Pointer,Size,Stream",
+        Some("csv") => "; an RMM log begins with Thread,Time,Action,Pointer,Size,Stream",
         Some("json") => "; JSON must start with { or [",
         Some("trace") => "; a trace's lines start with #, a, f, r or i",
         _ => "",
     }
 }
 
-const PACKED: [&str; 5] = [".gz", ".xz", ".zst", ".zstd", ".zip"];
-const FORMATS: [&str; 7] = [".trace", ".pickle", ".pkl", ".json", ".csv", ".html", ".pt"];
+const PACKED: [&str; 1] = [".gz"];
+const FORMATS: [&str; 5] = [".trace", ".pickle", ".pkl", ".json", ".csv"];
 
 fn without_suffix<'a>(name: &'a str, suffixes: &[&str]) -> &'a str {
     let short = suffixes.iter().find_map(|suffix| name.strip_suffix(suffix));
     short.filter(|short| !short.is_empty()).unwrap_or(name)
 }
 
-/// A name without the suffixes of formats.
-pub(super) fn without_suffixes(name: &str) -> &str {
-    without_suffix(without_suffix(name, &PACKED), &FORMATS)
-}
-
 /// The file's name without the suffixes of formats.
 pub(super) fn stem(path: &Path) -> String {
-    without_suffixes(&path.file_name().unwrap_or_default().to_string_lossy()).to_owned()
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    without_suffix(without_suffix(&name, &PACKED), &FORMATS).to_owned()
 }
 
 #[cfg(test)]
@@ -127,10 +117,9 @@ mod tests {
         assert_eq!(tell(b"\x80\x04}"), Some(Format::Pickle));
         assert_eq!(tell(b"  {\"segments\":"), Some(Format::Json));
         assert_eq!(tell(b"Thread, Time,Action,Pointer,Size,Stream\r\n1"), Some(Format::Rmm));
-        assert_eq!(tell(b"Time,Action,Pointer,Size,Stream\n"), Some(Format::Rmm));
-        assert_eq!(tell(b"26/11/26 INFO started\n7,14:21:19.998533,allocate,0x30a000000,256,0x2\n"), Some(Format::Rmm));
-        assert_eq!(tell(b"PK\x03\x04"), Some(Format::Archive));
-        assert_eq!(tell(b"\n<!DOCTYPE html>"), Some(Format::Page));
+        assert_eq!(tell(b"Time,Action,Pointer,Size,Stream\n"), None);
+        assert_eq!(tell(b"PK\x03\x04"), None);
+        assert_eq!(tell(b"\n<!DOCTYPE html>"), None);
         assert_eq!(tell(b"all is well\n"), None);
         assert_eq!(tell(b""), None);
     }
@@ -138,10 +127,12 @@ mod tests {
     #[test]
     fn other_data_is_named() {
         for (start, what) in [
-            (&b"7z\xbc\xaf\0"[..], "a 7-Zip archive"),
+            (&b"7z\xbc\xaf\0"[..], "a 7-Zip archive; unpack it first"),
+            (b"\x28\xb5\x2f\xfd\0", "data that zstd compressed; unpack it first"),
+            (b"<!DOCTYPE html>", "a page; give the snapshot that it shows"),
             (b"\xff\xfe{\0", "text in UTF-16, not in UTF-8"),
             (b"SQLite format 3\0", "an SQLite database"),
-            (&[&[b'n'; 257][..], b"ustar\0"].concat(), "a tar archive"),
+            (&[&[b'n'; 257][..], b"ustar\0"].concat(), "a tar archive; unpack it first"),
             (b"\x01\x02\xfd", "data of another kind"),
         ] {
             assert_eq!(found(start, std::str::from_utf8(start).unwrap_or_default()), what);
@@ -162,7 +153,7 @@ mod tests {
             ("a/gpt.trace.gz", "gpt"),
             ("s.pickle", "s"),
             ("log.csv", "log"),
-            ("t.csv.zst", "t"),
+            ("t.csv.gz", "t"),
             (".gz", ".gz"),
             ("", ""),
         ] {

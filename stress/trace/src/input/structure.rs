@@ -5,20 +5,11 @@ use std::sync::Arc;
 use super::allowance::{Allowance, VALUES};
 use super::arena::{Arena, Value, Word};
 use super::error::{Fault, Location, Reason};
-use super::others::BFC;
 use super::program::{Program, Site};
 use super::snapshot::{self, Action, Entry, Segment, Snapshot, positive};
 use crate::map::Use;
 
-/// Keys of the state of TensorFlow's allocator, as they are written.
-const BFC_KEYS: [&str; 4] = ["\"allocatorName\"", "\"allocator_name\"", "\"binSummary\"", "\"bin_summary\""];
-
-/// How many dictionaries with the key `snapshot` may be nested.
-const WRAPPERS: u32 = 3;
-
-/// The programs of a snapshot, of a list of snapshots, one for each rank, or of those under the key
-/// `snapshot` of a dictionary.
-/// With `states`, the memory of those without a history is enough.
+/// The programs of a snapshot. With `states`, its memory without a history is enough.
 pub(super) fn programs(
     top: Value,
     arena: &mut Arena,
@@ -26,14 +17,12 @@ pub(super) fn programs(
     states: bool,
     allowance: &Allowance,
 ) -> Result<Vec<Program>, Fault> {
-    let top = unwrap(arena, top);
     let Value::List(list) = top else {
         let snapshot = read(arena, top, allowance)?;
         return snapshot::programs(Snapshot { labels: Arc::new(arena.take_labels()), ..snapshot }, name, states);
     };
-    let first = arena.first(list);
     // Old snapshots, and those of `torch.cuda.memory_snapshot()`, are a list of segments.
-    if let Some(Value::Dict(first)) = first
+    if let Some(Value::Dict(first)) = arena.first(list)
         && arena.get(first, Word::Blocks).is_some()
     {
         let mut segments = Vec::new();
@@ -43,42 +32,7 @@ pub(super) fn programs(
         let labels = Arc::new(arena.take_labels());
         return snapshot::programs(Snapshot { segments, labels, ..Snapshot::default() }, name, states);
     }
-    let is_rank = first.map(|first| unwrap(arena, first));
-    if !matches!(is_rank, Some(Value::Dict(rank)) if is_snapshot(arena, rank)) {
-        return Err(Fault::file(not_it(arena, top)));
-    }
-    let (mut programs, mut found) = (Vec::new(), Vec::new());
-    for (rank, value) in arena.take(list).into_iter().enumerate() {
-        let value = unwrap(arena, value);
-        found.push(read(arena, value, allowance).map_err(|fault| fault.within(&format!("[{rank}]")))?);
-    }
-    let (several, mut left_out) = (found.len() > 1, 0_u64);
-    let labels = Arc::new(arena.take_labels());
-    for (rank, snapshot) in found.into_iter().enumerate() {
-        let snapshot = Snapshot { labels: labels.clone(), ..snapshot };
-        let name = if several { format!("{name}/rank{rank}") } else { name.to_owned() };
-        match snapshot::programs(snapshot, &name, states) {
-            Ok(more) => programs.extend(more),
-            Err(fault) if matches!(fault.reason, Reason::NoHistory) => left_out += 1,
-            Err(fault) => return Err(fault.within(&format!("[{rank}]"))),
-        }
-    }
-    let Some(first) = programs.first_mut() else { return Err(Fault::file(Reason::NoHistory)) };
-    // A pickle may hold one object twice, which is read once.
-    first.note(left_out, "snapshots of the file without a history of their own, left out");
-    Ok(programs)
-}
-
-/// The value of the key `snapshot`, unless the dictionary is itself a snapshot.
-fn unwrap(arena: &Arena, mut value: Value) -> Value {
-    for _ in 0..WRAPPERS {
-        let Value::Dict(dict) = value else { break };
-        match arena.get(dict, Word::Snapshot) {
-            Some(inner) if !is_snapshot(arena, dict) => value = inner,
-            _ => break,
-        }
-    }
-    value
+    Err(Fault::file(not_it(arena, top)))
 }
 
 fn is_snapshot(arena: &Arena, dict: u32) -> bool {
@@ -97,10 +51,6 @@ fn not_it(arena: &Arena, value: Value) -> Reason {
         Value::Dict(dict) if arena.get(dict, Word::TraceEvents).is_some() => {
             "a Chrome trace, as torch.profiler writes it; take a snapshot with torch.cuda.memory._dump_snapshot()"
                 .into()
-        }
-        // The JSON form of TensorFlow's `MemoryDump`.
-        Value::Dict(_) if arena.keys().iter().any(|key| BFC_KEYS.contains(&&**key)) => {
-            return Reason::NotARecording(BFC);
         }
         Value::Dict(_) => with_keys("a dictionary"),
         Value::List(_) if arena.keys().is_empty() => "a list of values".into(),
@@ -210,7 +160,7 @@ fn block(arena: &mut Arena, value: Value, follows: u64) -> Result<Block, Reason>
     let Value::Dict(block) = value else { return Err(Reason::Structure("a block is not a dictionary")) };
     let address = int(arena, block, Word::Address)?.unwrap_or(follows);
     let size = positive("size", int(arena, block, Word::Size)?.unwrap_or(0))?;
-    let requested = positive("requested_size", requested(arena, block)?.unwrap_or(size))?;
+    let requested = positive("requested_size", int(arena, block, Word::RequestedSize)?.unwrap_or(size))?;
     let is = match arena.get(block, Word::State) {
         Some(Value::Word(Word::ActiveAllocated)) => Use::Live,
         Some(Value::Word(Word::ActivePendingFree | Word::ActiveAwaitingFree)) => Use::Waiting,
@@ -218,18 +168,6 @@ fn block(arena: &mut Arena, value: Value, follows: u64) -> Result<Block, Reason>
     };
     let site = site(arena, block)?;
     Ok(Block { address, end: address.wrapping_add(size), requested: (is == Use::Live).then_some(requested), is, site })
-}
-
-/// The requested bytes. Old versions have them in the latest entry of the block's own history.
-fn requested(arena: &Arena, block: u32) -> Result<Option<u64>, Reason> {
-    let latest = match arena.get(block, Word::History) {
-        Some(Value::List(history)) => arena.first(history),
-        _ => None,
-    };
-    match (int(arena, block, Word::RequestedSize)?, latest) {
-        (None, Some(Value::Dict(latest))) => int(arena, latest, Word::RealSize),
-        (requested, _) => Ok(requested),
-    }
 }
 
 /// The integer value of `key`, if it is set.
@@ -340,7 +278,7 @@ mod tests {
         let segment = dict(&[("device", b"K\x01"), ("blocks", &list_of(&block))]);
         assert!(read_pickle(&list_of(&segment)).unwrap_err().contains("the snapshot has no history"));
         for text in
-            ["[{\"device\": 0, \"blocks\": [{\"size\": 1}]}]", "{\"segments\": []}", "[{\"device_traces\": [[]]}]"]
+            ["[{\"device\": 0, \"blocks\": [{\"size\": 1}]}]", "{\"segments\": []}", "{\"device_traces\": [[]]}"]
         {
             assert!(read_json(text).unwrap_err().contains("the snapshot has no history"), "{text}");
         }
@@ -358,6 +296,7 @@ mod tests {
             (b"}K\x05Ns", "a dictionary with the key 5"),
             (b"](K\x01K\x02e", "a list of values"),
             (b"]}\x8c\x01aNsa", "a list of dictionaries with the key \"a\""),
+            (b"]}\x8c\x08segmentsNsa", "a list of dictionaries with the key \"segments\""),
             (b"K\x07", "a number"),
             (b"cbuiltins\nobject\n)\x81", "neither a dictionary nor a list"),
         ] {
@@ -380,39 +319,6 @@ mod tests {
         );
     }
 
-    /// A snapshot with one allocation.
-    fn snapshot(size: u64) -> String {
-        format!("{{\"device_traces\": [[{{\"action\": \"alloc\", \"addr\": 512, \"size\": {size}, \"stream\": 0}}]]}}")
-    }
-
-    #[test]
-    fn several_snapshots_are_those_of_ranks() {
-        let all = |text: &str| -> Vec<(String, u64)> {
-            let programs = read_json(text).unwrap();
-            programs.into_iter().map(|program| (program.name, program.peak_requested_bytes)).collect()
-        };
-        let (one, two) = (snapshot(1), snapshot(2));
-        assert_eq!(all(&one), [("j".into(), 1)]);
-        assert_eq!(all(&format!("[{two}]")), [("j".into(), 2)]);
-        let ranks = [("j/rank0".to_owned(), 1), ("j/rank1".to_owned(), 2)];
-        assert_eq!(all(&format!("[{one}, {two}]")), ranks);
-        assert_eq!(all(&format!("{{\"rank\": 3, \"snapshot\": {two}}}")), [("j".into(), 2)]);
-        assert_eq!(all(&format!("[{{\"snapshot\": {one}}}, {{\"snapshot\": {two}}}]")), ranks);
-        let without = format!("[{one}, {{\"segments\": []}}]");
-        assert_eq!(all(&without), [("j/rank0".into(), 1)]);
-        let note = "snapshots of the file without a history of their own, left out: 1";
-        assert!(read_json(&without).unwrap()[0].notes.iter().any(|found| found == note));
-        assert_eq!(
-            read_json(&format!("[{one}, null]")).unwrap_err(),
-            "j[1]: not a memory snapshot: found neither a dictionary nor a list"
-        );
-        let bad = one.replace("512", "\"x\"");
-        assert_eq!(
-            read_json(&format!("[{one}, {bad}]")).unwrap_err(),
-            "j[1]:device_traces[0][0]: the field addr is not an integer of 64 bits"
-        );
-    }
-
     #[test]
     fn numbers_may_be_written_with_a_fraction() {
         let program = |entry: &str| {
@@ -424,20 +330,6 @@ mod tests {
             assert_eq!(error, "j:device_traces[0][0]: the field size is not an integer of 64 bits");
         }
         assert!(program("\"size\": 7, \"x\": NaN").unwrap_err().starts_with("j:1: "));
-    }
-
-    #[test]
-    fn blocks_of_old_snapshots_have_the_requested_bytes_in_their_history() {
-        let blocks = r#"[
-            {"size": 1024, "state": "active_allocated",
-             "history": [{"addr": 4096, "real_size": 1000, "frames": []}, {"addr": 4096, "real_size": 3}]},
-            {"size": 512, "state": "inactive", "history": [{"real_size": 5}]},
-            {"size": 512, "state": "active_allocated"}]"#;
-        let text = format!(
-            "{{\"segments\": [{{\"address\": 4096, \"device\": 0, \"blocks\": {blocks}}}], \
-             \"device_traces\": [[{{\"action\": \"alloc\", \"addr\": 9000, \"size\": 7}}]]}}"
-        );
-        assert_eq!(read_json(&text).unwrap()[0].peak_requested_bytes, 1000 + 512 + 7);
     }
 
     #[test]

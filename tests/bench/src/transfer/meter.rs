@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use aquifer::device::sim::SimDriver;
+use aquifer::device::{DeviceSpec, gpus};
 use aquifer::tensor::Place;
 use aquifer::transfer::Route;
 use aquifer::transfer::Transfer;
-use aquifer::{Buffer, PinnedBuffer, Stream};
+use aquifer::{Buffer, Device, PinnedBuffer, Stream};
 use aquifer_stress::commands::violations;
 use aquifer_stress::exit::Failure;
 use aquifer_stress::session::Session;
@@ -58,7 +59,15 @@ impl Meter {
     /// With `peer`, also another device.
     pub(super) fn new(bench: &Bench, peer: bool) -> Result<Meter, Failure> {
         let Bench { session, config, args } = bench;
-        let (device, simulated) = session.open_with_simulator()?;
+        let (device, simulated) = match session.sim().cloned() {
+            Some(mut sim) => {
+                // Jitter would be most of the difference of copies.
+                sim.jitter &= session.device_text().contains("jitter=");
+                let driver = SimDriver::new(sim);
+                (Device::new(driver.clone()), Some(driver))
+            }
+            None => (session.open()?, None),
+        };
         let transfer = Transfer::new(&session.allocator(&device, config)?)?;
         let peer = if peer { Peer::open(bench, &transfer)? } else { None };
         Ok(Meter {
@@ -176,7 +185,7 @@ impl Meter {
 impl Peer {
     /// Another device than that of `beside`, if there is a usable one.
     fn open(bench: &Bench, beside: &Transfer) -> Result<Option<Peer>, Failure> {
-        let Some(device) = bench.session.open_another(beside.device()) else { return Ok(None) };
+        let Some(device) = another(&bench.session, beside.device()) else { return Ok(None) };
         let transfer = Transfer::new(&bench.session.allocator(&device, &bench.config)?)?;
         Ok(Some(Peer {
             stream: device.stream()?,
@@ -190,6 +199,21 @@ impl Peer {
     pub(super) fn buffer(&self, bytes: u64) -> Result<Buffer<u8>, Failure> {
         Ok(self.transfer.allocator().alloc(usize::try_from(bytes).unwrap_or(usize::MAX), &self.stream)?)
     }
+}
+
+/// Another GPU, the first that can be opened, or a simulated device with the same configuration.
+fn another(session: &Session, device: &Device) -> Option<Device> {
+    let own = device.info().ordinal;
+    if let Some(sim) = session.sim() {
+        return Some(Device::new(SimDriver::new(sim.clone().ordinal(own ^ 1))));
+    }
+    for other in gpus().unwrap_or_default().iter().filter(|other| other.ordinal != own) {
+        match DeviceSpec::Cuda(other.ordinal).open() {
+            Ok(device) => return Some(device),
+            Err(error) => session.message(format_args!("warning: cuda:{} is left out: {error}", other.ordinal)),
+        }
+    }
+    None
 }
 
 /// The bandwidth of the PCIe links of this machine's GPUs in a direction, in GB/s, if Linux tells it
