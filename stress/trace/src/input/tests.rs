@@ -59,7 +59,8 @@ fn to_rmm(program: &Program) -> String {
 /// A snapshot of an allocator that a program was played to, with all of its history.
 fn played(program: &Program, options: &str, lag: u64) -> Snapshot {
     let lagged = Lagged::new(SimConfig::parse("80GiB,checks=off,reuse=off").unwrap(), lag);
-    let config: Config = format!("quarantine_mb:0,{options}").parse().unwrap();
+    let mut config: Config = options.parse().unwrap();
+    config.quarantine = Some(0);
     let allocator = Allocator::new(&lagged.device, config).unwrap();
     allocator.record_history(HistoryOptions { entries: usize::MAX, ..HistoryOptions::default() });
     let mut subject = Aquifer::new(allocator.clone(), program.streams.len(), Some(lagged.lag)).unwrap();
@@ -260,7 +261,7 @@ fn what_is_packed_otherwise_says_what_to_do() {
         ("t.xz", b"\xfd7zXZ\0", "data that xz compressed; unpack it first"),
         ("t.zst", b"\x28\xb5\x2f\xfd\0", "data that zstd compressed; unpack it first"),
         ("t.gz", &gzip(&gzip(b"a 0 1 0\n")), "data that gzip compressed twice; unpack it first"),
-        ("s.pickle", b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "\"version https://git-lfs."),
+        ("s.pickle", b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "\"version https://git-"),
     ] {
         let error = read(name.as_ref(), content).unwrap_err();
         assert!(error.to_string().starts_with(&format!("{name}: not an allocation trace")), "{error}");
