@@ -1,12 +1,10 @@
 //! The command line.
 
-mod bench;
 mod hardware;
 mod replays;
 mod run;
 mod shows;
 mod studies;
-mod transfer;
 
 use std::error::Error;
 use std::ops::RangeInclusive;
@@ -17,19 +15,17 @@ use aquifer::device::{DeviceSpec, OpenError};
 use aquifer::memory::Config;
 use aquifer_allocator::config::{Backing, SplitFrames};
 use aquifer_allocator::snapshot::FileFormat;
+use aquifer_trace::Options;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 
-pub use bench::BenchArgs;
-pub use hardware::{CallsArgs, SimulateArgs, SoakArgs};
+pub use hardware::{SimulateArgs, SoakArgs};
 pub use replays::{CompareArgs, FitArgs, PassArgs, ReplayArgs};
 pub use run::RunArgs;
-pub use shows::{DemoArgs, FragmentationArgs, GraphsArgs, OomArgs};
+pub use shows::{DemoArgs, FragmentationArgs, OomArgs};
 pub use studies::{AdviseArgs, ExplainArgs, ReportArgs};
-pub use transfer::{Part, TransferArgs};
 
 use crate::exit::{CODES, Failure};
-use crate::pytorch::Options;
 use crate::table::terminal_columns;
 use crate::text::rewrap;
 
@@ -45,11 +41,6 @@ Examples:
   aquifer-stress replay --config '' --config max_split_size_mb:128 *.trace.gz
   aquifer-stress fit --json training.trace.gz
   aquifer-stress compare --pytorch pytorch.json *.trace.gz
-  aquifer-stress bench --filter churn
-  aquifer-stress bench --peers --quick
-  aquifer-stress calls --device sim:a100
-  aquifer-stress transfer --device sim:h100 --max-mb 16
-  aquifer-stress graphs --device sim:24GiB
   aquifer-stress soak --minutes 5 --threads 4
   aquifer-stress run --snapshot train.pickle -- python train.py";
 
@@ -65,8 +56,8 @@ Settings of simulated devices, such as --device sim:24GiB,seed=7,vmm=off:
   addresses=SIZE        so many addresses can be reserved for mapped memory
   export=off            memory cannot be exported
   checks=off            work beyond a block or after its end, or that reads memory never written, is
-                        not detected; the default of bench, replay, fit, compare, transfer, explain,
-                        advise and report
+                        not detected; the default of replay, fit, compare, explain, advise and
+                        report
   reuse=off             a plain allocation gets the lowest address above all earlier ones, while
                         there are any; the default of the same commands
   violations=panic      a race or misuse of memory ends the program
@@ -75,11 +66,11 @@ Settings of simulated devices, such as --device sim:24GiB,seed=7,vmm=off:
                         this share of calls fails: cuMemMap:0.01
   oom_at=SIZE           no more memory than this is available
   lost_at=N             the device is lost at the Nth call
-  spike=RATE:DURATION   this share of calls takes this much longer: 0.001:5ms; not in the times of
-                        `calls`, nor in modelled times of driver calls";
+  spike=RATE:DURATION   this share of calls takes this much longer: 0.001:5ms; not in modelled
+                        times of driver calls";
 
 /// Shows why GPU memory runs out while much of it is free: replays allocation traces, fragments
-/// memory, runs out of it, and measures the allocator.
+/// memory, and runs out of it.
 ///
 /// Without a command it runs the demonstration. Results go to standard output, as tables or, with
 /// --json, as one JSON object per line. Everything else goes to standard error.
@@ -156,12 +147,6 @@ pub enum Command {
     Fit(FitArgs),
     /// Replay and fit recorded programs under several options, side by side.
     Compare(CompareArgs),
-    /// Measure the speed of allocation and free.
-    Bench(BenchArgs),
-    /// Measure the cost of driver calls on the device.
-    Calls(CallsArgs),
-    /// Measure copies between host and device, by every available method.
-    Transfer(TransferArgs),
     /// Put memory under load: allocate, write patterns, hand on, copy, verify and free, from many
     /// threads.
     Soak(SoakArgs),
@@ -170,8 +155,6 @@ pub enum Command {
     Simulate(SimulateArgs),
     /// Fragment memory in several ways, under several policies side by side, and draw maps of it.
     Fragmentation(FragmentationArgs),
-    /// Capture CUDA graphs and launch them: memory, driver calls and speed.
-    Graphs(GraphsArgs),
     /// Run out of memory in several ways, read the reports, and recover.
     Oom(OomArgs),
     /// List the options of allocators, which --config and AQUIFER_ALLOC_CONF take.
@@ -199,13 +182,11 @@ How to record a program:
 const FILES: &str = "\
 Files, recognized by their content, not their names; - is standard input:
   allocation traces (.trace)
-  PyTorch memory snapshots with history (.pickle, .json), also those of several ranks in a list, and
-    the pages that torch.cuda._memory_viz makes of them (.html)
-  RMM's CSV logs (.csv), of all versions, with a header or without
-Each may be compressed with gzip, xz or zstd, and several may be in a zip archive or in a folder, as
-one snapshot per rank. Content beyond that of any recording of its size is refused. A file with
-several devices or ranks, an archive or a folder has several programs. If files have the same name,
-their paths follow the names of the programs.
+  PyTorch memory snapshots with history (.pickle, .json)
+  RMM's CSV logs (.csv)
+Each may be compressed with gzip, and several may be in a folder, as one snapshot per rank. Content
+beyond that of any recording of its size is refused. A file with several devices, or a folder, has
+several programs. If files have the same name, their paths follow the names of the programs.
 
 Missing information is inferred and noted, or only noted:
   - A block whose free comes first was allocated before the recording began; it is allocated first.

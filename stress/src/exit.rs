@@ -10,7 +10,8 @@ use aquifer::memory::AllocError;
 use aquifer::transfer::TransferError;
 use aquifer_allocator::snapshot::SaveError;
 
-use crate::input::InputError;
+use aquifer_trace::PlayError;
+use aquifer_trace::input::InputError;
 
 /// The exit codes, for `--help`.
 pub const CODES: &str = "\
@@ -87,21 +88,16 @@ pub enum Failure {
     /// A demonstration did not show its subject.
     #[error("{0}")]
     NotShown(String),
-    /// The allocator or its driver failed.
-    #[error("{}{error}", event.map_or_else(String::new, |event| format!("event {event}: ")))]
-    Alloc {
-        /// The event of the program, counted from 0 without header lines.
-        event: Option<usize>,
-        /// The allocator's error.
-        error: Box<AllocError>,
-    },
+    /// A program could not be played.
+    #[error(transparent)]
+    Play(#[from] PlayError),
     /// The driver failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
     /// A kernel could not be launched.
     #[error(transparent)]
     Kernel(#[from] KernelError),
-    /// A transfer failed.
+    /// The allocator or a transfer failed.
     #[error(transparent)]
     Transfer(#[from] Error),
     /// A file could not be written, or a program not run.
@@ -142,11 +138,8 @@ impl Failure {
             Failure::Usage(_) => Outcome::Usage,
             Failure::Input(_) => Outcome::BadInput,
             Failure::OutOfMemory(_) => Outcome::OutOfMemory,
-            Failure::Alloc { error, .. } if is_refusal(error) => Outcome::OutOfMemory,
-            Failure::Transfer(Error::Alloc(error)) if is_refusal(error) => Outcome::OutOfMemory,
-            Failure::Transfer(Error::Transfer(
-                TransferError::OutOfPinned { .. } | TransferError::OutOfHostMemory { .. },
-            )) => Outcome::OutOfMemory,
+            Failure::Play(PlayError { error, .. }) if is_refusal(error) => Outcome::OutOfMemory,
+            Failure::Transfer(error) if is_refusal(error) => Outcome::OutOfMemory,
             Failure::OutputClosed => Outcome::Done,
             _ => Outcome::Failed,
         }
@@ -155,13 +148,17 @@ impl Failure {
 
 /// Whether a request was refused for lack of memory. A driver may also report a lack of memory for
 /// calls that release or need none; that is a failure of the driver.
-pub(crate) fn is_refusal(error: &AllocError) -> bool {
-    matches!(error, AllocError::OutOfMemory(_) | AllocError::TooLarge { .. })
+fn is_refusal(error: &Error) -> bool {
+    matches!(
+        error,
+        Error::Alloc(AllocError::OutOfMemory(_) | AllocError::TooLarge { .. })
+            | Error::Transfer(TransferError::OutOfPinned { .. } | TransferError::OutOfHostMemory { .. })
+    )
 }
 
 impl From<AllocError> for Failure {
     fn from(error: AllocError) -> Failure {
-        Failure::Alloc { event: None, error: Box::new(error) }
+        Failure::Transfer(error.into())
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use crate::input::{Event, Program};
+use aquifer_trace::input::{Event, Program};
 
 /// What was live on a stream, over the last events.
 #[derive(Debug, Default)]

@@ -1,51 +1,35 @@
-//! The stress program as a library: it replays recorded programs, measures the allocator, and makes
-//! it fail on purpose.
+//! The stress program as a library: it replays recorded programs, and makes memory run out on
+//! purpose.
 //!
 //! [`cli`] reads the command line; a [`session::Session`] has the device, the options and the
 //! output; one of the [`commands`] runs; [`exit`] defines the exit codes.
 //!
-//! [`input`] reads recorded programs, [`scenarios`] and [`patterns`] generate synthetic ones, and
-//! [`harness`] replays them to an allocator, to one that is [`observe`]d, to a model of
-//! [`pytorch`]'s, or to the [`yardstick`]. [`room`] and [`map`] show the memory that they leave
-//! free.
-//!
-//! A [`profile`] is a program's own use of memory over time.
+//! The crate `aquifer_trace` reads recorded programs and plays them; [`scenarios`] generates
+//! synthetic ones. [`room`] and [`map`] show the memory that they leave free.
 #![forbid(unsafe_code)]
 
-pub mod bare;
 pub mod cards;
 pub mod cli;
 pub mod commands;
 pub mod content;
-pub mod driver_pool;
 pub mod exit;
-pub mod harness;
-pub mod headline;
-pub mod input;
 pub mod inputs;
 pub mod lag_bound;
 mod live;
 pub mod map;
-pub mod observe;
+pub mod opened;
 pub mod output;
-pub mod patterns;
 pub mod plot;
-pub mod profile;
-pub mod pytorch;
-pub mod random;
 pub mod room;
 pub mod scenarios;
 pub mod session;
 pub mod simulate;
 pub mod soak;
 pub mod stage;
-pub mod subject;
 pub mod table;
 pub mod text;
-mod warnings;
+pub mod warnings;
 pub mod ways;
-pub mod workload;
-pub mod yardstick;
 
 use std::io::Write;
 
@@ -81,7 +65,7 @@ pub fn answer(answer: &clap::Error) -> Outcome {
 }
 
 /// Reports a failure on standard error. The outcome does not depend on that output.
-fn reported(ended: Result<Outcome, Failure>) -> Outcome {
+pub fn reported(ended: Result<Outcome, Failure>) -> Outcome {
     match ended {
         Ok(outcome) => outcome,
         Err(Failure::OutputClosed) => Outcome::Done,
@@ -107,13 +91,9 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         Some(Command::Fit(args)) => commands::fit::run(&resizable("fit")?.for_measuring(), args),
         Some(Command::Compare(args)) => commands::compare::run(&resizable("compare")?.for_measuring(), args),
         Some(Command::Replay(args)) => commands::replay::run(&measuring()?, args),
-        Some(Command::Bench(args)) => commands::bench::run(&measuring()?, args),
-        Some(Command::Transfer(args)) => commands::transfer::run(&measuring()?.without_jitter(), args),
-        Some(Command::Calls(args)) => commands::calls::run(&Session::new(global)?, args),
         Some(Command::Soak(args)) => commands::soak::run(&Session::new(global)?, args),
         Some(Command::Simulate(args)) => commands::simulate::run(&Session::without_device(global)?, args),
         Some(Command::Fragmentation(args)) => commands::fragmentation::run(&listing(args.list)?, args),
-        Some(Command::Graphs(args)) => commands::graphs::run(&measuring()?, args),
         Some(Command::Oom(args)) => commands::oom::run(&listing(args.list)?, args),
         // Its page replays what was recorded.
         Some(Command::Run(args)) => commands::run::run(&Session::without_device(global)?.for_measuring(), args),

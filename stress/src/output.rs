@@ -32,15 +32,11 @@ pub fn check(command: &Command) -> Result<(), Failure> {
         Command::Replay(args) => args.snapshot.as_ref(),
         Command::Oom(args) => args.snapshot.as_ref(),
         Command::Soak(args) => args.snapshot.as_ref(),
-        Command::Bench(args) => args.plot.as_ref(),
         Command::Compare(args) => args.plot.as_ref(),
         Command::Explain(_)
         | Command::Advise(_)
         | Command::Fit(_)
-        | Command::Calls(_)
-        | Command::Transfer(_)
         | Command::Fragmentation(_)
-        | Command::Graphs(_)
         | Command::Simulate(_)
         | Command::Options => None,
     };

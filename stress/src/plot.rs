@@ -30,32 +30,6 @@ pub(crate) struct Axis {
     pub(crate) from: Option<f64>,
 }
 
-/// A dot plot: in each row a mark for each series.
-#[derive(Debug)]
-pub(crate) struct Dots<'a> {
-    pub(crate) title: &'a str,
-    pub(crate) rows: Vec<&'a str>,
-    pub(crate) series: Vec<&'a str>,
-    pub(crate) panels: Vec<Panel>,
-}
-
-/// One figure of all series in all rows.
-#[derive(Debug)]
-pub(crate) struct Panel {
-    pub(crate) axis: Axis,
-    /// The values by series, then by row.
-    pub(crate) values: Vec<Vec<Option<f64>>>,
-}
-
-/// Lines over a common logarithmic axis, in a panel of their own.
-#[derive(Debug)]
-pub(crate) struct Curves<'a> {
-    pub(crate) title: &'a str,
-    pub(crate) across: &'static str,
-    pub(crate) up: Axis,
-    pub(crate) lines: Vec<(&'a str, Vec<(f64, f64)>)>,
-}
-
 /// A mark for each series at two figures, of both of which less is better.
 #[derive(Debug)]
 pub(crate) struct Points<'a> {
@@ -83,61 +57,6 @@ const TEXT: u32 = 14;
 /// Pixels of a line of text.
 const LINE: u32 = 20;
 const MARGIN: u32 = 12;
-
-/// Writes marks as a plot, without panels that have none; of none at all, there is a message
-/// instead.
-///
-/// # Errors
-/// When the file cannot be written.
-pub(crate) fn save_dots(session: &Session, dots: &Dots<'_>, path: &Path) -> Result<(), Failure> {
-    let has_marks = |panel: &&Panel| {
-        panel.values.iter().flatten().any(|value| value.and_then(|value| panel.axis.place(value)).is_some())
-    };
-    let panels: Vec<&Panel> = dots.panels.iter().filter(has_marks).collect();
-    if panels.is_empty() {
-        session.message("no plot: nothing was measured");
-        return Ok(());
-    }
-    // Eight pixels for each of up to twelve series.
-    let row_height = (dots.series.len() as u32 * 8).clamp(LINE, 96);
-    let labels = label_width(&dots.rows);
-    let legend = LINE * (dots.series.len() as u32 + 2);
-    let size =
-        (labels + (320 * panels.len() as u32).max(480) + 2 * MARGIN, legend + row_height * dots.rows.len() as u32 + 80);
-    save(session, path, dots.title, size, |area| {
-        let (head, body) = area.split_vertically(legend);
-        let head = titled(&head, dots.title)?;
-        draw_legend(&head, &dots.series.iter().copied().enumerate().collect::<Vec<_>>())?;
-        let first = labels + body.dim_in_pixel().0.saturating_sub(labels) / panels.len() as u32;
-        let (left, rest) = body.split_horizontally(first);
-        let areas = [vec![left], rest.split_evenly((1, panels.len().saturating_sub(1).max(1)))].concat();
-        for (number, (panel, area)) in panels.iter().zip(&areas).enumerate() {
-            draw_dots(panel, &dots.rows, if number == 0 { labels } else { 0 }, area)?;
-        }
-        Ok(())
-    })
-}
-
-/// Writes lines as a plot, two panels a row.
-///
-/// # Errors
-/// When the file cannot be written.
-pub(crate) fn save_curves(session: &Session, title: &str, panels: &[Curves<'_>], path: &Path) -> Result<(), Failure> {
-    let rows = panels.len().div_ceil(2);
-    save(session, path, title, (1160, 2 * LINE + 320 * rows as u32), |area| {
-        let body = titled(area, title)?;
-        let mut names: Vec<&str> = Vec::new();
-        for (name, _) in panels.iter().flat_map(|panel| &panel.lines) {
-            if !names.contains(name) {
-                names.push(name);
-            }
-        }
-        for (panel, area) in panels.iter().zip(body.split_evenly((rows, 2))) {
-            draw_curves(panel, &names, &area)?;
-        }
-        Ok(())
-    })
-}
 
 /// Writes points as a plot, with the frontier: the points that no other one beats in both figures.
 /// Of none at all, there is a message instead.
@@ -227,10 +146,6 @@ fn label_width(texts: &[&str]) -> u32 {
     texts.iter().map(|text| text.chars().count() as u32).max().unwrap_or(0) * TEXT * 6 / 10 + MARGIN
 }
 
-fn colour(number: usize) -> RGBColor {
-    COLOURS[number % COLOURS.len()]
-}
-
 /// A mark in the colour and shape of this number.
 fn mark<'a, C: Clone + 'static>(at: C, number: usize) -> DynElement<'static, SVGBackend<'a>, C>
 where
@@ -238,7 +153,7 @@ where
     TriangleMarker<C, i32>: IntoDynElement<'static, SVGBackend<'a>, C>,
     Cross<C, i32>: IntoDynElement<'static, SVGBackend<'a>, C>,
 {
-    let colour = colour(number);
+    let colour = COLOURS[number % COLOURS.len()];
     match number % 3 {
         0 => Circle::new(at, 4, colour.filled()).into_dyn(),
         1 => TriangleMarker::new(at, 5, colour.filled()).into_dyn(),
@@ -252,76 +167,6 @@ fn draw_legend(area: &Area<'_>, names: &[(usize, &str)]) -> Drawn {
         let y = (LINE * place as u32 + LINE / 2) as i32;
         area.draw(&mark((2 * MARGIN as i32, y), *number))?;
         area.draw(&Text::new((*name).to_owned(), (3 * MARGIN as i32, y - 8), (FONT, TEXT).into_font()))?;
-    }
-    Ok(())
-}
-
-fn draw_dots(panel: &Panel, rows: &[&str], labels: u32, area: &Area<'_>) -> Drawn {
-    let axis = panel.axis;
-    let shown = |value: &Option<f64>| value.and_then(|value| axis.place(value));
-    let Some(scale) = axis.scale(panel.values.iter().flatten().filter_map(shown)) else { return Ok(()) };
-    let middles: Vec<f64> = (0..rows.len()).rev().map(|row| row as f64 + 0.5).collect();
-    let named =
-        middles.iter().zip(rows).map(|(y, row)| (*y, if labels > 0 { (*row).to_owned() } else { String::new() }));
-    let mut chart = ChartBuilder::on(area)
-        .margin_right(MARGIN)
-        .caption(axis.name, (FONT, TEXT))
-        .x_label_area_size(2 * LINE)
-        .y_label_area_size(labels.max(1))
-        .build_cartesian_2d(scale, Scale { range: 0.0..rows.len() as f64, ticks: named.collect() })?;
-    chart
-        .configure_mesh()
-        .light_line_style(TRANSPARENT)
-        .bold_line_style(BLACK.mix(0.12))
-        .label_style((FONT, TEXT))
-        .draw()?;
-    let of = panel.values.len() as f64;
-    for (number, values) in panel.values.iter().enumerate() {
-        // Marks of one row stand below each other, so that none hides another.
-        let lower = 0.8 * ((number as f64 + 0.5) / of - 0.5);
-        let marks = values.iter().zip(&middles).filter_map(|(value, y)| Some(mark((shown(value)?, y - lower), number)));
-        chart.draw_series(marks)?;
-    }
-    Ok(())
-}
-
-/// Draws a panel; a line has the mark of its name's place among `all` names.
-fn draw_curves(panel: &Curves<'_>, all: &[&str], area: &Area<'_>) -> Drawn {
-    let number = |name: &str| all.iter().position(|one| *one == name).unwrap_or(0);
-    let across = Axis { name: panel.across, is_logarithmic: true, from: None };
-    let place = |&(x, y): &(f64, f64)| Some((across.place(x)?, panel.up.place(y)?));
-    let points = || panel.lines.iter().flat_map(|(_, points)| points).filter_map(place);
-    let (Some(mut xs), Some(ys)) = (across.scale(points().map(|at| at.0)), panel.up.scale(points().map(|at| at.1)))
-    else {
-        return Ok(());
-    };
-    let mut at: Vec<f64> = points().map(|at| at.0).collect();
-    at.sort_by(f64::total_cmp);
-    at.dedup();
-    xs.ticks = at.into_iter().map(|at| (at, across.label(at))).collect();
-    let names: Vec<(usize, &str)> = panel.lines.iter().map(|(name, _)| (number(name), *name)).collect();
-    let width = area.dim_in_pixel().0;
-    let (left, right) = area.split_horizontally(width.saturating_sub(label_width(all) + 3 * MARGIN));
-    draw_legend(&right.margin(2 * LINE, 0, 0, 0), &names)?;
-    let mut chart = ChartBuilder::on(&left)
-        .margin(MARGIN)
-        .caption(panel.title, (FONT, TEXT + 2))
-        .x_label_area_size(2 * LINE)
-        .y_label_area_size(60)
-        .build_cartesian_2d(xs, ys)?;
-    chart
-        .configure_mesh()
-        .light_line_style(TRANSPARENT)
-        .bold_line_style(BLACK.mix(0.12))
-        .x_desc(across.name)
-        .y_desc(panel.up.name)
-        .label_style((FONT, TEXT))
-        .draw()?;
-    for (name, points) in &panel.lines {
-        let number = number(name);
-        let points: Vec<(f64, f64)> = points.iter().filter_map(place).collect();
-        chart.draw_series(LineSeries::new(points.iter().copied(), colour(number).stroke_width(2)))?;
-        chart.draw_series(points.iter().map(|at| mark(*at, number)))?;
     }
     Ok(())
 }
@@ -450,36 +295,13 @@ mod tests {
     }
 
     #[test]
-    fn a_mark_is_drawn_for_each_known_value() {
-        let values = vec![vec![Some(1.5), None, Some(f64::NAN)], vec![Some(2.0), Some(0.0), Some(3.0)]];
-        let count = |axis| {
-            let panels = vec![Panel { axis, values: values.clone() }];
-            let dots = Dots { title: "a < b & c", rows: vec!["x", "<y>", "z"], series: vec!["one", "two"], panels };
-            let svg = drawn(|session, path| save_dots(session, &dots, path));
-            assert!(svg.contains("role=\"img\"><title>a &lt; b &amp; c</title>"), "{svg}");
-            assert!(svg.contains("&lt;y&gt;") && !svg.contains("<y>"), "{svg}");
-            // One of each is in the legend.
-            (svg.matches("<circle").count() - 1, svg.matches("<polygon").count() - 1)
-        };
-        assert_eq!((count(LINEAR), count(LOGARITHMIC)), ((1, 3), (1, 2)), "no logarithm of 0");
-    }
-
-    #[test]
-    fn lines_have_a_mark_at_each_point() {
-        let lines = vec![("pair", vec![(8.0, 100.0), (32.0, 90.0)]), ("miss", vec![(8.0, 1e4)]), ("none", Vec::new())];
-        let panels = [Curves { title: "pools", across: "n", up: LOGARITHMIC, lines }];
-        let svg = drawn(|session, path| save_curves(session, "title", &panels, path));
-        assert_eq!((svg.matches("<circle").count(), svg.matches("<polygon").count()), (3, 2), "{svg}");
-        assert!([">32<", ">10 k<", ">pools<"].iter().all(|text| svg.replace('\n', "").contains(text)), "{svg}");
-    }
-
-    #[test]
     fn the_frontier_leaves_out_points_that_another_one_beats() {
         let steps = frontier(vec![(3.0, 1.0), (1.0, 4.0), (2.0, 5.0), (2.0, 2.0), (4.0, 1.0)], 9.0);
         assert_eq!(steps, [(1.0, 4.0), (2.0, 4.0), (2.0, 2.0), (3.0, 2.0), (3.0, 1.0), (9.0, 1.0)]);
         let series = vec![("one", 10.0, 1.5), ("two", 100.0, 1.1), ("none", 0.0, 1.0)];
-        let points = Points { title: "title", across: LOGARITHMIC, up: LINEAR, series };
+        let points = Points { title: "a < b & c", across: LOGARITHMIC, up: LINEAR, series };
         let svg = drawn(|session, path| save_points(session, &points, path));
+        assert!(svg.contains("role=\"img\"><title>a &lt; b &amp; c</title>"), "{svg}");
         // One of each is in the legend.
         let marks = ["<circle", "<polygon"].map(|mark| svg.matches(mark).count());
         assert_eq!((marks, svg.matches("<polyline").count() >= 1), ([2, 2], true), "no logarithm of 0: {svg}");
@@ -488,10 +310,8 @@ mod tests {
 
     #[test]
     fn nothing_to_draw_is_no_failure() {
-        let svg = drawn(|session, path| save_curves(session, "title", &[], path));
-        assert!(svg.contains("title"));
-        let dots = Dots { title: "t", rows: vec![], series: vec![], panels: vec![] };
-        save_dots(&Session::without_device(&Global::default()).unwrap(), &dots, "/no/such/folder/x.svg".as_ref())
-            .unwrap();
+        let points = Points { title: "title", across: LOGARITHMIC, up: LINEAR, series: Vec::new() };
+        let session = Session::without_device(&Global::default()).unwrap();
+        save_points(&session, &points, "/no/such/folder/x.svg".as_ref()).unwrap();
     }
 }

@@ -7,10 +7,11 @@ use std::fmt::Display;
 use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use aquifer::device::DeviceSpec;
 use aquifer::device::sim::{SimConfig, SimDriver};
-use aquifer::device::{DeviceSpec, gpus};
 use aquifer::{Allocator, Device};
-use aquifer_sim::{CAPACITY_BYTES_MAX, Lagging};
+use aquifer_sim::CAPACITY_BYTES_MAX;
+use aquifer_trace::Lagged;
 use crossbeam::channel::Sender;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
@@ -51,18 +52,6 @@ const SIMULATED: &str = "sim:80GiB";
 /// The start of the allocator's warning of options without effect, which is shown with the user's
 /// text.
 const IGNORED_OPTIONS: &str = "options without effect";
-
-/// A simulated device that lags.
-#[derive(Debug)]
-#[non_exhaustive]
-pub struct Lagged {
-    /// The device.
-    pub device: Device,
-    /// Its lag.
-    pub lag: Arc<Lagging>,
-    /// Its simulator.
-    pub driver: Arc<SimDriver>,
-}
 
 impl Session {
     /// Chooses the device and reports the choice.
@@ -131,16 +120,6 @@ impl Session {
         self
     }
 
-    /// The same session without jitter of the simulated device, unless the user asked for it: of
-    /// copies it would be most of the difference.
-    #[must_use]
-    pub fn without_jitter(mut self) -> Session {
-        if let DeviceSpec::Sim(sim) = &mut self.device.spec {
-            sim.jitter &= self.device.text.contains("jitter=");
-        }
-        self
-    }
-
     /// The device as the user wrote it.
     pub fn device_text(&self) -> &str {
         &self.device.text
@@ -196,22 +175,6 @@ impl Session {
         self.open_with(|sim| sim)
     }
 
-    /// Opens another device: another GPU, the first that can be opened, or a simulated one with the
-    /// same configuration. `None` if there is no other GPU; one that cannot be opened is reported.
-    pub fn open_another(&self, device: &Device) -> Option<Device> {
-        let own = device.info().ordinal;
-        if let Some(sim) = self.sim() {
-            return Some(Device::new(SimDriver::new(sim.clone().ordinal(own ^ 1))));
-        }
-        for other in gpus().unwrap_or_default().iter().filter(|other| other.ordinal != own) {
-            match DeviceSpec::Cuda(other.ordinal).open() {
-                Ok(device) => return Some(device),
-                Err(error) => self.message(format_args!("warning: cuda:{} is left out: {error}", other.ordinal)),
-            }
-        }
-        None
-    }
-
     /// Opens a simulated device that lags behind by `lag` events. `None` for a real device, which
     /// has only its own lag.
     ///
@@ -222,9 +185,7 @@ impl Session {
             let usage = format!("--lag needs a simulated device, not {}", self.device.text);
             return if lag == 0 { Ok(None) } else { Err(Failure::Usage(usage)) };
         };
-        let driver = SimDriver::new(sim.clone());
-        let lag = Lagging::new(driver.clone(), lag);
-        Ok(Some(Lagged { device: Device::new(lag.clone()), lag, driver }))
+        Ok(Some(Lagged::new(sim.clone(), lag)))
     }
 
     /// The same session on the default simulated device.
@@ -326,13 +287,6 @@ impl Session {
         match &self.configs[..] {
             [config] => Ok(config),
             several => Err(Failure::Usage(format!("this command takes one --config, not {}", several.len()))),
-        }
-    }
-
-    /// Warns of options that the user gave to a command without an allocator.
-    pub fn without_allocator(&self) {
-        if !self.global.configs.is_empty() {
-            self.message("warning: --config has no effect here: this command uses no allocator");
         }
     }
 

@@ -3,15 +3,15 @@
 use std::collections::BTreeMap;
 
 use aquifer::memory::OomReport;
-use aquifer::{Allocator, Buffer, Device, Stream};
+use aquifer::{Allocator, Buffer, Device, Error, Stream};
 use aquifer_device::{AccessKind, AccessRange};
+use aquifer_trace::{Refusal, Refused, Subject, streams_of};
 
 use crate::cli::ConfigArg;
 use crate::content::Filled;
 use crate::exit::Failure;
 use crate::inputs::Inputs;
 use crate::session::Session;
-use crate::subject::{Refusal, Refused, Subject, streams_of};
 
 /// An allocator with streams that write to every new block.
 ///
@@ -98,7 +98,7 @@ impl Stage {
         Ok((live.len(), damaged))
     }
 
-    fn write_to(&mut self, block: &Buffer<u8>, stream: u16) -> Result<(), Failure> {
+    fn write_to(&mut self, block: &Buffer<u8>, stream: u16) -> Result<(), Error> {
         let stream = &self.streams[usize::from(stream)];
         let (ptr, bytes) = (block.ptr(), block.bytes());
         if bytes == 0 {
@@ -137,7 +137,7 @@ impl Subject for Stage {
         }
         match self.write_to(&block, number) {
             Ok(()) => Ok((block, number)),
-            Err(failure) => Err(Refused::Failed(Box::new(failure))),
+            Err(error) => Err(Refused::Failed(Box::new(error))),
         }
     }
 

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+pub use aquifer_trace::text::{one_line, plural};
+
 /// A number of bytes as in the allocator's messages, and large ones in TiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Bytes(pub u64);
@@ -14,11 +16,6 @@ impl fmt::Display for Bytes {
             _ => f.pad(&format!("{:.2} TiB", self.0 as f64 / (1_u64 << 40) as f64)),
         }
     }
-}
-
-/// A count with its noun.
-pub fn plural(count: u64, noun: &str) -> String {
-    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
 }
 
 /// The width of a text in a terminal: one column per character, which holds for all text of this
@@ -88,22 +85,6 @@ pub fn rewrap(text: &str, from: usize, to: usize) -> String {
 /// The blanks at the start of a line.
 fn indentation(line: &str) -> usize {
     line.len() - line.trim_start_matches(' ').len()
-}
-
-/// The text in one line of at most `most` characters; the middle of a longer one is left out.
-/// Characters that control the terminal or the direction of text are replaced, as they would act on
-/// other text.
-pub fn one_line(text: &str, most: usize) -> String {
-    let turns =
-        |char| matches!(char, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-    let shown = |char: char| if char.is_control() || turns(char) { '\u{fffd}' } else { char };
-    let length = text.chars().count();
-    if length <= most {
-        return text.chars().map(shown).collect();
-    }
-    let (start, end) = (most / 2, most.saturating_sub(most / 2 + 1));
-    let ends = text.chars().take(start).chain(['…']).chain(text.chars().skip(length - end));
-    ends.map(shown).collect()
 }
 
 #[cfg(test)]

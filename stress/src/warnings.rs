@@ -8,7 +8,7 @@ use tracing::Level;
 
 /// Sends the libraries' warnings to standard error, in colours only where that is a terminal and
 /// `NO_COLOR` is not set.
-pub(crate) fn on_stderr() {
+pub fn on_stderr() {
     let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     let subscriber = tracing_subscriber::fmt()
         .with_writer(io::stderr)

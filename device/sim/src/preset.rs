@@ -17,7 +17,7 @@
 //! another speed.
 //!
 //! Costs of memory calls, in µs. Those of Hopper were measured on an H200 with driver 580.159 in a
-//! virtual machine (`docs/hardware/`, `aquifer-stress calls`), and fit its medians for 2 MiB to 2
+//! virtual machine (`docs/hardware/`, `aquifer-bench calls`), and fit its medians for 2 MiB to 2
 //! GiB and for 1 to 64 mappings within a third. The other cards have estimates: V is the table of
 //! latencies in vAttention (arXiv 2405.04437), for 2 MiB on an A100; G is the table in GMLake
 //! (ASPLOS 2024), for 2 GiB in chunks of 2 MiB, 128 MiB and 1 GiB relative to one `cuMemAlloc` of 2

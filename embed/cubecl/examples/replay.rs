@@ -1,6 +1,6 @@
 //! Replays traces to CubeCL's pools, whose pages come from the simulated device. Prints a row of
-//! `aquifer-stress bench --peers` for each trace of one stream, and each configuration of the
-//! pools. `ci/benchmarks --cubecl` runs it.
+//! `aquifer-bench peers` for each trace of one stream, and each configuration of the pools.
+//! `ci/benchmarks --cubecl` runs it.
 
 use std::collections::HashMap;
 use std::error::Error;

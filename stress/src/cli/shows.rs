@@ -1,4 +1,4 @@
-//! Arguments of `fragmentation`, `graphs`, `oom` and `demo`.
+//! Arguments of `fragmentation`, `oom` and `demo`.
 
 use std::path::PathBuf;
 
@@ -60,44 +60,6 @@ JSON keys, per scenario and config:
   verdict                   the outcome in words
 With --list, per scenario:
   scenario, summary         the scenario, and its description";
-
-/// Arguments of `graphs`.
-#[derive(Debug, Args)]
-#[command(after_long_help = fitted(GRAPHS_KEYS))]
-pub struct GraphsArgs {
-    /// Fewer graphs, and fewer operations in each.
-    #[arg(long)]
-    pub quick: bool,
-}
-
-const GRAPHS_KEYS: &str = "\
-The programs: one graph; a graph of each of 50 batches in one pool, captured in different orders,
-each on a stream of its own; graphs of several streams, which fork and join at each operation, as in
-PyTorch's sweep of graph_capture_record_stream_reuse; and a graph that is launched 100 times, each
-time with parameters of its own.
-
-JSON keys, per program:
-  program, device           the program, and the device
-  graphs                    number of graphs
-  pass_bytes                memory that the warm-up of the largest pass takes, with its output
-  output_bytes              memory of the outputs of all graphs, which live on
-  pool_bytes                memory that the graphs' pool holds from the device, without the outputs
-  pool_over_pass            ratio of pool_bytes to the most that a pass takes without its output
-  pool_over_largest         of graphs that share a pool: ratio of pool_bytes to that of the largest
-                            graph alone
-  held_bytes                memory that is held from the device once all graphs are captured
-  allocated_bytes           the most of it that was allocated at any time
-  held_over_allocated       ratio of the two
-  driver_bytes              memory that the driver took for the graphs themselves (estimated)
-  capture_us                time on the host to warm up and capture a graph, in microseconds
-  capture_driver_calls      driver calls of that
-  launch_us                 time on the host of a launch
-  launch_driver_calls       driver calls of that
-  wrong_results             launches that did not compute with their own parameters
-  lent_bytes                memory that all graphs, being idle, lend to a request for all memory
-  return_us                 time on the host of a launch that brings that back
-  violations                pieces of work that the simulated device found unordered; 0 unless there
-                            is a bug";
 
 /// Arguments of `oom`.
 #[derive(Debug, Args)]

@@ -1,5 +1,6 @@
 //! `advise`: what would help a recorded program.
 
+use aquifer_trace::profile::Profile;
 use serde::Serialize;
 
 use crate::cli::AdviseArgs;
@@ -8,7 +9,6 @@ use crate::commands::study::{Case, Study};
 use crate::commands::{all_programs, on_simulator};
 use crate::exit::{Failure, Outcome};
 use crate::map::Style;
-use crate::profile::Profile;
 use crate::session::Session;
 use crate::text::wrap;
 

@@ -1,6 +1,9 @@
 //! `explain`: what a recorded program uses memory for, what allocators make of it, why memory runs
 //! out, and what helps.
 
+use aquifer_trace::input::Program;
+use aquifer_trace::profile::{Group, Grouping, OTHERS, Peak, Profile};
+use aquifer_trace::{Figures, Map};
 use serde::Serialize;
 
 use crate::cards::smallest_card;
@@ -10,9 +13,7 @@ use crate::commands::study::advice::{Advice, advise};
 use crate::commands::study::{Case, Exhausted, SPLITTING, Study, more_than, tight};
 use crate::commands::{jobs, on_simulator, ratio};
 use crate::exit::{Failure, Outcome};
-use crate::input::Program;
-use crate::map::{Figures, Map, Style};
-use crate::profile::{Group, Grouping, OTHERS, Peak, Profile};
+use crate::map::Style;
 use crate::session::Session;
 use crate::table::{number, optional, table};
 use crate::text::{Bytes, plural, wrap};
@@ -309,7 +310,7 @@ impl Printer<'_> {
             Bytes(free),
             Bytes(largest_free)
         ))?;
-        self.session.show(format_args!("{}\n", map.draw(self.style)))
+        self.session.show(format_args!("{}\n", self.style.draw(&map)))
     }
 
     fn allocators(&self, study: &Study) -> Result<(), Failure> {
@@ -356,7 +357,7 @@ impl Printer<'_> {
             Bytes(free),
             Bytes(peak)
         ))?;
-        self.session.show(format_args!("{}\n", map.held_only().draw(self.style)))
+        self.session.show(format_args!("{}\n", self.style.draw(&map.held_only())))
     }
 
     fn exhausted(&self, study: &Study, exhausted: &Exhausted) -> Result<(), Failure> {
@@ -376,7 +377,7 @@ impl Printer<'_> {
         let about = exhausted.about_device(study.profile.peak.bytes);
         let all = [about, Some(asks), usual.and_then(|usual| exhausted.why_not_served(usual))];
         self.say(&all.into_iter().flatten().collect::<Vec<_>>().join(" "))?;
-        self.session.show(format_args!("{}\n", refusal.map.draw(self.style)))?;
+        self.session.show(format_args!("{}\n", self.style.draw(&refusal.map)))?;
         self.say(&match &finishes_with[..] {
             [] => "None of the allocators above finishes there.".to_owned(),
             names => format!("It finishes there with: {}.", names.join("; ")),

@@ -6,17 +6,16 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use aquifer::Device;
+use aquifer_trace::input::Program;
+use aquifer_trace::{Aquifer, OnOom, Player, PyTorch};
 use indicatif::ProgressBar;
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, FitArgs};
 use crate::commands::{all_programs, options, ratio};
 use crate::exit::{Failure, Outcome};
-use crate::harness::{OnOom, Player};
-use crate::input::Program;
-use crate::pytorch::PyTorch;
+use crate::opened::Opened;
 use crate::session::Session;
-use crate::subject::{Aquifer, Measured};
 use crate::table::{Column, number, table};
 use crate::text::Bytes;
 
@@ -286,13 +285,13 @@ pub(super) fn attempt(session: &Session, job: &Job<'_>, bytes: u64) -> Result<Op
     }
 }
 
-fn attempt_on<S: Measured>(
+fn attempt_on<S: Opened>(
     session: &Session,
     job: &Job<'_>,
     device: &Device,
     config: &ConfigArg,
 ) -> Result<Option<u64>, Failure> {
-    let mut subject = S::new(session, device, config, job.program.streams.len())?;
+    let mut subject = S::open(session, device, config, job.program.streams.len())?;
     let pass = Player::new(job.program).pass(&mut subject, OnOom::Stop)?;
     Ok((pass.ooms == 0).then_some(subject.stats().num_alloc_retries))
 }

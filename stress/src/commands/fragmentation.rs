@@ -2,20 +2,19 @@
 
 use aquifer::memory::AllocError;
 use aquifer::{Allocator, Device, Stream};
+use aquifer_trace::input::Program;
+use aquifer_trace::{Aquifer, Map, OnOom, Player, Refused, Subject};
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, FragmentationArgs};
 use crate::commands::{list, options, violations};
 use crate::exit::{Failure, Outcome};
-use crate::harness::{OnOom, Player};
-use crate::input::Program;
-use crate::map::{Map, Style};
-use crate::observe::Observed;
+use crate::map::Style;
+use crate::opened::Opened;
 use crate::room::Room;
 use crate::scenarios::{self, Scenario};
 use crate::session::Session;
 use crate::stage::Stage;
-use crate::subject::{Aquifer, Refused, Subject};
 use crate::table::{Column, table};
 use crate::text::{Bytes, wrap};
 
@@ -98,7 +97,7 @@ pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failu
             }
             session.row(&row)?;
             if args.maps || row.config == SEGMENTS {
-                maps.push(format!("In the end, under {}:\n{}\n", options(&row.config), map.draw(style)));
+                maps.push(format!("In the end, under {}:\n{}\n", options(&row.config), style.draw(&map)));
             }
             rows.push(row);
         }
@@ -148,7 +147,7 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
             (true, 0)
         }
         Err(Refused::OutOfMemory(report)) => (false, report.map_or(0, |report| report.growth)),
-        Err(Refused::Failed(error)) => return Err(*error),
+        Err(Refused::Failed(error)) => return Err((*error).into()),
     };
     let after = stage.allocator.stats();
     let (inputs, inputs_damaged) = stage.inputs()?;
@@ -182,7 +181,7 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
 
 /// The driver calls of the allocator alone: without those for the contents of blocks.
 fn driver_calls(session: &Session, program: &Program, policy: &ConfigArg) -> Result<u64, Failure> {
-    let mut observed = Observed::<Aquifer>::new(session, policy, program.streams.len(), 0)?;
+    let mut observed = Aquifer::observed(session, policy, program.streams.len(), 0)?;
     let mut player = Player::new(program);
     let (_, costs) = observed.pass(|observed| player.play(observed, OnOom::Skip))?;
     Ok(costs.calls.total())

@@ -1,14 +1,11 @@
 //! The commands, one module each.
 
 pub mod advise;
-pub mod bench;
-pub mod calls;
 pub mod compare;
 pub mod demo;
 pub mod explain;
 pub mod fit;
 pub mod fragmentation;
-pub mod graphs;
 pub mod oom;
 pub mod options;
 pub mod replay;
@@ -17,19 +14,18 @@ pub mod run;
 pub mod simulate;
 pub mod soak;
 pub mod study;
-pub mod transfer;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use aquifer::memory::{HistoryOptions, Snapshot};
 use aquifer::{Allocator, Device};
+use aquifer_trace::input::{self, Program};
 
 use serde::Serialize;
 
 use crate::cli::{RECORDING, fitted};
 use crate::exit::{Failure, Outcome};
-use crate::input::{self, Program};
 use crate::session::Session;
 use crate::text::one_line;
 
@@ -77,7 +73,7 @@ fn out_of_memory(trace: &str, config: &str, refused: u64, more: &str) -> String 
 }
 
 /// Counts the findings of the race detector and reports the first ones.
-fn violations(session: &Session, name: &str, device: &Device) -> u64 {
+pub fn violations(session: &Session, name: &str, device: &Device) -> u64 {
     const SHOWN: u64 = 3;
     let mut count = 0;
     while let Some(violation) = device.driver().take_violation() {
@@ -221,11 +217,6 @@ fn ratio(part: u64, whole: u64) -> Option<f64> {
     (whole > 0).then(|| part as f64 / whole as f64)
 }
 
-/// Where a time comes from, in a table: the simulator's model, or a clock.
-fn kind_of_time(modelled: bool) -> String {
-    if modelled { "modelled" } else { "measured" }.to_owned()
-}
-
 /// Rounded to hundredths: more digits of a time are noise.
 fn hundredths(time: f64) -> f64 {
     (time * 100.0).round() / 100.0
@@ -235,11 +226,6 @@ fn hundredths(time: f64) -> f64 {
 #[expect(clippy::cast_precision_loss, reason = "a time to display")]
 pub(crate) fn us(ns: u64) -> f64 {
     hundredths(ns as f64 / 1e3)
-}
-
-/// Rounded to thousandths: nanoseconds of a time in microseconds.
-fn thousandths(time: f64) -> f64 {
-    (time * 1000.0).round() / 1000.0
 }
 
 #[cfg(test)]

@@ -3,6 +3,9 @@
 
 use std::path::Path;
 
+use aquifer_trace::input::Program;
+use aquifer_trace::profile::{Buckets, Grouping, Peak, Profile, Range};
+use aquifer_trace::{Figures, Map};
 use serde::Serialize;
 
 use crate::cards::smallest_card;
@@ -12,10 +15,7 @@ use crate::commands::study::sampled::{Row, Space};
 use crate::commands::study::{Case, Exhausted, Study};
 use crate::commands::{jobs, on_simulator};
 use crate::exit::{Failure, Outcome};
-use crate::input::Program;
-use crate::map::{Figures, Map};
 use crate::output;
-use crate::profile::{Buckets, Grouping, Peak, Profile, Range};
 use crate::session::Session;
 use crate::text::Bytes;
 
@@ -249,7 +249,7 @@ fn oom<'a>(study: &'a Study, exhausted: &Exhausted) -> Oom<'a> {
 mod tests {
     use super::*;
     use crate::cli::Global;
-    use crate::input;
+    use aquifer_trace::input;
 
     #[test]
     fn the_page_holds_the_data_and_nothing_in_them_ends_it() {

@@ -12,12 +12,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use aquifer::memory::Config;
+use aquifer_trace::input;
 use crossbeam::channel::Sender;
 
 use crate::cli::RunArgs;
 use crate::commands::{files_in, report};
 use crate::exit::{Failure, Outcome};
-use crate::input;
 use crate::live::{self, Progress, Reading};
 use crate::session::{Output, Session};
 

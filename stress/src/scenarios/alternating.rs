@@ -1,7 +1,8 @@
 //! Frees every other block.
 
-use super::{Script, Setup};
-use crate::random::Random;
+use aquifer_trace::{Random, Script};
+
+use super::Setup;
 
 /// Five of them share a segment of 20 MiB.
 const BLOCK: u64 = 4 << 20;
@@ -21,5 +22,5 @@ pub(super) fn write(room: u64, _: Random) -> Setup {
             script.free(block);
         }
     }
-    script.then(filled / 4)
+    Setup::of(script, filled / 4)
 }

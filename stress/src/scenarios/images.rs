@@ -1,7 +1,8 @@
 //! Training on images of varying sizes.
 
-use super::{Script, Setup, share};
-use crate::random::Random;
+use aquifer_trace::{Random, Script};
+
+use super::{Setup, share};
 
 /// Levels of the feature pyramid, and convolutions on each.
 const LEVELS: u32 = 4;
@@ -34,5 +35,5 @@ pub(super) fn write(room: u64, mut random: Random) -> Setup {
             script.free(old);
         }
     }
-    script.then_most_of(room)
+    Setup::most_of(script, room)
 }

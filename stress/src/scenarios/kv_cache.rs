@@ -2,8 +2,9 @@
 
 use std::collections::VecDeque;
 
-use super::{Block, Script, Setup};
-use crate::random::Random;
+use aquifer_trace::{Block, Random, Script};
+
+use super::Setup;
 
 /// Tensors of a chat: a key and a value for each layer.
 const TENSORS: u64 = 32;
@@ -46,7 +47,7 @@ pub(super) fn write(room: u64, mut random: Random) -> Setup {
     for chat in chats.into_iter().filter(|_| random.below(5) > 1) {
         script.free_all(chat.tensors);
     }
-    script.then_most_of(room)
+    Setup::most_of(script, room)
 }
 
 /// One step of a chat: each tensor is copied to a larger one.

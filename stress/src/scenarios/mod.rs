@@ -7,19 +7,16 @@
 mod alternating;
 mod images;
 mod kv_cache;
-mod script;
 mod sequences;
 mod streams;
 
 #[cfg(test)]
 mod tests;
 
-pub use script::{Block, Script};
-
 use std::str::FromStr;
 
-use crate::input::Program;
-use crate::random::Random;
+use aquifer_trace::input::Program;
+use aquifer_trace::{Random, Script};
 
 /// One way to fragment memory.
 #[derive(Debug, Clone, Copy)]
@@ -103,16 +100,16 @@ impl Scenario {
     }
 }
 
-impl Script {
-    /// The program, followed by a request of `probe` bytes on the default stream.
-    fn then(self, probe: u64) -> Setup {
-        Setup { program: self.finish(), probe: probe.max(1), probe_stream: 0 }
+impl Setup {
+    /// A program, followed by a request of `probe` bytes on the default stream.
+    fn of(script: Script, probe: u64) -> Setup {
+        Setup { program: script.finish(), probe: probe.max(1), probe_stream: 0 }
     }
 
-    /// The program, followed by a request for most of the memory that is free at its end.
-    fn then_most_of(self, room: u64) -> Setup {
-        let free = room.saturating_sub(self.live());
-        self.then(share(free, 800))
+    /// A program, followed by a request for most of the memory that is free at its end.
+    fn most_of(script: Script, room: u64) -> Setup {
+        let free = room.saturating_sub(script.live());
+        Setup::of(script, share(free, 800))
     }
 }
 

@@ -1,7 +1,8 @@
 //! Training on sequences that get longer.
 
-use super::{Script, Setup, share};
-use crate::random::Random;
+use aquifer_trace::{Random, Script};
+
+use super::{Setup, share};
 
 const LAYERS: usize = 24;
 const STEPS: u64 = 40;
@@ -42,5 +43,5 @@ pub(super) fn write(room: u64, mut random: Random) -> Setup {
         }
         script.free_all(gradients);
     }
-    script.then_most_of(room)
+    Setup::most_of(script, room)
 }

@@ -1,7 +1,8 @@
 //! Streams that need a large workspace, one after the other.
 
-use super::{Script, Setup, share};
-use crate::random::Random;
+use aquifer_trace::{Random, Script};
+
+use super::{Setup, share};
 
 const STREAMS: u16 = 10;
 
@@ -14,5 +15,5 @@ pub(super) fn write(room: u64, mut random: Random) -> Setup {
         // The result splits the cached workspace, which then cannot be released.
         script.alloc_on(random.size(share(room, 4), share(room, 9)), stream);
     }
-    Setup { probe_stream: STREAMS - 1, ..script.then(share(room, 90)) }
+    Setup { probe_stream: STREAMS - 1, ..Setup::of(script, share(room, 90)) }
 }

@@ -1,5 +1,6 @@
+use aquifer_trace::input::Event;
+
 use super::*;
-use crate::input::Event;
 
 /// Replays the sizes: every slot is used properly, and the sums are right.
 fn check(setup: &Setup) -> (u64, u64) {

@@ -3,8 +3,7 @@
 use std::fmt;
 
 use aquifer_device::Operation;
-
-use crate::random::Random;
+use aquifer_trace::Random;
 
 const MIB: u64 = 1 << 20;
 

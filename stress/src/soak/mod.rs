@@ -24,11 +24,11 @@ use std::time::Instant;
 use aquifer::kernels::Kernels;
 use aquifer::transfer::Transfer;
 use aquifer::{Allocator, Stream};
+use aquifer_trace::streams_of;
 use block::Block;
 use crossbeam::channel::{self, Sender};
 
 use crate::exit::Failure;
-use crate::subject::streams_of;
 
 pub use block::Compared;
 pub use counts::{Counts, Mismatch};

@@ -10,13 +10,13 @@ use aquifer::{Buffer, Pending, PinnedBuffer, Stream};
 use aquifer_allocator::AccessGuard;
 use aquifer_device::AccessKind;
 use aquifer_kernels::pattern_bytes;
+use aquifer_trace::Random;
 use crossbeam::channel::Receiver;
 
 use super::Shared;
 use super::block::{Block, Compared, Findings};
 use super::counts::{Counts, Mismatch};
 use crate::exit::Failure;
-use crate::random::Random;
 
 /// The largest blocks that the host writes and reads, in bytes.
 const HOST_MOST: u64 = 64 << 10;

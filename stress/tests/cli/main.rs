@@ -2,7 +2,6 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
-mod bench;
 mod compare;
 mod gpu;
 mod no_fake_driver;
@@ -12,7 +11,6 @@ mod shows;
 mod snapshots;
 mod studies;
 mod terms;
-mod transfer;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};

@@ -1,4 +1,4 @@
-//! `replay`, `soak` and `calls`: their figures and exit codes.
+//! `replay` and `soak`: their figures and exit codes.
 
 use super::*;
 
@@ -217,30 +217,14 @@ fn an_interrupted_soak_sums_up() {
 }
 
 #[test]
-fn soak_and_calls_print_their_figures() {
+fn soak_prints_its_figures() {
     let soak = &rows(0, &["--device", "sim:1GiB", "soak", "--ops", "500", "--seeds", "2", "--threads", "2"])[0];
     assert_eq!((&soak["operations"], &soak["seeds"], &soak["mismatches"]), (&1000.into(), &2.into(), &0.into()));
     assert_eq!((&soak["not_given_back_bytes"], &soak["violations"]), (&0.into(), &0.into()));
     assert!(soak["blocks_verified"].as_u64().unwrap() > 100, "{soak}");
     let timed = &rows(0, &["--device", "sim:1GiB", "soak", "--minutes", "0.02", "--seeds", "3", "--threads", "1"])[0];
     assert!(timed["seeds"].as_u64().unwrap() > 1, "each has a share of the time: {timed}");
-    let calls = rows(0, &["--device", "sim:24GiB", "calls", "--rounds", "2"]);
-    let create = |row: &&Value| row["call"] == "cuMemCreate" && row["bytes"] == 2 << 20;
-    let create = calls.iter().find(create).unwrap();
-    assert_eq!((create["median_us"].as_f64(), &create["modelled"]), (Some(27.06), &true.into()));
-    assert!(create["pool"].is_null() && create["device_name"] == "Simulated H100 24 GiB", "{create}");
-    let pooled = calls.iter().filter(|row| row["call"] == "cuMemAllocAsync" && row["bytes"] == 2 << 20);
-    assert_eq!(pooled.map(|row| &row["pool"]).collect::<Vec<_>>(), ["cold", "warm"]);
-    let pages: Vec<&Value> = calls.iter().filter(|row| row["benchmark"] == "bench_vmm").collect();
-    assert_eq!(pages.len(), 4);
-    assert!(pages.iter().all(|row| row["pages"] == 4096 && row["p50_us"] == row["max_us"]), "{pages:?}");
-    let unmapped = rows(0, &["--device", "sim:24GiB,vmm=off", "calls", "--rounds", "1"]);
-    assert!(unmapped.iter().all(|row| row["benchmark"].is_null()), "{unmapped:?}");
-    let output = stress(&["calls", "--rounds", "1", "--config", "limit_mb:100"]);
-    assert!(errors(&output).contains("warning: --config has no effect here"), "{}", errors(&output));
-    for wrong in
-        [["soak", "--minutes", "0"], ["soak", "--ops", "0"], ["soak", "--threads", "0"], ["calls", "--rounds", "0"]]
-    {
+    for wrong in [["soak", "--minutes", "0"], ["soak", "--ops", "0"], ["soak", "--threads", "0"]] {
         assert_eq!(stress(&wrong).status.code(), Some(2), "{wrong:?}");
     }
 }

@@ -1,4 +1,4 @@
-//! `fragmentation`, `graphs`, `oom` and `demo`.
+//! `fragmentation`, `oom` and `demo`.
 
 use super::*;
 
@@ -112,25 +112,6 @@ fn scenarios_and_ways_are_listed_and_unknown_ones_refused() {
     assert!(rows(2, &["oom", "--config", "", "--config", "history:1"]).is_empty());
     let refused = stress(&["oom", "--config", "", "--config", ""]);
     assert!(refused.status.code() == Some(2) && refused.stdout.is_empty(), "nothing was run");
-}
-
-#[test]
-fn graphs_need_the_memory_of_one_pass_in_whatever_order_they_are_captured() {
-    let rows = rows(0, &["graphs", "--quick", "--device", "sim:4GiB"]);
-    assert_eq!(rows.len(), 7);
-    for row in &rows {
-        assert_eq!(bytes(row, "wrong_results"), 0, "{row}");
-        assert!(row["pool_over_pass"].as_f64().unwrap() <= 1.1, "{row}");
-        assert_eq!((bytes(row, "violations"), row["launch_driver_calls"].as_f64()), (0, Some(1.0)), "{row}");
-    }
-    for row in &rows[..4] {
-        assert!(row["pool_over_largest"].as_f64().unwrap() <= 1.01, "{row}");
-    }
-    for row in &rows[4..6] {
-        assert!(row["held_over_allocated"].as_f64().unwrap() <= 4.1, "a block for each stream: {row}");
-    }
-    let help = text(&["graphs", "--help"]);
-    assert!(rows[0].as_object().unwrap().keys().all(|key| help.contains(key)), "{help}");
 }
 
 const OOM_KEYS: [&str; 15] = [

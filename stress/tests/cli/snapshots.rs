@@ -110,7 +110,6 @@ fn paths_that_cannot_be_written_are_errors() {
         &["run", "--report"],
         &["report", &trace, "--output"],
         &["demo", "--report"],
-        &["bench", "--plot"],
         &["compare", &trace, "--plot"],
     ] {
         for path in ["/nonexistent/s.pickle", "/dev/null/s.pickle", "/"] {

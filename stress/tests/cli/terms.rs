@@ -10,7 +10,7 @@ use super::*;
 #[test]
 fn wrong_use_is_explained() {
     let file = data("fsdp_start.trace");
-    let cases: [(&[&str], i32, &str); 14] = [
+    let cases: [(&[&str], i32, &str); 13] = [
         (&["replay", "--device", "sim:x", &file], 2, "presets"),
         (&["replay", "--device", "sim:h100,foo=1", &file], 2, "`foo` at byte 9"),
         (&["replay", "--config", "foo:1", &file], 2, "unknown option `foo`"),
@@ -18,8 +18,7 @@ fn wrong_use_is_explained() {
         (&["replay"], 2, "required"),
         (&["replay", "--repeat", "0", &file], 2, "--repeat"),
         (&["replay", "--device", "cuda:99", &file], 1, "GPU"),
-        (&["bench", "--config", "", "--config", ""], 2, "takes one --config"),
-        (&["bench", "--filter", "nothing"], 2, "churn_100"),
+        (&["oom", "--config", "", "--config", ""], 2, "takes one --config"),
         (&["frobnicate"], 2, "frobnicate"),
         (&["report", &file, "--output", "-"], 2, ".html"),
         (&["report", &file, "--output", "snapshot.pickle"], 2, ".html"),
@@ -174,13 +173,8 @@ fn a_closed_standard_output_is_not_an_error() {
 #[test]
 fn modelled_times_are_marked_in_every_table() {
     let (file, device) = (data("fsdp_start.trace"), ["--device", "sim:24GiB"]);
-    let commands: [&[&str]; 5] = [
-        &["calls", "--rounds", "1"],
-        &["transfer", "--max-mb", "1", "--rounds", "1"],
-        &["replay", &file],
-        &["compare", "--repeat", "1", "--config", "backing:segments", &file],
-        &["explain", &file],
-    ];
+    let commands: [&[&str]; 3] =
+        [&["replay", &file], &["compare", "--repeat", "1", "--config", "backing:segments", &file], &["explain", &file]];
     for command in commands {
         let text = String::from_utf8(stress(&[command, &device[..]].concat()).stdout).unwrap();
         for table in tables(&text).iter().filter(|table| table[0].contains("µs") || table[0].contains(" ms")) {
@@ -198,11 +192,6 @@ fn help_has_exit_codes_and_keys() {
     let replay = help(&["replay", "--help"]);
     assert!(REPLAY_KEYS.iter().all(|key| replay.contains(key)) && replay.contains("--lag"));
     let compare = help(&["compare", "--help"]);
-    let transfer = help(&["transfer", "--help"]);
-    let words = transfer.split_whitespace().collect::<Vec<_>>().join(" ");
-    let clock = "Copies on the host are timed by the host's clock on every device";
-    assert!(words.contains(clock), "{words}");
-    assert!(common.contains("not in the times of\n"), "spikes have no effect there: {common}");
     let unknown_setting = errors(&stress(&["--device", "sim:1GiB,unknown=1"]));
     let keys = unknown_setting.split("one of the keys ").nth(1).unwrap().lines().next().unwrap();
     for key in keys.split(", ").map(|key| key.trim_matches(|end: char| !end.is_alphabetic())) {
@@ -257,11 +246,10 @@ fn a_device_that_cannot_map_is_reported_once() {
     for (device, reason) in
         [("sim:4GiB,vmm=off", "cannot map memory"), ("sim:4GiB,fault_rate=cuMemMap:1:205", "mapping memory failed")]
     {
-        let commands: [&[&str]; 5] = [
+        let commands: [&[&str]; 4] = [
             &["replay", "--repeat", "2", &file],
             &["fit", &file],
             &["oom", "--way", "limit"],
-            &["bench", "--quick", "--filter", "hot_512b"],
             &["soak", "--ops", "100"],
         ];
         for args in commands {
@@ -294,8 +282,6 @@ fn a_limit_that_is_too_small_is_named() {
         assert_eq!(output.status.code(), Some(code), "{args:?}: {}", errors(&output));
         assert!(errors(&output).contains(reason), "{args:?}: {}", errors(&output));
     };
-    let bench = ["bench", "--quick", "--filter", "churn_1000", "--config", "limit_mb:100"];
-    refused(&bench, 3, "churn_1000: the limit of 100.00 MiB that the options set is too small");
     let file = Scratch::new("large.trace", b"a 0 30000000 0\nf 0 0\n");
     refused(&["fit", "--config", "limit_mb:20", file.path()], 3, "for the limit of 20.00 MiB that the options set");
     refused(&["soak", "--limit-mb", "18446744073709551615"], 2, "--limit-mb");
@@ -353,15 +339,14 @@ fn messages_that_cannot_be_written_do_not_change_the_exit_code() {
     let file = data("fsdp_start.trace");
     // The libraries warn of memory that cannot be released.
     let stuck = "sim:1GiB,fault_rate=cuMemUnmap:0.5:999";
-    let cases: [(&[&str], i32); 8] = [
+    let cases: [(&[&str], i32); 7] = [
         (&["--nope"], 2),
         (&["replay"], 2),
         (&["oom", "--way", "x"], 2),
         (&["replay", "--device", "cuda:0", &file], 1),
         (&["replay", "/no/such/file"], 4),
         (&["soak", "--device", "sim:1MiB"], 3),
-        (&["transfer", "--device", "sim:1MiB"], 3),
-        (&["transfer", "--only", "small", "--max-mb", "1", "--rounds", "1", "--device", stuck], 0),
+        (&["oom", "--way", "limit", "--device", stuck], 1),
     ];
     for (args, code) in cases {
         assert_eq!(stress(args).status.code(), Some(code), "{args:?}");

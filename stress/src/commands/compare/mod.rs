@@ -5,13 +5,13 @@ mod summary;
 
 use std::path::Path;
 
+use aquifer_trace::input::Program;
 use serde::Serialize;
 
 use crate::cli::{CompareArgs, ConfigArg};
 use crate::commands::fit::{Job, fit_all, with_splitting, without_same};
 use crate::commands::{all_programs, options, out_of_memory, ratio, replay};
 use crate::exit::{Failure, Outcome};
-use crate::input::Program;
 use crate::plot::{Axis, Points, save_points};
 use crate::session::Session;
 use crate::table::{Table, number, optional, table};

@@ -8,13 +8,13 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use aquifer_trace::input::{InputError, Location, Program, Reason};
 use serde::Deserialize;
 use serde::de::Error;
 
 use super::Row;
 use crate::commands::ratio;
 use crate::exit::Failure;
-use crate::input::{InputError, Location, Program, Reason};
 
 /// The configurations of the file that are shown.
 const SHOWN: [&str; 2] = ["default", "expandable"];
@@ -45,7 +45,7 @@ struct Figures {
 
 /// Reads the file.
 pub(super) fn load(path: &Path) -> Result<Recorded, Failure> {
-    let failed = |reason| InputError { path: path.to_owned(), part: String::new(), location: Location::File, reason };
+    let failed = |reason| InputError { path: path.to_owned(), location: Location::File, reason };
     let mut text = Vec::new();
     let read = File::open(path).and_then(|file| file.take(BYTES_MAX + 1).read_to_end(&mut text));
     read.map_err(|error| failed(Reason::Io(error)))?;

@@ -1,5 +1,8 @@
 //! The comparison at the end of the demonstration.
 
+use aquifer_trace::input::Program;
+use aquifer_trace::profile::Profile;
+use aquifer_trace::{OnOom, Player};
 use serde::Serialize;
 
 use super::{EXPANDABLE, POLICIES, PYTORCH};
@@ -8,9 +11,6 @@ use crate::commands::fit::{Job, fit_all, with_splitting, without_same};
 use crate::commands::study::sampled::sample;
 use crate::commands::{options, ratio, violations};
 use crate::exit::{Failure, Outcome};
-use crate::harness::{OnOom, Player};
-use crate::input::Program;
-use crate::profile::Profile;
 use crate::session::Session;
 use crate::stage::Stage;
 use crate::table::{Table, number, optional, table};

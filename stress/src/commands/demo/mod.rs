@@ -6,12 +6,12 @@ mod play;
 
 use std::path::Path;
 
+use aquifer_trace::input::{self, Program};
 use serde::Serialize;
 
 use crate::cli::DemoArgs;
 use crate::commands::{out_of_memory, report};
 use crate::exit::{Failure, Outcome};
-use crate::input::{self, Program};
 use crate::map::Style;
 use crate::session::Session;
 use crate::table::in_terminal;
@@ -134,7 +134,7 @@ impl Story<'_> {
             "When it held most, it held {reserved} in {segments} segments for {} of live data:",
             Bytes(roomy.allocated_bytes)
         ))?;
-        self.session.show(format_args!("{}\n", roomy.map.draw(self.style)))?;
+        self.session.show(format_args!("{}\n", self.style.draw(&roomy.map)))?;
         self.say(&format!(
             "{} are unused segments; {} are in {pieces} pieces between live blocks. Sizes change from step \
              to step here, so a request often fits none of them, and one more segment is taken.",
@@ -163,7 +163,7 @@ impl Story<'_> {
              full, but those with a live block in them cannot be. At event {event} of {events} that is not enough:"
         ))?;
         let text = in_terminal(&report.to_string());
-        self.session.show(format_args!("{text}\n\n{}\n", map.draw(self.style)))?;
+        self.session.show(format_args!("{text}\n\n{}\n", self.style.draw(&map)))?;
         let intact = self.intact(program, damaged);
         if !served_again {
             let requested = Bytes(report.requested);
@@ -222,7 +222,7 @@ impl Story<'_> {
             if damaged == 0 { "none".to_owned() } else { damaged.to_string() },
         ))?;
         if let Some(map) = map {
-            self.session.show(format_args!("When it held most:\n{}\n", map.draw(self.style)))?;
+            self.session.show(format_args!("When it held most:\n{}\n", self.style.draw(&map)))?;
         }
         Ok(ended)
     }

@@ -3,6 +3,9 @@
 
 use aquifer::memory::{Config, OomReport};
 use aquifer_allocator::config::Backing;
+use aquifer_trace::input::{Event, Program};
+use aquifer_trace::profile::Profile;
+use aquifer_trace::{Figures, Map, OnOom, Player};
 use serde::Serialize;
 
 use super::{PYTORCH, SEGMENTS};
@@ -10,10 +13,6 @@ use crate::cli::ConfigArg;
 use crate::commands::study::sampled::sample;
 use crate::commands::{ratio, violations};
 use crate::exit::Failure;
-use crate::harness::{OnOom, Player};
-use crate::input::{Event, Program};
-use crate::map::{Figures, Map};
-use crate::profile::Profile;
 use crate::session::Session;
 use crate::stage::Stage;
 

@@ -8,20 +8,18 @@ use aquifer::Device;
 use aquifer::device::sim::{SimConfig, SimDriver};
 use aquifer::memory::{MemoryStats, Snapshot};
 use aquifer_sim::CAPACITY_BYTES_MAX;
+use aquifer_trace::input::Program;
+use aquifer_trace::{Aquifer, Costs, FirstRefusal, Observed, OnOom, Player, PyTorch, Spent};
 use indicatif::ProgressBar;
 use serde::Serialize;
 
 use crate::cli::{ConfigArg, PassArgs, ReplayArgs};
 use crate::commands::{all_programs, hundredths, options, out_of_memory, ratio, record_history, save, us, violations};
 use crate::exit::{Failure, Outcome};
-use crate::harness::{OnOom, Player};
-use crate::input::Program;
 use crate::lag_bound::lag_bound;
 use crate::map::Style;
-use crate::observe::{Costs, FirstRefusal, Observed, Spent};
-use crate::pytorch::PyTorch;
+use crate::opened::Opened;
 use crate::session::Session;
-use crate::subject::{Aquifer, Measured};
 use crate::table::{Column, Table, in_terminal, number, optional, table};
 use crate::text::Bytes;
 use timing::{Timings, time};
@@ -182,7 +180,7 @@ fn larger(
 
 /// The most memory held during all passes on a simulated device of this size; `None` if a request
 /// was refused.
-fn all_passes<S: Measured>(
+fn all_passes<S: Opened>(
     session: &Session,
     bytes: u64,
     program: &Program,
@@ -192,7 +190,7 @@ fn all_passes<S: Measured>(
     let streams = program.streams.len();
     let mut subject = match session.sim() {
         Some(_) => S::lagging(&session.resized(bytes), config, streams, passes.lag)?,
-        None => S::new(session, &Device::new(SimDriver::new(SimConfig::new(bytes))), config, streams)?,
+        None => S::open(session, &Device::new(SimDriver::new(SimConfig::new(bytes))), config, streams)?,
     };
     let mut player = Player::new(program);
     for _ in 0..passes.repeat {
@@ -295,7 +293,7 @@ pub(super) fn replay(
     Ok((row, first_refusal))
 }
 
-fn measure<S: Measured>(
+fn measure<S: Opened>(
     session: &Session,
     name: &str,
     program: &Program,
@@ -312,7 +310,7 @@ fn measure<S: Measured>(
 fn refused(name: &str, first: &FirstRefusal) -> String {
     let FirstRefusal { event, refusal, map } = first;
     let report = refusal.report.as_ref().map_or_else(String::new, |report| in_terminal(&report.to_string()) + "\n\n");
-    let map = map.draw(Style::of_stdout(false));
+    let map = Style::of_stdout(false).draw(map);
     format!("{name}: event {event} was the first to be refused, for {}:\n{report}{map}\n", Bytes(refusal.bytes))
 }
 
@@ -342,7 +340,7 @@ struct Observations {
     first_refusal: Option<FirstRefusal>,
 }
 
-fn observe<S: Measured>(
+fn observe<S: Opened>(
     session: &Session,
     name: &str,
     program: &Program,
@@ -350,7 +348,7 @@ fn observe<S: Measured>(
     passes: &PassArgs,
     bar: &ProgressBar,
 ) -> Result<Observations, Failure> {
-    let mut subject = Observed::<S>::new(session, config, program.streams.len(), passes.lag)?;
+    let mut subject = S::observed(session, config, program.streams.len(), passes.lag)?;
     let mut player = Player::new(program);
     let mut pass = |subject: &mut Observed<S>| {
         let (pass, costs) = subject.pass(|subject| player.pass(subject, OnOom::Skip))?;

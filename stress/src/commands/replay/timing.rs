@@ -2,16 +2,14 @@
 //! pool, which would otherwise share the device's memory with the allocator.
 
 use aquifer::Device;
+use aquifer_trace::input::Program;
+use aquifer_trace::{DriverPool, OnOom, Player, Subject, Times, Yardstick};
 use indicatif::ProgressBar;
 
 use crate::cli::{ConfigArg, PassArgs};
-use crate::driver_pool::DriverPool;
 use crate::exit::Failure;
-use crate::harness::{OnOom, Player, Times};
-use crate::input::Program;
+use crate::opened::Opened;
 use crate::session::Session;
-use crate::subject::{Measured, Subject};
-use crate::yardstick::Yardstick;
 
 /// Other subjects that play the program.
 #[derive(Debug, Clone, Copy, Default)]
@@ -38,7 +36,7 @@ pub(super) struct Pooled {
     pub(super) ooms: u64,
 }
 
-pub(super) fn time<S: Measured>(
+pub(super) fn time<S: Opened>(
     session: &Session,
     name: &str,
     program: &Program,
@@ -119,7 +117,7 @@ mod tests {
     fn the_mark_of_another_program_is_not_reported() {
         let device = aquifer::open("sim:4GiB").unwrap();
         let most = |text: &str| {
-            let programs = crate::input::read(Path::new("made.trace"), text.as_bytes()).unwrap();
+            let programs = aquifer_trace::input::read(Path::new("made.trace"), text.as_bytes()).unwrap();
             time_pool(device.clone(), &programs[0], &PassArgs { repeat: 2, lag: 0 }).unwrap().reserved
         };
         assert_eq!(most("a 0 1000000000 0\nf 0 0\n"), 1_000_000_000);

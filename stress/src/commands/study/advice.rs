@@ -3,13 +3,13 @@
 
 use std::collections::HashMap;
 
+use aquifer_trace::headline;
+use aquifer_trace::input::{Event, Program, Site};
+use aquifer_trace::profile::Profile;
 use serde::Serialize;
 
 use super::{Case, Manager, SPLITTING, Study, graph_pools::graph_pools, try_all};
 use crate::cli::ConfigArg;
-use crate::headline::headline;
-use crate::input::{Event, Program, Site};
-use crate::profile::Profile;
 use crate::session::Session;
 use crate::text::{Bytes, plural};
 
@@ -410,7 +410,7 @@ mod tests {
     use super::super::sampled::sample;
     use super::*;
     use crate::cli::Global;
-    use crate::input;
+    use aquifer_trace::input;
 
     fn advice(text: &str) -> Vec<Advice> {
         let program = &input::read("p.trace".as_ref(), text.as_bytes()).unwrap()[0];

@@ -4,8 +4,9 @@
 //! several pools hold the sum of what one after the other would need. What captures leave in a
 //! pool, such as outputs, adds up with every batch size that is captured.
 
+use aquifer_trace::input::{PoolUse, Program};
+
 use super::advice::Advice;
-use crate::input::{PoolUse, Program};
 use crate::text::{Bytes, plural};
 
 /// What must be free in pools, or live in them, in parts of all memory held.
@@ -66,7 +67,7 @@ pub(super) fn graph_pools(program: &Program) -> Vec<Advice> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::input;
+    use aquifer_trace::input;
 
     const MIB: u64 = 1 << 20;
 

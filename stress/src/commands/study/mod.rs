@@ -5,14 +5,14 @@ mod graph_pools;
 pub mod sampled;
 
 use aquifer_sim::CAPACITY_BYTES_MAX;
+use aquifer_trace::FirstRefusal;
+use aquifer_trace::input::Program;
+use aquifer_trace::profile::Profile;
 
 use crate::cli::ConfigArg;
 use crate::commands::fit::{Job, attempt, fit_all, with_splitting, without_same};
 use crate::commands::ratio;
 use crate::exit::Failure;
-use crate::input::Program;
-use crate::observe::FirstRefusal;
-use crate::profile::Profile;
 use crate::session::Session;
 use crate::text::{Bytes, plural};
 use sampled::{Sampled, sample};
@@ -407,7 +407,7 @@ fn moments(profile: &Profile, most: usize) -> Vec<usize> {
 mod tests {
     use super::*;
     use crate::cli::Global;
-    use crate::input;
+    use aquifer_trace::input;
 
     fn study(device: Option<&str>, text: &str, options: Option<&str>) -> Study {
         let program = input::read("p.trace".as_ref(), text.as_bytes()).unwrap().remove(0);

@@ -1,18 +1,17 @@
 //! A recorded program under an allocator: what it held over time, and what lay where.
 
+use aquifer_trace::input::Program;
+use aquifer_trace::profile::{Buckets, Range};
+use aquifer_trace::{
+    Aquifer, Figures, FirstRefusal, Map, Measured, Observed, OnOom, Player, PyTorch, Refusal, Refused, Subject,
+};
 use serde::Serialize;
 
 use crate::cli::ConfigArg;
 use crate::commands::us;
 use crate::exit::Failure;
-use crate::harness::{OnOom, Player};
-use crate::input::Program;
-use crate::map::{Figures, Map};
-use crate::observe::{FirstRefusal, Observed};
-use crate::profile::{Buckets, Range};
-use crate::pytorch::PyTorch;
+use crate::opened::Opened;
 use crate::session::Session;
-use crate::subject::{Aquifer, Measured, Refusal, Refused, Subject};
 
 /// Cells of a row of the map.
 const COLUMNS: usize = 1536;
@@ -129,7 +128,7 @@ pub fn sample(
     }
 }
 
-fn sample_on<S: Measured>(
+fn sample_on<S: Opened>(
     session: &Session,
     program: &Program,
     config: &ConfigArg,
@@ -137,7 +136,7 @@ fn sample_on<S: Measured>(
     moments: Option<&[usize]>,
 ) -> Result<Sampled, Failure> {
     let play = |events: Vec<u64>| {
-        let mut observed = Observed::<S>::new(session, config, program.streams.len(), 0)?;
+        let mut observed = S::observed(session, config, program.streams.len(), 0)?;
         let (sampler, costs) = observed.pass(|observed| {
             let mut sampler = Sampler::new(observed, buckets, events);
             let mut player = Player::new(program);
@@ -227,7 +226,7 @@ impl<'a, S: Measured> Sampler<'a, S> {
             self.events.pop();
             match self.observed.map() {
                 Ok(map) => self.samples.maps.push((self.event, map)),
-                Err(failure) => self.failed = self.failed.take().or(Some(failure)),
+                Err(failure) => self.failed = self.failed.take().or(Some(failure.into())),
             }
         }
     }
@@ -264,9 +263,9 @@ impl<S: Measured> Subject for Sampler<'_, S> {
 mod tests {
     use super::*;
     use crate::cli::Global;
-    use crate::input;
-    use crate::map::{Piece, Use};
-    use crate::profile::Profile;
+    use aquifer_trace::input;
+    use aquifer_trace::profile::Profile;
+    use aquifer_trace::{Piece, Use};
 
     const MIB: u64 = 1 << 20;
 

@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use aquifer_stress::input::{self, Event, Program};
 use aquifer_tests::prelude::*;
+use aquifer_trace::input::{self, Event, Program};
 
 /// Plays a program. Calls `iterates` where an iteration begins.
 fn play(program: &Program, allocator: &Allocator, iterates: &mut impl FnMut()) {
