@@ -21,7 +21,7 @@ use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 
 pub use bench::BenchArgs;
-pub use hardware::{CallsArgs, SimulateArgs, SoakArgs};
+pub use hardware::CallsArgs;
 pub use replays::{CompareArgs, FitArgs, PassArgs, ReplayArgs};
 pub use run::RunArgs;
 pub use shows::{DemoArgs, FragmentationArgs, GraphsArgs, OomArgs};
@@ -50,7 +50,6 @@ Examples:
   aquifer-stress calls --device sim:a100
   aquifer-stress transfer --device sim:h100 --max-mb 16
   aquifer-stress graphs --device sim:24GiB
-  aquifer-stress soak --minutes 5 --threads 4
   aquifer-stress run --snapshot train.pickle -- python train.py";
 
 const SIMULATED: &str = "\
@@ -163,12 +162,6 @@ pub enum Command {
     Calls(CallsArgs),
     /// Measure copies between host and device, by every available method.
     Transfer(TransferArgs),
-    /// Put memory under load: allocate, write patterns, hand on, copy, verify and free, from many
-    /// threads.
-    Soak(SoakArgs),
-    /// Run random programs of several threads under a schedule that a seed fixes, and check
-    /// contents, races, statistics and clean-up.
-    Simulate(SimulateArgs),
     /// Fragment memory in several ways, under several policies side by side, and draw maps of it.
     Fragmentation(FragmentationArgs),
     /// Capture CUDA graphs and launch them: memory, driver calls and speed.
@@ -380,7 +373,7 @@ mod tests {
         command.build();
         let takes_number = |arg: &&clap::Arg| {
             let name = arg.get_value_names().and_then(|names| names.first()).map(ToString::to_string);
-            name.is_some_and(|name| ["N", "SEED", "A..B"].contains(&&*name))
+            name.is_some_and(|name| name == "N")
         };
         let mut tried = 0;
         for of in std::iter::once(&command).chain(command.get_subcommands()) {

@@ -36,8 +36,6 @@ pub mod random;
 pub mod room;
 pub mod scenarios;
 pub mod session;
-pub mod simulate;
-pub mod soak;
 pub mod stage;
 pub mod subject;
 pub mod table;
@@ -56,10 +54,7 @@ use session::Session;
 
 /// Runs the program. Failures are written to standard error.
 pub fn run(cli: &Cli) -> Outcome {
-    // Simulated programs fail on purpose, again and again.
-    if !matches!(cli.command, Some(Command::Simulate(_))) {
-        warnings::on_stderr();
-    }
+    warnings::on_stderr();
     reported(dispatch(cli))
 }
 
@@ -110,8 +105,6 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         Some(Command::Bench(args)) => commands::bench::run(&measuring()?, args),
         Some(Command::Transfer(args)) => commands::transfer::run(&measuring()?.without_jitter(), args),
         Some(Command::Calls(args)) => commands::calls::run(&Session::new(global)?, args),
-        Some(Command::Soak(args)) => commands::soak::run(&Session::new(global)?, args),
-        Some(Command::Simulate(args)) => commands::simulate::run(&Session::without_device(global)?, args),
         Some(Command::Fragmentation(args)) => commands::fragmentation::run(&listing(args.list)?, args),
         Some(Command::Graphs(args)) => commands::graphs::run(&measuring()?, args),
         Some(Command::Oom(args)) => commands::oom::run(&listing(args.list)?, args),

@@ -31,7 +31,6 @@ pub fn check(command: &Command) -> Result<(), Failure> {
         Command::Run(args) => args.report.as_ref().or(args.snapshot.as_ref()),
         Command::Replay(args) => args.snapshot.as_ref(),
         Command::Oom(args) => args.snapshot.as_ref(),
-        Command::Soak(args) => args.snapshot.as_ref(),
         Command::Bench(args) => args.plot.as_ref(),
         Command::Compare(args) => args.plot.as_ref(),
         Command::Explain(_)
@@ -41,7 +40,6 @@ pub fn check(command: &Command) -> Result<(), Failure> {
         | Command::Transfer(_)
         | Command::Fragmentation(_)
         | Command::Graphs(_)
-        | Command::Simulate(_)
         | Command::Options => None,
     };
     path.map_or(Ok(()), |path| check_destination(path).map_err(|cause| failed(path, cause)))

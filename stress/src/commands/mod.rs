@@ -14,8 +14,6 @@ pub mod options;
 pub mod replay;
 pub mod report;
 pub mod run;
-pub mod simulate;
-pub mod soak;
 pub mod study;
 pub mod transfer;
 

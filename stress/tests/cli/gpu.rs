@@ -225,12 +225,12 @@ fn a_run_on_a_gpu_leaves_the_rows_of_every_step() {
         .env("PYTHONPATH", bundle)
         .env("AQUIFER_STANDIN_DEVICES", "24GiB")
         .env("GPU_SMALL", "1")
-        .env("GPU_STEPS", "calls soak soak-segments replay pytorch")
+        .env("GPU_STEPS", "calls replay pytorch")
         .output()
         .unwrap();
     let summary = std::fs::read_to_string(bundle.join("out/summary.txt")).unwrap();
     assert!(run.status.success() && summary.contains("all steps passed"), "{summary}{}", errors(&run));
-    assert!(summary.contains("of-the-test") && summary.contains("--ops 300 "), "{summary}");
+    assert!(summary.contains("of-the-test") && summary.contains("calls --rounds 2"), "{summary}");
     let unpacked = Command::new("tar").current_dir(bundle).args(["-xzf", "out/results.tgz"]).status().unwrap();
     assert!(unpacked.success());
     let rows = |step: &str| -> Vec<Value> {
@@ -242,13 +242,6 @@ fn a_run_on_a_gpu_leaves_the_rows_of_every_step() {
     {
         let sizes = rows("calls").iter().filter(|row| row["call"] == call && row["modelled"] == false).count();
         assert!(sizes >= 3, "{call}: {sizes}");
-    }
-    for step in ["soak", "soak-segments"] {
-        let row = &rows(step)[0];
-        assert_eq!(
-            (&row["device"], &row["operations"], &row["mismatches"]),
-            (&"cuda:0".into(), &300.into(), &0.into())
-        );
     }
     let replayed = rows("replay");
     assert_eq!(replayed.iter().map(|row| &row["config"]).collect::<Vec<_>>(), ["", "backing:segments"]);

@@ -1,4 +1,4 @@
-//! `replay`, `soak` and `calls`: their figures and exit codes.
+//! `replay` and `calls`: their figures and exit codes.
 
 use super::*;
 
@@ -196,34 +196,7 @@ fn the_driver_s_pool_plays_the_same_program() {
 }
 
 #[test]
-fn a_soak_has_room_for_several_granules() {
-    let soak = rows(0, &["soak", "--device", "sim:8GiB", "--config", "granule_mb:64", "--ops", "50"]);
-    assert_eq!((bytes(&soak[0], "limit_bytes"), bytes(&soak[0], "mismatches")), (768 << 20, 0), "{soak:?}");
-}
-
-#[cfg(unix)]
-#[test]
-fn an_interrupted_soak_sums_up() {
-    let mut soak = program(&["--device", "sim:1GiB", "soak", "--minutes", "10", "--json"]);
-    let soak = soak.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    // Time for it to begin; before that the signal would end it.
-    std::thread::sleep(std::time::Duration::from_secs(2));
-    assert!(Command::new("kill").args(["-INT", &soak.id().to_string()]).status().unwrap().success());
-    let output = soak.wait_with_output().unwrap();
-    let row = &rows_of(0, &output)[0];
-    assert!(bytes(row, "operations") > 0 && row["seconds"].as_f64().unwrap() < 300.0, "{row}");
-    assert_eq!((bytes(row, "mismatches"), bytes(row, "not_given_back_bytes")), (0, 0), "{row}");
-    assert!(errors(&output).contains("interrupted; the result up to here:"), "{}", errors(&output));
-}
-
-#[test]
-fn soak_and_calls_print_their_figures() {
-    let soak = &rows(0, &["--device", "sim:1GiB", "soak", "--ops", "500", "--seeds", "2", "--threads", "2"])[0];
-    assert_eq!((&soak["operations"], &soak["seeds"], &soak["mismatches"]), (&1000.into(), &2.into(), &0.into()));
-    assert_eq!((&soak["not_given_back_bytes"], &soak["violations"]), (&0.into(), &0.into()));
-    assert!(soak["blocks_verified"].as_u64().unwrap() > 100, "{soak}");
-    let timed = &rows(0, &["--device", "sim:1GiB", "soak", "--minutes", "0.02", "--seeds", "3", "--threads", "1"])[0];
-    assert!(timed["seeds"].as_u64().unwrap() > 1, "each has a share of the time: {timed}");
+fn calls_print_their_figures() {
     let calls = rows(0, &["--device", "sim:24GiB", "calls", "--rounds", "2"]);
     let create = |row: &&Value| row["call"] == "cuMemCreate" && row["bytes"] == 2 << 20;
     let create = calls.iter().find(create).unwrap();
@@ -238,11 +211,7 @@ fn soak_and_calls_print_their_figures() {
     assert!(unmapped.iter().all(|row| row["benchmark"].is_null()), "{unmapped:?}");
     let output = stress(&["calls", "--rounds", "1", "--config", "limit_mb:100"]);
     assert!(errors(&output).contains("warning: --config has no effect here"), "{}", errors(&output));
-    for wrong in
-        [["soak", "--minutes", "0"], ["soak", "--ops", "0"], ["soak", "--threads", "0"], ["calls", "--rounds", "0"]]
-    {
-        assert_eq!(stress(&wrong).status.code(), Some(2), "{wrong:?}");
-    }
+    assert_eq!(stress(&["calls", "--rounds", "0"]).status.code(), Some(2));
 }
 
 #[test]

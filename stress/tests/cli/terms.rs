@@ -10,7 +10,7 @@ use super::*;
 #[test]
 fn wrong_use_is_explained() {
     let file = data("fsdp_start.trace");
-    let cases: [(&[&str], i32, &str); 14] = [
+    let cases: [(&[&str], i32, &str); 13] = [
         (&["replay", "--device", "sim:x", &file], 2, "presets"),
         (&["replay", "--device", "sim:h100,foo=1", &file], 2, "`foo` at byte 9"),
         (&["replay", "--config", "foo:1", &file], 2, "unknown option `foo`"),
@@ -24,7 +24,6 @@ fn wrong_use_is_explained() {
         (&["report", &file, "--output", "-"], 2, ".html"),
         (&["report", &file, "--output", "snapshot.pickle"], 2, ".html"),
         (&["report", &file, "--output", "/nonexistent/page.html"], 1, "/nonexistent/page.html: No such file"),
-        (&["soak", "--limit-mb", "0"], 2, "such as 512 or 0.5"),
     ];
     for (args, code, reason) in cases {
         let output = stress(args);
@@ -257,12 +256,11 @@ fn a_device_that_cannot_map_is_reported_once() {
     for (device, reason) in
         [("sim:4GiB,vmm=off", "cannot map memory"), ("sim:4GiB,fault_rate=cuMemMap:1:205", "mapping memory failed")]
     {
-        let commands: [&[&str]; 5] = [
+        let commands: [&[&str]; 4] = [
             &["replay", "--repeat", "2", &file],
             &["fit", &file],
             &["oom", "--way", "limit"],
             &["bench", "--quick", "--filter", "hot_512b"],
-            &["soak", "--ops", "100"],
         ];
         for args in commands {
             let said = errors(&stress(&[args, &["--device", device]].concat()));
@@ -298,8 +296,6 @@ fn a_limit_that_is_too_small_is_named() {
     refused(&bench, 3, "churn_1000: the limit of 100.00 MiB that the options set is too small");
     let file = Scratch::new("large.trace", b"a 0 30000000 0\nf 0 0\n");
     refused(&["fit", "--config", "limit_mb:20", file.path()], 3, "for the limit of 20.00 MiB that the options set");
-    refused(&["soak", "--limit-mb", "18446744073709551615"], 2, "--limit-mb");
-    refused(&["--device", "sim:1GiB", "soak", "--limit-mb", "1025"], 2, "1.00 GiB");
 }
 
 /// Such as a call that frees memory.
@@ -353,13 +349,12 @@ fn messages_that_cannot_be_written_do_not_change_the_exit_code() {
     let file = data("fsdp_start.trace");
     // The libraries warn of memory that cannot be released.
     let stuck = "sim:1GiB,fault_rate=cuMemUnmap:0.5:999";
-    let cases: [(&[&str], i32); 8] = [
+    let cases: [(&[&str], i32); 7] = [
         (&["--nope"], 2),
         (&["replay"], 2),
         (&["oom", "--way", "x"], 2),
         (&["replay", "--device", "cuda:0", &file], 1),
         (&["replay", "/no/such/file"], 4),
-        (&["soak", "--device", "sim:1MiB"], 3),
         (&["transfer", "--device", "sim:1MiB"], 3),
         (&["transfer", "--only", "small", "--max-mb", "1", "--rounds", "1", "--device", stuck], 0),
     ];

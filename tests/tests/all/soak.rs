@@ -1,9 +1,9 @@
-//! Soaks with all checks of the device: `aquifer_stress::soak`. `AQUIFER_PROGRAMS=1000` sets
+//! Soaks with all checks of the device: `aquifer_machine::soak`. `AQUIFER_PROGRAMS=1000` sets
 //! how many seeds, each of 1000 operations.
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
-use aquifer_stress::soak::{self, Counts, Plan};
+use aquifer_machine::soak::{self, Counts, Plan};
 use aquifer_tests::prelude::*;
 
 const OPERATIONS: u64 = 1000;

@@ -9,14 +9,14 @@ use aquifer::memory::{Growable, TagScope};
 use aquifer_device::Operation;
 use aquifer_device::RawStream;
 
-use super::plan::{Ending, Freeing};
-use super::player::{END, Player, at, length};
-use super::sleep::{BARE, BARE_KIND};
-use super::world::{Dropping, Handed};
+use crate::plan::{Ending, Freeing};
+use crate::player::{END, Player, at, length};
+use crate::sleep::{BARE, BARE_KIND};
+use crate::world::{Dropping, Handed};
 
 /// A bare pointer.
-pub(super) struct Raw {
-    pub(super) ptr: DevicePtr,
+pub(crate) struct Raw {
+    pub(crate) ptr: DevicePtr,
     bytes: u64,
     /// The stream that it was allocated for, and the one that used it last, after all others.
     stream: Stream,
@@ -28,7 +28,7 @@ pub(super) struct Raw {
 }
 
 /// Memory that grows, with the tick of its last use.
-pub(super) struct Growing {
+pub(crate) struct Growing {
     memory: Growable,
     used: Tick,
     /// As of [`Raw`].
@@ -37,7 +37,7 @@ pub(super) struct Growing {
 }
 
 impl Player<'_> {
-    pub(super) fn alloc_raw(&mut self, stream: &Stream, bytes: u64) {
+    pub(crate) fn alloc_raw(&mut self, stream: &Stream, bytes: u64) {
         let world = self.world;
         let Some(_work) = world.sleeping.begin_bare_work() else { return };
         let scope = TagScope::new(BARE);
@@ -74,7 +74,7 @@ impl Player<'_> {
         ordered.is_some()
     }
 
-    pub(super) fn use_raw(&mut self, pick: u32, stream: u32) {
+    pub(crate) fn use_raw(&mut self, pick: u32, stream: u32) {
         let (world, stream) = (self.world, self.stream(stream));
         let Some(_work) = world.sleeping.begin_bare_work() else { return };
         let Some(at) = at(&self.raw, pick) else { return };
@@ -92,7 +92,7 @@ impl Player<'_> {
         self.write_raw(at);
     }
 
-    pub(super) fn free_raw(&mut self, pick: u32, how: Freeing) {
+    pub(crate) fn free_raw(&mut self, pick: u32, how: Freeing) {
         let memory = &self.world.memory;
         let Some(at) = at(&self.raw, pick) else { return };
         let stream = self.raw[at].stream.clone();
@@ -111,7 +111,7 @@ impl Player<'_> {
     }
 
     /// Leaves a bare pointer to the other threads, which can wait for its last use.
-    pub(super) fn give_raw(&mut self, pick: u32) {
+    pub(crate) fn give_raw(&mut self, pick: u32) {
         let Some(at) = at(&self.raw, pick) else { return };
         let is_default = self.raw[at].last.raw() == RawStream::PER_THREAD;
         if is_default && self.world.allow(self.raw[at].used.cover()).is_none() {
@@ -123,7 +123,7 @@ impl Player<'_> {
 
     /// Takes a bare pointer that another thread left, if a stream of this one can be ordered after
     /// its last use.
-    pub(super) fn take_raw(&mut self, raw: Raw, stream: &Stream) {
+    pub(crate) fn take_raw(&mut self, raw: Raw, stream: &Stream) {
         self.raw.push(raw);
         let at = self.raw.len() - 1;
         if !self.runs(stream) || !self.order_raw(at, stream) {
@@ -131,7 +131,7 @@ impl Player<'_> {
         }
     }
 
-    pub(super) fn capture(&mut self, pool: u32, stream: u32, bytes: u64, ending: Ending) {
+    pub(crate) fn capture(&mut self, pool: u32, stream: u32, bytes: u64, ending: Ending) {
         if bytes.is_multiple_of(4) {
             // Under way when the capture begins.
             self.upload(pool, stream, true, false);
@@ -168,7 +168,7 @@ impl Player<'_> {
         }
     }
 
-    pub(super) fn launch(&mut self, graph: u32, stream: u32) {
+    pub(crate) fn launch(&mut self, graph: u32, stream: u32) {
         let (world, stream) = (self.world, self.stream(stream));
         let Some(_work) = world.sleeping.begin_bare_work() else { return };
         if let Some(at) = at(&self.graphs, graph) {
@@ -176,7 +176,7 @@ impl Player<'_> {
         }
     }
 
-    pub(super) fn make_growable(&mut self, capacity: u64) {
+    pub(crate) fn make_growable(&mut self, capacity: u64) {
         let world = self.world;
         let _scope = TagScope::new(BARE);
         let made = world.memory.growable(capacity, &self.streams[0]);
@@ -185,7 +185,7 @@ impl Player<'_> {
     }
 
     /// Grows or shrinks memory, compares what was there before, and writes it.
-    pub(super) fn resize(&mut self, pick: u32, stream: u32, bytes: u64) {
+    pub(crate) fn resize(&mut self, pick: u32, stream: u32, bytes: u64) {
         let (world, stream, pattern) = (self.world, self.stream(stream), self.pattern());
         let Some(_work) = world.sleeping.begin_bare_work() else { return };
         let Some(at) = at(&self.growables, pick) else { return };
@@ -220,7 +220,7 @@ impl Player<'_> {
     }
 
     /// Frees what bare pointers are left.
-    pub(super) fn free_all_raw(&mut self) {
+    pub(crate) fn free_all_raw(&mut self) {
         while !self.raw.is_empty() {
             self.free_raw(0, Freeing::OnLastStream);
         }

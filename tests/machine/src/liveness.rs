@@ -9,8 +9,8 @@ use aquifer_allocator::config::Backing;
 use aquifer_allocator::snapshot::BlockState;
 use aquifer_device::{DeviceError, DevicePtr, ErrorKind};
 
-use super::Counts;
-use super::world::{Handed, World, count};
+use crate::Counts;
+use crate::world::{Handed, World, count};
 
 const MIB: u64 = 1 << 20;
 
@@ -21,7 +21,7 @@ const CALLS_MAX: u64 = 16;
 impl World {
     /// Makes a request of one of the allocators. In a program of one thread, without faults, limits
     /// or another process, it is served if it fits.
-    pub(super) fn request<T>(&self, of: &Allocator, bytes: u64, ask: impl FnOnce() -> Result<T, Error>) -> Option<T> {
+    pub(crate) fn request<T>(&self, of: &Allocator, bytes: u64, ask: impl FnOnce() -> Result<T, Error>) -> Option<T> {
         self.end_uploads();
         if !self.is_calm() {
             return self.served(ask());
@@ -45,7 +45,7 @@ impl World {
 
     /// What a launch gave, or `None` where it may be refused. Memory that its graph lent comes back
     /// if it fits.
-    pub(super) fn launched<T>(&self, outcome: Result<T, Error>) -> Option<T> {
+    pub(crate) fn launched<T>(&self, outcome: Result<T, Error>) -> Option<T> {
         if let Err(Error::Alloc(AllocError::OutOfMemory(report))) = &outcome
             && self.is_calm()
         {
@@ -59,7 +59,7 @@ impl World {
     }
 
     /// What sleeps could not wake up for lack of memory: checks that it does not fit.
-    pub(super) fn check_lack(&self, error: &DeviceError) {
+    pub(crate) fn check_lack(&self, error: &DeviceError) {
         if self.is_alone() {
             count(&self.counts.liveness);
             let (need, room) = (self.memory.sleeping_bytes(), self.room(&self.memory));
@@ -125,7 +125,7 @@ impl World {
 
     /// Ends the program: takes faults back, and checks that the allocators still work, give
     /// everything back, and serve what fits.
-    pub(super) fn finish(self) -> Result<Counts, String> {
+    pub(crate) fn finish(self) -> Result<Counts, String> {
         if !self.has_failed() {
             self.end();
         }

@@ -5,7 +5,7 @@ use aquifer::kernels::Kernels;
 use aquifer::{Buffer, Stream};
 use aquifer_kernels::Mismatches;
 
-use crate::exit::Failure;
+use super::Failure;
 
 /// Compared blocks after which the host reads the result.
 const LOOK_AFTER: usize = 64;

@@ -12,10 +12,10 @@ use aquifer_device::AccessKind;
 use aquifer_kernels::pattern_bytes;
 use crossbeam::channel::Receiver;
 
+use super::Failure;
 use super::Shared;
 use super::block::{Block, Compared, Findings};
 use super::counts::{Counts, Mismatch};
-use crate::exit::Failure;
 use crate::random::Random;
 
 /// The largest blocks that the host writes and reads, in bytes.

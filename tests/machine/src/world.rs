@@ -15,15 +15,15 @@ use aquifer_device::{Code, Operation};
 use aquifer_oracle::Judged;
 use aquifer_sim::{Lagging, Violation, ViolationKind};
 
-use super::Counts;
-use super::bare::Raw;
-use super::graphs::Replayed;
-use super::plan::{Plan, Step};
-use super::player::Owned;
-use super::sleep::Sleeping;
+use crate::Counts;
+use crate::bare::Raw;
+use crate::graphs::Replayed;
+use crate::plan::{Plan, Step};
+use crate::player::Owned;
+use crate::sleep::Sleeping;
 
 /// What a thread leaves to another one.
-pub(super) enum Handed {
+pub(crate) enum Handed {
     Buffer(Owned),
     Raw(Raw),
     Pool(PrivatePool),
@@ -36,37 +36,37 @@ pub(super) enum Handed {
 /// Whether a capture was dropped. What its stream enqueued before may have been captured, and what
 /// it enqueues afterwards is not.
 #[derive(Debug, Default)]
-pub(super) struct Dropping {
+pub(crate) struct Dropping {
     done: AtomicBool,
 }
 
 impl Dropping {
-    pub(super) fn is_done(&self) -> bool {
+    pub(crate) fn is_done(&self) -> bool {
         self.done.load(Ordering::Relaxed)
     }
 
-    pub(super) fn finish(&self, capture: Capture) {
+    pub(crate) fn finish(&self, capture: Capture) {
         drop(capture);
         self.done.store(true, Ordering::Relaxed);
     }
 }
 
 /// The world of a simulation.
-pub(super) struct World {
-    pub(super) memory: Allocator,
-    pub(super) second: Allocator,
-    pub(super) transfer: Transfer,
-    pub(super) device: Device,
-    pub(super) driver: Arc<SimDriver>,
+pub(crate) struct World {
+    pub(crate) memory: Allocator,
+    pub(crate) second: Allocator,
+    pub(crate) transfer: Transfer,
+    pub(crate) device: Device,
+    pub(crate) driver: Arc<SimDriver>,
     /// In front of it: the host sees the device as many steps behind as the plan says.
     lagging: Arc<Lagging>,
     /// In front of that.
-    pub(super) judged: Arc<Judged>,
-    pub(super) threads: usize,
+    pub(crate) judged: Arc<Judged>,
+    pub(crate) threads: usize,
     /// Some step injects faults.
-    pub(super) may_fail: bool,
+    pub(crate) may_fail: bool,
     /// Allocators are asked for all memory at the end before anything is emptied.
-    pub(super) asks_first: bool,
+    pub(crate) asks_first: bool,
     handed: Mutex<Vec<Handed>>,
     /// A fault was injected: any call may fail, and fail again.
     faulty: AtomicBool,
@@ -80,27 +80,27 @@ pub(super) struct World {
     /// A graph was captured: memory of private pools may be its own.
     has_graphs: AtomicBool,
     /// An upload goes on that no thread has waited for. It keeps memory that was dropped.
-    pub(super) uploads: AtomicBool,
-    pub(super) sleeping: Sleeping,
+    pub(crate) uploads: AtomicBool,
+    pub(crate) sleeping: Sleeping,
     found: Mutex<Option<String>>,
-    pub(super) counts: Counters,
+    pub(crate) counts: Counters,
 }
 
 /// What was done and checked so far.
 #[derive(Debug, Default)]
-pub(super) struct Counters {
-    pub(super) steps: AtomicU64,
+pub(crate) struct Counters {
+    pub(crate) steps: AtomicU64,
     /// Comparisons of contents, looks for races and misuse, and readings of statistics and
     /// snapshots.
-    pub(super) safety: AtomicU64,
+    pub(crate) safety: AtomicU64,
     /// Refusals that were found right, and requests that had to be served.
-    pub(super) liveness: AtomicU64,
+    pub(crate) liveness: AtomicU64,
     /// Requests that waited although the device had more than enough free memory.
-    pub(super) needless_waits: AtomicU64,
+    pub(crate) needless_waits: AtomicU64,
 }
 
 impl Counters {
-    pub(super) fn read(&self) -> Counts {
+    pub(crate) fn read(&self) -> Counts {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let [steps, safety] = [&self.steps, &self.safety].map(read);
         let [liveness, needless_waits] = [&self.liveness, &self.needless_waits].map(read);
@@ -108,12 +108,12 @@ impl Counters {
     }
 }
 
-pub(super) fn count(counter: &AtomicU64) {
+pub(crate) fn count(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
 
 impl World {
-    pub(super) fn new(plan: &Plan) -> Result<World, String> {
+    pub(crate) fn new(plan: &Plan) -> Result<World, String> {
         let driver = SimDriver::new(SimConfig::new(plan.capacity).seed(plan.seed));
         let lagging = Lagging::new(driver.clone(), plan.lag);
         let judged = Judged::new(lagging.clone());
@@ -155,18 +155,18 @@ impl World {
     }
 
     /// Another process holds so much from now on.
-    pub(super) fn set_other_process(&self, bytes: u64) {
+    pub(crate) fn set_other_process(&self, bytes: u64) {
         self.other_process.store(bytes, Ordering::Relaxed);
         self.driver.set_other_process_bytes(bytes);
     }
 
-    pub(super) fn set_limit(&self, limit: Option<u64>) {
+    pub(crate) fn set_limit(&self, limit: Option<u64>) {
         self.limited.store(limit.is_some(), Ordering::Relaxed);
         self.memory.set_limit(limit);
     }
 
     /// Sets the limit to the share of the device's memory that `bytes` are. That allows `bytes`.
-    pub(super) fn set_share(&self, bytes: u64) {
+    pub(crate) fn set_share(&self, bytes: u64) {
         self.limited.store(true, Ordering::Relaxed);
         let total = self.device.info().total_bytes;
         let bytes = bytes.min(total - 1);
@@ -178,13 +178,13 @@ impl World {
     }
 
     /// True if nothing is in the way of requests but memory in use: what fits can be told exactly.
-    pub(super) fn is_calm(&self) -> bool {
+    pub(crate) fn is_calm(&self) -> bool {
         self.is_alone() && !self.limited.load(Ordering::Relaxed) && !self.sleeping.may_refuse(self.threads)
     }
 
     /// True if no other thread or process takes memory, no call fails, and the host may wait for
     /// the device.
-    pub(super) fn is_alone(&self) -> bool {
+    pub(crate) fn is_alone(&self) -> bool {
         self.threads == 1
             && !self.faulty.load(Ordering::Relaxed)
             && self.other_process.load(Ordering::Relaxed) == 0
@@ -192,14 +192,14 @@ impl World {
     }
 
     /// Waits for uploads where it is judged what fits.
-    pub(super) fn end_uploads(&self) {
+    pub(crate) fn end_uploads(&self) {
         if self.threads == 1 && self.uploads.swap(false, Ordering::Relaxed) {
             self.allow(self.transfer.synchronize());
         }
     }
 
     /// How often requests waited: the host for streams or for the device, or a stream for another.
-    pub(super) fn waits(&self) -> u64 {
+    pub(crate) fn waits(&self) -> u64 {
         let waits = |memory: &Allocator| {
             let stats = memory.stats();
             stats.num_sync_all_streams + stats.cross_stream_waits
@@ -208,47 +208,47 @@ impl World {
     }
 
     /// Reports a failure; the first one counts.
-    pub(super) fn report(&self, what: impl Into<String>) {
+    pub(crate) fn report(&self, what: impl Into<String>) {
         self.found.lock().get_or_insert_with(|| what.into());
     }
 
-    pub(super) fn has_failed(&self) -> bool {
+    pub(crate) fn has_failed(&self) -> bool {
         self.found.lock().is_some()
     }
 
-    pub(super) fn found(&self) -> Option<String> {
+    pub(crate) fn found(&self) -> Option<String> {
         self.found.lock().take()
     }
 
-    pub(super) fn hand(&self, what: Handed) {
+    pub(crate) fn hand(&self, what: Handed) {
         if matches!(what, Handed::Capture(..)) {
             self.captured.store(true, Ordering::Relaxed);
         }
         self.handed.lock().push(what);
     }
 
-    pub(super) fn take_handed(&self) -> Option<Handed> {
+    pub(crate) fn take_handed(&self) -> Option<Handed> {
         self.handed.lock().pop()
     }
 
-    pub(super) fn take_all_handed(&self) -> Vec<Handed> {
+    pub(crate) fn take_all_handed(&self) -> Vec<Handed> {
         std::mem::take(&mut *self.handed.lock())
     }
 
-    pub(super) fn note_graph(&self) {
+    pub(crate) fn note_graph(&self) {
         self.has_graphs.store(true, Ordering::Relaxed);
     }
 
-    pub(super) fn has_graphs(&self) -> bool {
+    pub(crate) fn has_graphs(&self) -> bool {
         self.has_graphs.load(Ordering::Relaxed)
     }
 
-    pub(super) fn is_lost(&self) -> bool {
+    pub(crate) fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Relaxed)
     }
 
     /// Makes each call of the driver fail at random, in so many cases of a thousand.
-    pub(super) fn inject_rate(&self, thousandths: u32) {
+    pub(crate) fn inject_rate(&self, thousandths: u32) {
         self.driver.clear_faults();
         if thousandths > 0 {
             self.faulty.store(true, Ordering::Relaxed);
@@ -257,20 +257,20 @@ impl World {
     }
 
     /// Makes the nth call of the driver fail, or the nth one of an operation.
-    pub(super) fn inject(&self, nth: u64, operation: Option<Operation>) {
+    pub(crate) fn inject(&self, nth: u64, operation: Option<Operation>) {
         self.faulty.store(true, Ordering::Relaxed);
         self.driver.inject(Fault::Nth { operation, nth, code: Code(999) });
     }
 
     /// Loses the device at the nth call.
-    pub(super) fn lose(&self, nth: u64) {
+    pub(crate) fn lose(&self, nth: u64) {
         self.faulty.store(true, Ordering::Relaxed);
         self.lost.store(true, Ordering::Relaxed);
         self.driver.inject(Fault::LostAt { nth });
     }
 
     /// Reports an error that nothing explains.
-    pub(super) fn judge(&self, error: &str) {
+    pub(crate) fn judge(&self, error: &str) {
         let is_of_capture = error.contains("CAPTURE") || error.contains("capture");
         // Several threads may capture at any time, which forbids calls of others.
         let explained = self.faulty.load(Ordering::Relaxed)
@@ -282,7 +282,7 @@ impl World {
     }
 
     /// What an allocator served, or `None` where it may refuse.
-    pub(super) fn served<T>(&self, outcome: Result<T, impl Into<Error>>) -> Option<T> {
+    pub(crate) fn served<T>(&self, outcome: Result<T, impl Into<Error>>) -> Option<T> {
         match outcome.map_err(Into::into) {
             Ok(served) => return Some(served),
             Err(Error::Alloc(AllocError::OutOfMemory(report))) if report.advice.is_empty() => {
@@ -297,7 +297,7 @@ impl World {
     }
 
     /// Compares contents.
-    pub(super) fn compare(&self, found: &[u8], pattern: u8) {
+    pub(crate) fn compare(&self, found: &[u8], pattern: u8) {
         count(&self.counts.safety);
         if let Some(at) = found.iter().position(|&byte| byte != pattern) {
             self.report(format!("byte {at} is {:#04x} instead of {pattern:#04x}", found[at]));
@@ -305,14 +305,14 @@ impl World {
     }
 
     /// Counts a step and checks what must hold after each.
-    pub(super) fn check(&self) {
+    pub(crate) fn check(&self) {
         count(&self.counts.steps);
         self.lagging.advance();
         self.check_violations();
     }
 
     /// Reports what the race detector, the second race checker and the checks of memory found.
-    pub(super) fn check_violations(&self) {
+    pub(crate) fn check_violations(&self) {
         count(&self.counts.safety);
         let (violations, races) = (self.driver.violations(), self.judged.races());
         let is_race = |violation: &Violation| {
@@ -328,7 +328,7 @@ impl World {
 
     /// Reads statistics and a snapshot, each of which is of one moment, and, where no other thread
     /// works, compares them.
-    pub(super) fn look(&self) {
+    pub(crate) fn look(&self) {
         count(&self.counts.safety);
         let stats = self.memory.stats();
         let named = [

@@ -13,13 +13,16 @@
 //! ended, everything goes back to the device, and a request that fits is served within a bounded
 //! number of driver calls, also where a cache, an idle pool or the other allocator holds memory
 //! without need.
+#![forbid(unsafe_code)]
 
 mod bare;
 mod graphs;
 mod liveness;
 mod plan;
 mod player;
+pub mod random;
 mod sleep;
+pub mod soak;
 mod world;
 
 use std::sync::Arc;

@@ -191,7 +191,7 @@ pub enum Step {
 
 impl Step {
     /// True if calls of the driver fail from then on.
-    pub(super) fn injects_faults(&self) -> bool {
+    pub(crate) fn injects_faults(&self) -> bool {
         let refuses = matches!(self, Step::Capture { ending: Ending::Refuse, .. });
         refuses || matches!(self, Step::Faults(_) | Step::Fault { .. } | Step::Lose(_))
     }
@@ -230,7 +230,7 @@ impl Plan {
     }
 
     /// The plan without some steps of one thread.
-    pub(super) fn without(&self, thread: usize, steps: std::ops::Range<usize>) -> Plan {
+    pub(crate) fn without(&self, thread: usize, steps: std::ops::Range<usize>) -> Plan {
         let mut plan = self.clone();
         if let Some(all) = plan.threads.get_mut(thread) {
             let end = steps.end.min(all.len());

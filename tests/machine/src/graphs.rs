@@ -5,11 +5,11 @@ use aquifer::prelude::*;
 use aquifer::{Error, Graph};
 use aquifer_sim::Conditional;
 
-use super::player::{Player, at, length};
-use super::world::World;
+use crate::player::{Player, at, length};
+use crate::world::World;
 
 /// A graph with what it reads.
-pub(super) struct Replayed {
+pub(crate) struct Replayed {
     graph: Graph<[Buffer<u8>; 2]>,
     /// Each launch copies it to the first output.
     parameter: Buffer<u8>,
@@ -64,7 +64,7 @@ impl World {
 impl Player<'_> {
     /// Captures a graph, with memory of a pool or of its own, that copies its inputs by way of
     /// temporaries, another stream and bodies of a SWITCH.
-    pub(super) fn make_graph(&mut self, pool: u32, stream: u32, bytes: u64, temporary: u64) {
+    pub(crate) fn make_graph(&mut self, pool: u32, stream: u32, bytes: u64, temporary: u64) {
         let (world, memory, pattern) = (self.world, &self.world.memory, self.pattern());
         let can_capture = |stream: &Stream| self.runs(stream) && !stream.raw().is_legacy();
         let [one, other, side] = [0, 1, 2].map(|further| self.stream(stream + further));
@@ -128,7 +128,7 @@ impl Player<'_> {
 
     /// Launches a graph twice, on two streams. Each time, the other stream has just begun to write
     /// new inputs. Compares what the launches wrote, unless they are left under way.
-    pub(super) fn replay_graph(&mut self, pick: u32, stream: u32) {
+    pub(crate) fn replay_graph(&mut self, pick: u32, stream: u32) {
         let (world, streams) = (self.world, [self.stream(stream), self.stream(stream + 1)]);
         let Some(at) = at(&self.replayed, pick).filter(|_| streams.iter().all(|stream| self.runs(stream))) else {
             return;
@@ -174,7 +174,7 @@ impl Player<'_> {
     }
 
     /// Drops the last handle of what a graph reads, and allocates an equal buffer.
-    pub(super) fn drop_input(&mut self, pick: u32, stream: u32) {
+    pub(crate) fn drop_input(&mut self, pick: u32, stream: u32) {
         let (world, stream) = (self.world, self.stream(stream));
         let Some(at) = at(&self.replayed, pick) else { return };
         if let Some(bytes) = self.replayed[at].constant.take().map(|constant| constant.bytes()) {

@@ -7,25 +7,25 @@ use aquifer::memory::{AllocError, Contents, Part, SleepOptions};
 use aquifer_allocator::WakeLock;
 use aquifer_device::fork::{Condvar, Mutex};
 
-use super::plan::Asleep;
-use super::player::Player;
-use super::world::World;
+use crate::plan::Asleep;
+use crate::player::Player;
+use crate::world::World;
 
 /// The tags of buffers: none, and two that sleep apart.
-pub(super) const TAGS: [&str; 3] = ["", "weights", "cache"];
+pub(crate) const TAGS: [&str; 3] = ["", "weights", "cache"];
 
 /// What has a tag of its own: memory that work uses without access guards.
-pub(super) const BARE: &str = "bare";
+pub(crate) const BARE: &str = "bare";
 
 /// Kinds of memory whose contents are lost apart: by the tags, and that of bare work.
 const KINDS: usize = 4;
 
 /// The kind of memory with the tag [`BARE`].
-pub(super) const BARE_KIND: usize = KINDS - 1;
+pub(crate) const BARE_KIND: usize = KINDS - 1;
 
 /// The sleep of an allocator.
 #[derive(Debug, Default)]
-pub(super) struct Sleeping {
+pub(crate) struct Sleeping {
     /// Held by the thread that puts all memory, or a pool, to sleep, or wakes everything up.
     control: Mutex<()>,
     bare: Mutex<Bare>,
@@ -47,7 +47,7 @@ struct Bare {
 }
 
 /// Bare work of a thread.
-pub(super) struct BareWork<'a>(&'a Sleeping);
+pub(crate) struct BareWork<'a>(&'a Sleeping);
 
 impl Drop for BareWork<'_> {
     fn drop(&mut self) {
@@ -58,7 +58,7 @@ impl Drop for BareWork<'_> {
 
 impl Sleeping {
     /// Begins bare work, unless it has to stop.
-    pub(super) fn begin_bare_work(&self) -> Option<BareWork<'_>> {
+    pub(crate) fn begin_bare_work(&self) -> Option<BareWork<'_>> {
         let mut bare = self.bare.lock();
         bare.threads += usize::from(!bare.is_stopped);
         (!bare.is_stopped).then(|| BareWork(self))
@@ -74,13 +74,13 @@ impl Sleeping {
 
     /// True if requests and access guards may be refused because memory sleeps. Only a program of
     /// one thread knows that it is awake.
-    pub(super) fn may_refuse(&self, threads: usize) -> bool {
+    pub(crate) fn may_refuse(&self, threads: usize) -> bool {
         let begun = self.begun.load(Ordering::Relaxed);
         begun > 0 && (threads > 1 || begun > self.woken.load(Ordering::Relaxed))
     }
 
     /// How often contents of a kind were lost so far.
-    pub(super) fn lost(&self, kind: usize) -> u64 {
+    pub(crate) fn lost(&self, kind: usize) -> u64 {
         self.lost[kind].load(Ordering::Relaxed)
     }
 
@@ -100,7 +100,7 @@ impl Sleeping {
 impl World {
     /// Keeps the allocator awake while contents are compared that may be lost otherwise. `None` if
     /// it sleeps.
-    pub(super) fn keep_awake(&self) -> Option<WakeLock> {
+    pub(crate) fn keep_awake(&self) -> Option<WakeLock> {
         self.allow(self.memory.keep_awake())
     }
 }
@@ -113,11 +113,11 @@ impl Player<'_> {
             Asleep::FirstTag => Part::tag(TAGS[1]),
             Asleep::SecondTag => Part::tag(TAGS[2]),
             Asleep::Untagged => Part::untagged(),
-            Asleep::Pool(pick) => Part::pool(&self.pools[super::player::at(&self.pools, pick)?]),
+            Asleep::Pool(pick) => Part::pool(&self.pools[crate::player::at(&self.pools, pick)?]),
         })
     }
 
-    pub(super) fn sleep(&mut self, what: Asleep, save: bool, waits: bool) {
+    pub(crate) fn sleep(&mut self, what: Asleep, save: bool, waits: bool) {
         let (world, sleeping) = (self.world, &self.world.sleeping);
         let contents = || if save { Contents::SaveToHost } else { Contents::Discard };
         let stops_bare_work = matches!(what, Asleep::All | Asleep::AllButTag | Asleep::Pool(_));
@@ -148,7 +148,7 @@ impl Player<'_> {
         drop(control);
     }
 
-    pub(super) fn wake(&mut self, what: Asleep) {
+    pub(crate) fn wake(&mut self, what: Asleep) {
         let (world, sleeping) = (self.world, &self.world.sleeping);
         world.end_uploads();
         if let Some(part) = self.part(what) {

@@ -27,12 +27,12 @@ use aquifer::{Allocator, Stream};
 use block::Block;
 use crossbeam::channel::{self, Sender};
 
-use crate::exit::Failure;
-use crate::subject::streams_of;
-
 pub use block::Compared;
 pub use counts::{Counts, Mismatch};
 use worker::Worker;
+
+/// Why a soak fails, other than by damage.
+pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 /// The parameters of a soak.
 #[derive(Debug, Clone, Copy)]
@@ -90,7 +90,8 @@ impl Shared<'_> {
 /// the counts.
 pub fn run(allocator: &Allocator, plan: &Plan, begun: &AtomicU64, stop: &AtomicBool) -> Result<Counts, Failure> {
     let device = allocator.device();
-    let streams = streams_of(device, plan.streams.into())?;
+    let new = (1..plan.streams).map(|_| device.stream());
+    let streams = std::iter::once(Ok(device.default_stream().clone())).chain(new).collect::<Result<_, _>>()?;
     allocator.set_limit(Some(plan.limit));
     let (outboxes, inboxes): (Vec<_>, Vec<_>) = (0..plan.threads).map(|_| channel::unbounded()).unzip();
     let shared = Shared {

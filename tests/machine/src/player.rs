@@ -16,14 +16,14 @@ use aquifer_allocator::{PoolRoute, WakeLock};
 use aquifer_device::RawStream;
 use aquifer_device::{HandleKind, executor};
 
-use super::bare::{Growing, Raw};
-use super::graphs::Replayed;
-use super::plan::Step;
-use super::sleep::TAGS;
-use super::world::{Dropping, Handed, World};
+use crate::bare::{Growing, Raw};
+use crate::graphs::Replayed;
+use crate::plan::Step;
+use crate::sleep::TAGS;
+use crate::world::{Dropping, Handed, World};
 
 /// Bytes that are compared at either end of a buffer.
-pub(super) const END: usize = 64;
+pub(crate) const END: usize = 64;
 
 /// The longest buffer that is copied to the host as a whole.
 const WHOLE: usize = 256 << 10;
@@ -35,7 +35,7 @@ static FILES: AtomicU64 = AtomicU64::new(0);
 const PIECES_MAX: u32 = 200;
 
 /// A buffer with its contents: one byte everywhere, if that is known.
-pub(super) struct Owned {
+pub(crate) struct Owned {
     buffer: Buffer<u8>,
     pattern: Option<u8>,
     /// What may be lost in sleep together with it, and how often that was before it was written.
@@ -46,26 +46,26 @@ pub(super) struct Owned {
 }
 
 /// A thread.
-pub(super) struct Player<'a> {
-    pub(super) world: &'a World,
+pub(crate) struct Player<'a> {
+    pub(crate) world: &'a World,
     /// The thread's own default stream first.
-    pub(super) streams: Vec<Stream>,
+    pub(crate) streams: Vec<Stream>,
     owned: Vec<Owned>,
-    pub(super) raw: Vec<Raw>,
-    pub(super) pools: Vec<PrivatePool>,
+    pub(crate) raw: Vec<Raw>,
+    pub(crate) pools: Vec<PrivatePool>,
     routes: Vec<PoolRoute>,
-    pub(super) graphs: Vec<Graph>,
-    pub(super) replayed: Vec<Replayed>,
-    pub(super) growables: Vec<Growing>,
+    pub(crate) graphs: Vec<Graph>,
+    pub(crate) replayed: Vec<Replayed>,
+    pub(crate) growables: Vec<Growing>,
     /// Captures of its streams that other threads drop, by stream.
-    pub(super) handed: HashMap<u32, Arc<Dropping>>,
+    pub(crate) handed: HashMap<u32, Arc<Dropping>>,
     /// A stream whose capture it has dropped, if that did not end it.
-    pub(super) dropped: Option<Stream>,
+    pub(crate) dropped: Option<Stream>,
     next_pattern: u8,
 }
 
 impl<'a> Player<'a> {
-    pub(super) fn new(world: &'a World, number: usize) -> Player<'a> {
+    pub(crate) fn new(world: &'a World, number: usize) -> Player<'a> {
         let mut streams = vec![world.device.per_thread_stream()];
         for at in 0..3 {
             // Both kinds, and the legacy stream for the first thread.
@@ -81,7 +81,7 @@ impl<'a> Player<'a> {
     }
 
     /// Makes all steps, and gives everything back that the thread has.
-    pub(super) fn play(mut self, steps: &[Step]) {
+    pub(crate) fn play(mut self, steps: &[Step]) {
         for &step in steps {
             if self.world.has_failed() {
                 break;
@@ -116,14 +116,14 @@ impl<'a> Player<'a> {
 
     /// The stream that `pick` stands for, or the next one without a capture that another thread may
     /// be ending just now.
-    pub(super) fn stream(&self, pick: u32) -> Stream {
+    pub(crate) fn stream(&self, pick: u32) -> Stream {
         let first = pick as usize % self.streams.len();
         let from_there = self.streams[first..].iter().chain(&self.streams[..first]);
         from_there.clone().find(|stream| self.runs(stream)).unwrap_or(&self.streams[first]).clone()
     }
 
     /// True if work that the stream enqueues now is run, not captured.
-    pub(super) fn runs(&self, stream: &Stream) -> bool {
+    pub(crate) fn runs(&self, stream: &Stream) -> bool {
         self.handed.get(&stream.id()).is_none_or(|dropping| dropping.is_done())
     }
 
@@ -138,7 +138,7 @@ impl<'a> Player<'a> {
         owned.pattern = self.world.allow(filled).filter(|()| runs).map(|()| pattern);
     }
 
-    pub(super) fn pattern(&mut self) -> u8 {
+    pub(crate) fn pattern(&mut self) -> u8 {
         self.next_pattern = self.next_pattern.wrapping_add(1);
         self.next_pattern
     }
@@ -299,7 +299,7 @@ impl<'a> Player<'a> {
 
     /// Asks for a buffer, writes it and keeps it, unless it was allocated in a capture: then it is
     /// the graph's, and other graphs of the pool write it, too.
-    pub(super) fn add(
+    pub(crate) fn add(
         &mut self,
         of: &Allocator,
         bytes: u64,
@@ -333,7 +333,7 @@ impl<'a> Player<'a> {
         self.owned.truncate(first + keep as usize);
     }
 
-    pub(super) fn upload(&mut self, pick: u32, stream: u32, is_file: bool, is_kept: bool) {
+    pub(crate) fn upload(&mut self, pick: u32, stream: u32, is_file: bool, is_kept: bool) {
         let (world, stream, pattern) = (self.world, self.stream(stream), self.pattern());
         let Some(owned) = at(&self.owned, pick).map(|at| &mut self.owned[at]) else { return };
         if owned.buffer.is_empty() || owned.buffer.len() > WHOLE {
@@ -408,22 +408,22 @@ impl<'a> Player<'a> {
     }
 }
 
-pub(super) fn length(bytes: u64) -> usize {
+pub(crate) fn length(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
 /// The index that `pick` stands for.
-pub(super) fn at<T>(all: &[T], pick: u32) -> Option<usize> {
+pub(crate) fn at<T>(all: &[T], pick: u32) -> Option<usize> {
     (!all.is_empty()).then(|| pick as usize % all.len())
 }
 
-pub(super) fn take<T>(all: &mut Vec<T>, pick: u32) -> Option<T> {
+pub(crate) fn take<T>(all: &mut Vec<T>, pick: u32) -> Option<T> {
     at(all, pick).map(|at| all.swap_remove(at))
 }
 
 impl World {
     /// The value, or `None` where an error is possible. Reports other errors.
-    pub(super) fn allow<T, E: Display>(&self, outcome: Result<T, E>) -> Option<T> {
+    pub(crate) fn allow<T, E: Display>(&self, outcome: Result<T, E>) -> Option<T> {
         outcome.inspect_err(|error| self.judge(&error.to_string())).ok()
     }
 }
