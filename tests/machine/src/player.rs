@@ -1,26 +1,24 @@
 //! A simulated thread: it makes the steps of a program and checks what it can see after each.
 
 use std::collections::HashMap;
-use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use std::{env, fs, process};
 
+use aquifer::Error;
 use aquifer::device::{Graph, StreamFlags};
+use aquifer::kernels::Kernels;
 use aquifer::memory::{Config, PoolOptions, PrivatePool, TagScope};
 use aquifer::prelude::*;
 use aquifer::transfer::FilePart;
-use aquifer::{Error, Pending};
 use aquifer_allocator::{PoolRoute, WakeLock};
-use aquifer_device::RawStream;
-use aquifer_device::{HandleKind, executor};
+use aquifer_device::{HandleKind, RawStream, executor};
 
-use crate::bare::{Growing, Raw};
-use crate::graphs::Replayed;
+use crate::held::{Dropping, Growing, Handed, Owned, Raw, Replayed};
 use crate::plan::Step;
-use crate::sleep::TAGS;
-use crate::world::{Dropping, Handed, World};
+use crate::sleeping::TAGS;
+use crate::world::World;
 
 /// Bytes that are compared at either end of a buffer.
 pub(crate) const END: usize = 64;
@@ -33,17 +31,6 @@ static FILES: AtomicU64 = AtomicU64::new(0);
 
 /// Most pieces that an allocator takes to fill the device.
 const PIECES_MAX: u32 = 200;
-
-/// A buffer with its contents: one byte everywhere, if that is known.
-pub(crate) struct Owned {
-    buffer: Buffer<u8>,
-    pattern: Option<u8>,
-    /// What may be lost in sleep together with it, and how often that was before it was written.
-    kind: usize,
-    lost: u64,
-    /// An upload of these contents that may still be under way.
-    coming: Option<Pending<()>>,
-}
 
 /// A thread.
 pub(crate) struct Player<'a> {
@@ -83,7 +70,7 @@ impl<'a> Player<'a> {
     /// Makes all steps, and gives everything back that the thread has.
     pub(crate) fn play(mut self, steps: &[Step]) {
         for &step in steps {
-            if self.world.has_failed() {
+            if self.world.has_failed() || (self.world.is_over)() {
                 break;
             }
             self.write_after_drop();
@@ -134,8 +121,15 @@ impl<'a> Player<'a> {
         }
         owned.lost = self.world.sleeping.lost(owned.kind);
         let runs = self.runs(stream);
-        let filled = with(stream, [write(&mut owned.buffer)], |raw, [x]| raw.fill(x.ptr(), pattern, x.bytes()));
-        owned.pattern = self.world.allow(filled).filter(|()| runs).map(|()| pattern);
+        let filled = match &self.world.kernels {
+            Some(kernels) if owned.buffer.len() > WHOLE => {
+                self.world.allow(kernels.pattern_write(stream, &mut owned.buffer, pattern.into()))
+            }
+            _ => self
+                .world
+                .allow(with(stream, [write(&mut owned.buffer)], |raw, [x]| raw.fill(x.ptr(), pattern, x.bytes()))),
+        };
+        owned.pattern = filled.filter(|()| runs).map(|()| pattern);
     }
 
     pub(crate) fn pattern(&mut self) -> u8 {
@@ -177,11 +171,17 @@ impl<'a> Player<'a> {
                 let stream = self.stream(stream);
                 let memory = &world.memory;
                 let ask = || Ok(Buffer::of(memory.alloc_exportable(bytes, HandleKind::PosixFd, &stream)?.storage()));
-                self.add(memory, bytes, &stream, 0, ask);
+                let runs = self.runs(&stream);
+                let made = world.request(memory, (bytes, false), ask);
+                self.keep(made, &stream, 0, runs);
             }
-            Step::AllocRaw { stream, bytes } => self.alloc_raw(&self.stream(stream), bytes),
-            Step::UseRaw { pick, stream } => self.use_raw(pick, stream),
+            Step::AllocRaw { stream, bytes, align } => self.alloc_raw(&self.stream(stream), bytes, align),
+            Step::UseRaw { pick, stream, writes, is_recorded } => self.use_raw(pick, stream, writes, is_recorded),
             Step::FreeRaw { pick, how } => self.free_raw(pick, how),
+            Step::FreeWrong(pick) => self.free_wrong(pick),
+            Step::Replace { pick, stream, blocks, bytes } => self.replace(pick, stream, blocks, bytes),
+            Step::Pin(pick) => self.pin(pick),
+            Step::Unpin(pick) => drop(world.pin(|pinned| take(pinned, pick))),
             Step::GiveRaw(pick) => self.give_raw(pick),
             Step::Drop(pick) => drop(take(&mut self.owned, pick)),
             Step::Verify { pick, stream } => self.verify(pick, stream),
@@ -235,9 +235,10 @@ impl<'a> Player<'a> {
                 let stream = self.stream(stream);
                 // Time passes for streams that no other thread can mean.
                 if stream.raw() != RawStream::PER_THREAD {
-                    world.allow(world.driver.stall(stream.raw(), Duration::from_micros(us)));
+                    world.allow(world.subject.stall(&stream, Duration::from_micros(us)));
                 }
             }
+            Step::Advance(us) => world.subject.advance(Duration::from_micros(us)),
             Step::NewStream { stream, blocking } => {
                 let made = world.device.stream_with(StreamFlags { non_blocking: !blocking, priority: 0 });
                 let at = 1 + stream as usize % 3;
@@ -253,9 +254,9 @@ impl<'a> Player<'a> {
             Step::ReplayGraph { graph, stream } => self.replay_graph(graph, stream),
             Step::DropInput { graph, stream } => self.drop_input(graph, stream),
             Step::DropGraph(pick) => drop((take(&mut self.graphs, pick), take(&mut self.replayed, pick))),
-            Step::CreatePool { lends, lends_when_idle } => {
+            Step::CreatePool { lends, lends_when_idle, no_split } => {
                 if self.pools.len() < 3 {
-                    let options = PoolOptions { use_on_oom: lends, lends_when_idle, ..PoolOptions::default() };
+                    let options = PoolOptions { use_on_oom: lends, lends_when_idle, no_split };
                     self.pools.extend(world.allow(world.memory.create_pool(options)));
                 }
             }
@@ -275,9 +276,9 @@ impl<'a> Player<'a> {
             Step::Resize { pick, stream, bytes } => self.resize(pick, stream, bytes),
             Step::EmptyCache => drop(world.allow(world.memory.empty_cache())),
             Step::TrimTo(bytes) => drop(world.allow(world.memory.trim_to(bytes))),
-            Step::SetLimit(limit) => world.set_limit(limit),
+            Step::SetLimit(limit) => world.memory.set_limit(limit),
             Step::SetShare(bytes) => world.set_share(bytes),
-            Step::OtherProcess(bytes) => world.set_other_process(bytes),
+            Step::OtherProcess(bytes) => world.subject.set_other_process_bytes(bytes),
             Step::Second { stream, bytes } => {
                 let stream = self.stream(stream);
                 self.add(&world.second, bytes, &stream, 0, || world.second.alloc(length(bytes), &stream));
@@ -292,7 +293,7 @@ impl<'a> Player<'a> {
             Step::Wake(what) => self.wake(what),
             Step::Look => world.look(),
             Step::Faults(thousandths) => world.inject_rate(thousandths),
-            Step::Fault { nth, operation } => world.inject(nth, operation),
+            Step::Fault { nth, operation, code } => world.inject(nth, operation, code),
             Step::Lose(nth) => world.lose(nth),
         }
     }
@@ -308,7 +309,12 @@ impl<'a> Player<'a> {
         ask: impl FnOnce() -> Result<Buffer<u8>, Error>,
     ) {
         let runs = self.runs(stream);
-        let Some(buffer) = self.world.request(of, bytes, ask) else { return };
+        let made = self.world.request(of, (bytes, true), ask);
+        self.keep(made, stream, kind, runs);
+    }
+
+    fn keep(&mut self, made: Option<Buffer<u8>>, stream: &Stream, kind: usize, runs: bool) {
+        let Some(buffer) = made else { return };
         let pattern = self.pattern();
         let mut owned = Owned { buffer, pattern: None, kind, lost: 0, coming: None };
         self.write_all(&mut owned, stream, pattern);
@@ -369,6 +375,9 @@ impl<'a> Player<'a> {
         let Some(at) = at(&self.owned, pick) else { return };
         let Some((pattern, _awake)) = self.contents(at) else { return };
         let buffer = &self.owned[at].buffer;
+        if let Some(kernels) = world.kernels.as_ref().filter(|_| buffer.len() > WHOLE) {
+            return world.verify_pattern(kernels, &stream, buffer, pattern);
+        }
         let mut found = vec![0; buffer.len().min(END)];
         let end = buffer.bytes() - found.len() as u64;
         for offset in [0, end] {
@@ -401,10 +410,25 @@ impl<'a> Player<'a> {
         let copied = with(&stream, accesses, |raw, [from, to]| raw.copy(to.ptr(), from.ptr(), to.bytes()));
         if world.allow(copied).is_none() {
             self.owned[from].pattern = None;
-        } else if runs {
+        } else if runs && (world.kernels.is_none() || source.buffer.len() <= WHOLE) {
             target.pattern = Some(pattern);
         }
         self.owned.push(target);
+    }
+}
+
+impl World {
+    /// Lets the device compare a buffer with its pattern.
+    fn verify_pattern(&self, kernels: &Kernels, stream: &Stream, buffer: &Buffer<u8>, pattern: u8) {
+        let verify = || {
+            let mut findings = self.memory.alloc_zeros::<u64>(Kernels::FINDINGS_LEN, stream)?;
+            kernels.pattern_verify(stream, buffer, pattern.into(), &mut findings)?;
+            Ok::<_, Error>(kernels.mismatches(stream, &findings)?)
+        };
+        self.counts.lock().compared += buffer.bytes();
+        if let Some(Some(found)) = self.served(verify()) {
+            self.report(format!("{} words differ of {} bytes, from {} on", found.words, buffer.bytes(), found.first));
+        }
     }
 }
 
@@ -419,11 +443,4 @@ pub(crate) fn at<T>(all: &[T], pick: u32) -> Option<usize> {
 
 pub(crate) fn take<T>(all: &mut Vec<T>, pick: u32) -> Option<T> {
     at(all, pick).map(|at| all.swap_remove(at))
-}
-
-impl World {
-    /// The value, or `None` where an error is possible. Reports other errors.
-    pub(crate) fn allow<T, E: Display>(&self, outcome: Result<T, E>) -> Option<T> {
-        outcome.inspect_err(|error| self.judge(&error.to_string())).ok()
-    }
 }

@@ -1,6 +1,6 @@
-//! A small generator of random numbers. The same seed gives the same numbers on every machine.
+//! Numbers that look random and are the same in every run and on every machine.
 
-/// `SplitMix64`.
+/// The generator `SplitMix64`.
 #[derive(Debug, Clone)]
 pub struct Random(u64);
 
@@ -24,12 +24,6 @@ impl Random {
         (((self.bits() >> 32) * u64::from(bound)) >> 32) as u32
     }
 
-    /// A number in [0, 1).
-    #[expect(clippy::cast_precision_loss, reason = "53 bits fit")]
-    pub fn fraction(&mut self) -> f64 {
-        (self.bits() >> 11) as f64 / (1_u64 << 53) as f64
-    }
-
     /// A size from `least` to `most` whose logarithm is uniform.
     #[expect(
         clippy::cast_precision_loss,
@@ -38,23 +32,24 @@ impl Random {
         reason = "sizes are far below 2^52"
     )]
     pub fn size(&mut self, least: u64, most: u64) -> u64 {
-        let ratio = most as f64 / least as f64;
-        (least as f64 * ratio.powf(self.fraction())) as u64
+        let (ratio, fraction) = (most as f64 / least as f64, (self.bits() >> 11) as f64 / (1_u64 << 53) as f64);
+        (least as f64 * ratio.powf(fraction)) as u64
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// Numbers that depend on the seed alone.
+pub fn numbers(seed: u64) -> impl Iterator<Item = u64> {
+    let mut random = Random::new(seed);
+    std::iter::repeat_with(move || random.bits())
+}
 
-    #[test]
-    fn numbers_are_in_range_and_repeatable() {
-        let (mut one, mut two) = (Random::new(7), Random::new(7));
-        for _ in 0..1000 {
-            assert_eq!(one.bits(), two.bits());
-            assert!(one.below(10) < 10 && two.below(10) < 10);
-            assert!((512..=1 << 20).contains(&one.size(512, 1 << 20)) && two.size(1, 2) <= 2);
-        }
-        assert_eq!(Random::new(0).bits(), 0xe220_a839_7b1d_cdaf);
-    }
+/// Draws numbers from 0 up to an end.
+pub fn draws(seed: u64) -> impl FnMut(u64) -> u64 {
+    let mut random = Random::new(seed);
+    move |end| random.bits() % end
+}
+
+/// Bytes that differ from place to place.
+pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    numbers(seed).map(|number| number.to_le_bytes()[3]).take(len).collect()
 }

@@ -1,55 +1,30 @@
 //! What the threads of a simulation share: the device, its allocators, what they leave to each
 //! other, and the checks.
 
+use std::fmt::Display;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use aquifer::device::sim::{Fault, SimConfig, SimDriver};
-use aquifer::device::{Capture, Graph};
-use aquifer::memory::{AllocError, Config, PrivatePool, Snapshot, Stat};
+use aquifer::device::sim::{Fault, SimConfig};
+use aquifer::kernels::Kernels;
+use aquifer::memory::{AllocError, Config};
 use aquifer::transfer::{StagingConfig, Transfer, TransferConfig};
 use aquifer::{Allocator, Device, Error};
-use aquifer_allocator::snapshot::Segment;
+use aquifer_allocator::{MappingChange, PinnedMapping, Registration};
 use aquifer_device::fork::Mutex;
-use aquifer_device::{Code, Operation};
+use aquifer_device::{Code, DevicePtr, Driver, ErrorKind, Operation};
 use aquifer_oracle::Judged;
-use aquifer_sim::{Lagging, Violation, ViolationKind};
+use aquifer_sim::{Lagging, ViolationKind};
 
-use crate::Counts;
-use crate::bare::Raw;
-use crate::graphs::Replayed;
+use crate::held::Handed;
 use crate::plan::{Plan, Step};
-use crate::player::Owned;
-use crate::sleep::Sleeping;
+use crate::sleeping::Sleeping;
+use crate::subject::Subject;
+use crate::{Counts, check};
 
-/// What a thread leaves to another one.
-pub(crate) enum Handed {
-    Buffer(Owned),
-    Raw(Raw),
-    Pool(PrivatePool),
-    Graph(Graph),
-    Replayed(Box<Replayed>),
-    /// To be dropped by a thread that may not be able to end it.
-    Capture(Capture, Arc<Dropping>),
-}
-
-/// Whether a capture was dropped. What its stream enqueued before may have been captured, and what
-/// it enqueues afterwards is not.
-#[derive(Debug, Default)]
-pub(crate) struct Dropping {
-    done: AtomicBool,
-}
-
-impl Dropping {
-    pub(crate) fn is_done(&self) -> bool {
-        self.done.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn finish(&self, capture: Capture) {
-        drop(capture);
-        self.done.store(true, Ordering::Relaxed);
-    }
-}
+/// Whether it is time to stop.
+pub(crate) type IsOver = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// The world of a simulation.
 pub(crate) struct World {
@@ -57,68 +32,58 @@ pub(crate) struct World {
     pub(crate) second: Allocator,
     pub(crate) transfer: Transfer,
     pub(crate) device: Device,
-    pub(crate) driver: Arc<SimDriver>,
-    /// In front of it: the host sees the device as many steps behind as the plan says.
-    lagging: Arc<Lagging>,
-    /// In front of that.
-    pub(crate) judged: Arc<Judged>,
+    pub(crate) subject: Subject,
+    /// In front of a simulated one: the host sees it as many steps behind as the plan says.
+    lagging: Option<Arc<Lagging>>,
+    /// In front of that, unless threads interrupt each other at any time.
+    pub(crate) judged: Option<Arc<Judged>>,
+    /// For buffers with a pattern.
+    pub(crate) kernels: Option<Kernels>,
     pub(crate) threads: usize,
+    /// Some step puts memory to sleep.
+    sleeps: bool,
+    /// Memory may outlive its allocator.
+    pub(crate) outlives: bool,
     /// Some step injects faults.
     pub(crate) may_fail: bool,
+    /// No more steps are to be made.
+    pub(crate) is_over: IsOver,
     /// Allocators are asked for all memory at the end before anything is emptied.
     pub(crate) asks_first: bool,
-    handed: Mutex<Vec<Handed>>,
+    pub(crate) handed: Mutex<Vec<Handed>>,
     /// A fault was injected: any call may fail, and fail again.
     faulty: AtomicBool,
-    lost: AtomicBool,
-    /// Bytes that another process holds.
-    other_process: AtomicU64,
-    /// The allocator has a limit.
-    limited: AtomicBool,
+    pub(crate) lost: AtomicBool,
+    /// Bytes reserved after the step before.
+    reserved: AtomicU64,
+    /// Pinned mappings, and their ranges, which an observer knows.
+    pinned: Mutex<Vec<PinnedMapping>>,
+    pinned_ranges: Arc<Mutex<Vec<Range<u64>>>>,
+    _observer: Registration,
     /// A stream captures or may have: calls that would break a capture are refused.
     captured: AtomicBool,
     /// A graph was captured: memory of private pools may be its own.
-    has_graphs: AtomicBool,
+    pub(crate) has_graphs: AtomicBool,
     /// An upload goes on that no thread has waited for. It keeps memory that was dropped.
     pub(crate) uploads: AtomicBool,
     pub(crate) sleeping: Sleeping,
-    found: Mutex<Option<String>>,
-    pub(crate) counts: Counters,
-}
-
-/// What was done and checked so far.
-#[derive(Debug, Default)]
-pub(crate) struct Counters {
-    pub(crate) steps: AtomicU64,
-    /// Comparisons of contents, looks for races and misuse, and readings of statistics and
-    /// snapshots.
-    pub(crate) safety: AtomicU64,
-    /// Refusals that were found right, and requests that had to be served.
-    pub(crate) liveness: AtomicU64,
-    /// Requests that waited although the device had more than enough free memory.
-    pub(crate) needless_waits: AtomicU64,
-}
-
-impl Counters {
-    pub(crate) fn read(&self) -> Counts {
-        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let [steps, safety] = [&self.steps, &self.safety].map(read);
-        let [liveness, needless_waits] = [&self.liveness, &self.needless_waits].map(read);
-        Counts { steps, safety, liveness, needless_waits, ..Counts::default() }
-    }
-}
-
-pub(crate) fn count(counter: &AtomicU64) {
-    counter.fetch_add(1, Ordering::Relaxed);
+    pub(crate) found: Arc<Mutex<Option<String>>>,
+    pub(crate) counts: parking_lot::Mutex<Counts>,
 }
 
 impl World {
-    pub(crate) fn new(plan: &Plan) -> Result<World, String> {
-        let driver = SimDriver::new(SimConfig::new(plan.capacity).seed(plan.seed));
-        let lagging = Lagging::new(driver.clone(), plan.lag);
-        let judged = Judged::new(lagging.clone());
-        let device = Device::new(judged.clone());
-        let text = |error: &dyn std::fmt::Display| format!("{:?}, {:?}: {error}", plan.options, plan.second);
+    pub(crate) fn new(plan: &Plan, is_scheduled: bool, is_over: &IsOver) -> Result<World, String> {
+        let subject = Subject::open(&SimConfig::new(plan.capacity).seed(plan.seed));
+        let lagging = subject.simulator.as_ref().map(|simulator| Lagging::new(simulator.clone(), plan.lag));
+        let judged =
+            lagging.clone().filter(|_| is_scheduled || plan.threads.len() == 1).map(|below| Judged::new(below));
+        let driver: Arc<dyn Driver> = match (&judged, &lagging) {
+            (Some(judged), _) => judged.clone(),
+            (None, Some(lagging)) => lagging.clone(),
+            (None, None) => subject.driver.clone(),
+        };
+        let device = Device::new(driver);
+        let text = |error: &dyn Display| format!("{:?}, {:?}: {error}", plan.options, plan.second);
         let open = |options: &str| {
             let mut config = Config::parse(options).map_err(|error| text(&error))?;
             // Mostly as on a GPU.
@@ -129,45 +94,50 @@ impl World {
         // Sizes that the machine does not choose.
         let staging = StagingConfig::default().chunk_bytes(plan.chunk_bytes).chunks(4).threads(plan.copiers);
         let transfer = Transfer::with_config(&memory, TransferConfig::default().staging(staging));
+        let kernels = plan.is_patterned.then(|| Kernels::load(&device)).transpose().map_err(|error| text(&error))?;
+        let (found, pinned_ranges) =
+            (Arc::<Mutex<Option<String>>>::default(), Arc::<Mutex<Vec<Range<u64>>>>::default());
+        let (observed, ranges) = (found.clone(), pinned_ranges.clone());
+        let observer = memory.observe_mappings(move |change| {
+            if let MappingChange::BeforeUnmap { addr, bytes } = *change
+                && ranges.lock().iter().any(|range| range.start < addr + bytes && addr < range.end)
+            {
+                observed.lock().get_or_insert_with(|| format!("{bytes} bytes at {addr:#x} are pinned, and unmapped"));
+            }
+        });
         Ok(World {
             memory,
             transfer: transfer.map_err(|error| text(&error))?,
             second,
             device,
-            driver,
+            subject,
             lagging,
             judged,
+            kernels,
             threads: plan.threads.iter().filter(|steps| !steps.is_empty()).count(),
+            sleeps: plan.threads.iter().flatten().any(|step| matches!(step, Step::Sleep { .. })),
+            outlives: plan.threads.iter().flatten().any(|step| matches!(step, Step::Outlive { .. })),
             may_fail: plan.threads.iter().flatten().any(Step::injects_faults),
+            is_over: is_over.clone(),
             asks_first: plan.seed.is_multiple_of(2),
             handed: Mutex::default(),
             faulty: false.into(),
             lost: false.into(),
-            other_process: 0.into(),
-            limited: false.into(),
+            reserved: 0.into(),
+            pinned: Mutex::default(),
+            pinned_ranges,
+            _observer: observer,
             captured: false.into(),
             has_graphs: false.into(),
             uploads: false.into(),
             sleeping: Sleeping::default(),
-            found: Mutex::default(),
-            counts: Counters::default(),
+            found,
+            counts: parking_lot::Mutex::default(),
         })
-    }
-
-    /// Another process holds so much from now on.
-    pub(crate) fn set_other_process(&self, bytes: u64) {
-        self.other_process.store(bytes, Ordering::Relaxed);
-        self.driver.set_other_process_bytes(bytes);
-    }
-
-    pub(crate) fn set_limit(&self, limit: Option<u64>) {
-        self.limited.store(limit.is_some(), Ordering::Relaxed);
-        self.memory.set_limit(limit);
     }
 
     /// Sets the limit to the share of the device's memory that `bytes` are. That allows `bytes`.
     pub(crate) fn set_share(&self, bytes: u64) {
-        self.limited.store(true, Ordering::Relaxed);
         let total = self.device.info().total_bytes;
         let bytes = bytes.min(total - 1);
         self.allow(self.memory.set_memory_fraction(bytes as f64 / total as f64));
@@ -179,15 +149,15 @@ impl World {
 
     /// True if nothing is in the way of requests but memory in use: what fits can be told exactly.
     pub(crate) fn is_calm(&self) -> bool {
-        self.is_alone() && !self.limited.load(Ordering::Relaxed) && !self.sleeping.may_refuse(self.threads)
+        self.is_alone() && !self.sleeping.may_refuse(self.threads)
     }
 
-    /// True if no other thread or process takes memory, no call fails, and the host may wait for
-    /// the device.
+    /// True if no other thread takes memory, none is pinned, no call fails, and the host may wait
+    /// for the device.
     pub(crate) fn is_alone(&self) -> bool {
         self.threads == 1
             && !self.faulty.load(Ordering::Relaxed)
-            && self.other_process.load(Ordering::Relaxed) == 0
+            && self.pinned.lock().is_empty()
             && !self.handed.lock().iter().any(|handed| matches!(handed, Handed::Capture(..)))
     }
 
@@ -204,7 +174,20 @@ impl World {
             let stats = memory.stats();
             stats.num_sync_all_streams + stats.cross_stream_waits
         };
-        self.lagging.stalls() + waits(&self.memory) + waits(&self.second)
+        self.lagging.as_ref().map_or(0, |lagging| lagging.stalls()) + waits(&self.memory) + waits(&self.second)
+    }
+
+    /// The checks of a device that lags, which do not know of sleep and follow one thread.
+    pub(crate) fn watch(&self) -> Option<&Lagging> {
+        self.lagging.as_deref().filter(|_| self.threads == 1 && !self.sleeps)
+    }
+
+    /// Changes which mappings are pinned. Those that are no longer go once the observer knows.
+    pub(crate) fn pin<T>(&self, change: impl FnOnce(&mut Vec<PinnedMapping>) -> T) -> T {
+        let mut pinned = self.pinned.lock();
+        let changed = change(&mut pinned);
+        *self.pinned_ranges.lock() = pinned.iter().map(PinnedMapping::range).collect();
+        changed
     }
 
     /// Reports a failure; the first one counts.
@@ -216,10 +199,6 @@ impl World {
         self.found.lock().is_some()
     }
 
-    pub(crate) fn found(&self) -> Option<String> {
-        self.found.lock().take()
-    }
-
     pub(crate) fn hand(&self, what: Handed) {
         if matches!(what, Handed::Capture(..)) {
             self.captured.store(true, Ordering::Relaxed);
@@ -227,46 +206,44 @@ impl World {
         self.handed.lock().push(what);
     }
 
-    pub(crate) fn take_handed(&self) -> Option<Handed> {
-        self.handed.lock().pop()
+    /// True if a raw pointer to this address is left to other threads.
+    pub(crate) fn has_handed(&self, ptr: DevicePtr) -> bool {
+        self.handed.lock().iter().any(|handed| matches!(handed, Handed::Raw(raw) if raw.is_raw_at(ptr)))
     }
 
-    pub(crate) fn take_all_handed(&self) -> Vec<Handed> {
-        std::mem::take(&mut *self.handed.lock())
+    pub(crate) fn take_handed(&self) -> Option<Handed> {
+        self.handed.lock().pop()
     }
 
     pub(crate) fn note_graph(&self) {
         self.has_graphs.store(true, Ordering::Relaxed);
     }
 
-    pub(crate) fn has_graphs(&self) -> bool {
-        self.has_graphs.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn is_lost(&self) -> bool {
-        self.lost.load(Ordering::Relaxed)
-    }
-
     /// Makes each call of the driver fail at random, in so many cases of a thousand.
     pub(crate) fn inject_rate(&self, thousandths: u32) {
-        self.driver.clear_faults();
+        self.subject.clear_faults();
         if thousandths > 0 {
             self.faulty.store(true, Ordering::Relaxed);
-            self.driver.inject(Fault::Rate { operation: None, rate: f64::from(thousandths) / 1000.0, code: Code(999) });
+            self.subject.inject(Fault::Rate {
+                operation: None,
+                rate: f64::from(thousandths) / 1000.0,
+                code: Code(999),
+            });
         }
     }
 
     /// Makes the nth call of the driver fail, or the nth one of an operation.
-    pub(crate) fn inject(&self, nth: u64, operation: Option<Operation>) {
+    pub(crate) fn inject(&self, nth: u64, operation: Option<Operation>, code: Code) {
         self.faulty.store(true, Ordering::Relaxed);
-        self.driver.inject(Fault::Nth { operation, nth, code: Code(999) });
+        self.lost.fetch_or(code.kind() == ErrorKind::DeviceLost, Ordering::Relaxed);
+        self.subject.inject(Fault::Nth { operation, nth, code });
     }
 
     /// Loses the device at the nth call.
     pub(crate) fn lose(&self, nth: u64) {
         self.faulty.store(true, Ordering::Relaxed);
         self.lost.store(true, Ordering::Relaxed);
-        self.driver.inject(Fault::LostAt { nth });
+        self.subject.inject(Fault::LostAt { nth });
     }
 
     /// Reports an error that nothing explains.
@@ -289,6 +266,7 @@ impl World {
                 self.report(format!("a refusal without advice: {report}"));
             }
             Err(Error::Alloc(AllocError::OutOfMemory(_) | AllocError::NotMapped { .. })) => {}
+            Err(Error::Alloc(AllocError::TooLarge { requested })) if requested >= 1 << 60 => {}
             // Other threads, and transfers under way.
             Err(Error::Alloc(AllocError::KeptAwake(by))) if !by.is_this_thread => {}
             Err(error) => self.judge(&error.to_string()),
@@ -296,9 +274,16 @@ impl World {
         None
     }
 
+    /// The value, or `None` where an error is possible. Reports other errors.
+    pub(crate) fn allow<T, E: Display>(&self, outcome: Result<T, E>) -> Option<T> {
+        outcome.inspect_err(|error| self.judge(&error.to_string())).ok()
+    }
+
     /// Compares contents.
     pub(crate) fn compare(&self, found: &[u8], pattern: u8) {
-        count(&self.counts.safety);
+        let mut counts = self.counts.lock();
+        (counts.safety, counts.compared) = (counts.safety + 1, counts.compared + found.len() as u64);
+        drop(counts);
         if let Some(at) = found.iter().position(|&byte| byte != pattern) {
             self.report(format!("byte {at} is {:#04x} instead of {pattern:#04x}", found[at]));
         }
@@ -306,78 +291,51 @@ impl World {
 
     /// Counts a step and checks what must hold after each.
     pub(crate) fn check(&self) {
-        count(&self.counts.steps);
-        self.lagging.advance();
+        self.counts.lock().steps += 1;
+        self.lagging.iter().for_each(|lagging| lagging.advance());
         self.check_violations();
+        let reserved = self.memory.memory_reserved();
+        if self.threads == 1 && reserved > self.reserved.swap(reserved, Ordering::Relaxed) && !self.sleeps {
+            let (limit, headroom) = (self.memory.limit(), self.memory.config().headroom);
+            if limit.is_some_and(|limit| reserved > limit) {
+                self.report(format!("{reserved} bytes are reserved, and the limit is {limit:?}"));
+            }
+            if self.is_alone() && headroom > 0 && self.subject.free() < headroom {
+                self.report(format!("{} bytes are free, less than the headroom", self.subject.free()));
+            }
+        }
     }
 
     /// Reports what the race detector, the second race checker and the checks of memory found.
     pub(crate) fn check_violations(&self) {
-        count(&self.counts.safety);
-        let (violations, races) = (self.driver.violations(), self.judged.races());
-        let is_race = |violation: &Violation| {
-            use ViolationKind::{HostAccess, PendingWork, ReadWrite, WriteRead, WriteWrite};
-            matches!(violation.kind, WriteWrite | ReadWrite | WriteRead | HostAccess | PendingWork)
-        };
-        match (violations.iter().find(|violation| is_race(violation)), races.first()) {
-            (Some(violation), None) => self.report(format!("only the race detector finds: {violation}")),
-            (None, Some(race)) => self.report(format!("only the second race checker finds: {race}")),
-            _ => violations.first().into_iter().for_each(|violation| self.report(violation.to_string())),
+        self.counts.lock().safety += 1;
+        let violations = self.subject.violations();
+        if let Some(judged) = &self.judged {
+            let is_race = |violation: &&String| {
+                use ViolationKind::{HostAccess, PendingWork, ReadWrite, WriteRead, WriteWrite};
+                let kinds = [WriteWrite, ReadWrite, WriteRead, HostAccess, PendingWork];
+                kinds.iter().any(|kind| violation.starts_with(&kind.to_string()))
+            };
+            match (violations.iter().find(is_race), judged.races().first()) {
+                (Some(violation), None) => self.report(format!("only the race detector finds: {violation}")),
+                (None, Some(race)) => self.report(format!("only the second race checker finds: {race}")),
+                _ => {}
+            }
         }
+        let behind = self.lagging.as_ref().and_then(|lagging| lagging.take_violation());
+        violations.into_iter().chain(behind).take(1).for_each(|violation| self.report(violation));
     }
 
     /// Reads statistics and a snapshot, each of which is of one moment, and, where no other thread
     /// works, compares them.
     pub(crate) fn look(&self) {
-        count(&self.counts.safety);
-        let stats = self.memory.stats();
-        let named = [
-            ("requested", stats.requested_bytes.all),
-            ("allocated", stats.allocated_bytes.all),
-            ("active", stats.active_bytes.all),
-            ("reserved", stats.reserved_bytes.all),
-        ];
-        let wrong = |stat: &Stat| stat.peak < stat.current || stat.allocated.wrapping_sub(stat.freed) != stat.current;
-        let [requested, allocated, active, reserved] = named.map(|(_, stat)| stat);
-        let is_awake = !self.sleeping.may_refuse(self.threads);
-        // Blocks that other streams still use are active and requested, and not allocated. Memory
-        // that sleeps is not reserved, and snapshots show it.
-        let in_use = allocated.current.max(requested.current) <= active.current;
-        let agree = in_use && (self.threads > 1 || !is_awake || active.current <= reserved.current);
-        if named.iter().any(|(_, stat)| wrong(stat)) || !agree {
-            self.report(format!("statistics contradict each other: {named:?}"));
-        }
-        let snapshot = self.memory.snapshot();
-        self.check_tiling(&snapshot);
-        if self.threads == 1 {
-            let sum = |of: fn(&Segment) -> u64| snapshot.segments.iter().map(of).sum::<u64>();
-            let shown = [
-                sum(|segment| segment.requested_size),
-                sum(|segment| segment.allocated_size),
-                sum(|segment| segment.active_size),
-            ];
-            let counted = [requested, allocated, active].map(|stat| stat.current);
-            let (total, reserved) = (sum(|segment| segment.total_size), reserved.current);
-            if is_awake && (shown != counted || total > reserved) {
-                self.report(format!("a snapshot shows {shown:?} and {total} bytes, of {counted:?} and {reserved}"));
-            }
-        }
-    }
-
-    /// The blocks of a snapshot tile their segments, which do not overlap.
-    fn check_tiling(&self, snapshot: &Snapshot) {
-        let mut end = 0;
-        for segment in &snapshot.segments {
-            let overlaps = end > segment.address;
-            end = segment.address;
-            let tiled = segment.blocks.iter().all(|block| {
-                let is_next = block.address == end;
-                end += block.size;
-                is_next
-            });
-            if overlaps || !tiled || end != segment.address + segment.total_size {
-                self.report(format!("the blocks of the segment at {:#x} do not tile it", segment.address));
-            }
+        self.counts.lock().safety += 1;
+        check::plausible(&self.memory.stats());
+        if self.threads > 1 || self.sleeping.may_refuse(self.threads) {
+            check::snapshot_is_whole(&self.memory.snapshot());
+        } else {
+            check::consistent(&self.memory);
+            check::readers(&self.memory);
         }
     }
 }
