@@ -139,7 +139,7 @@ impl World {
     pub(crate) fn finish(self) -> Result<Counts, String> {
         let stats = self.memory.stats();
         let (calls, operations) = (self.subject.calls_made(), Some(self.device.driver_calls()));
-        if !self.has_failed() {
+        if self.found.lock().is_none() {
             self.end();
         }
         match self.found.lock().take() {

@@ -11,9 +11,6 @@ use aquifer_machine::{Counts, Failed, Plan, Subject, run, run_free, shrink};
 use clap::{Args, Parser, Subcommand, value_parser};
 use serde::Serialize;
 
-/// Failures after which a run stops.
-const FAILURES_MAX: usize = 10;
-
 /// Runs random programs on a device and checks what they see.
 ///
 /// Results go to standard output, as text or, with --json, as one JSON object. Failures go to
@@ -196,12 +193,10 @@ fn main() -> ExitCode {
 
 /// A flag that the first interrupt sets. The second one ends the process.
 fn at_interrupt() -> Arc<AtomicBool> {
-    use signal_hook::consts::SIGINT;
-    use signal_hook::flag::{register, register_conditional_shutdown};
     let stop = Arc::new(AtomicBool::new(false));
     // Without them, an interrupt ends the process at once.
-    let _ = register_conditional_shutdown(SIGINT, 128 + SIGINT, Arc::clone(&stop));
-    let _ = register(SIGINT, Arc::clone(&stop));
+    let _ = signal_hook::flag::register_conditional_shutdown(signal_hook::consts::SIGINT, 130, stop.clone());
+    let _ = signal_hook::flag::register(signal_hook::consts::SIGINT, stop.clone());
     stop
 }
 
@@ -215,7 +210,8 @@ fn run_seeds(
     let start = Instant::now();
     let mut row = Row { first_seed: seeds.start, ..Row::default() };
     for seed in seeds {
-        if is_over() || row.failures >= FAILURES_MAX {
+        // Ten failures end the run.
+        if is_over() || row.failures >= 10 {
             break;
         }
         row.seeds += 1;

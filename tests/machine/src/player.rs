@@ -70,7 +70,7 @@ impl<'a> Player<'a> {
     /// Makes all steps, and gives everything back that the thread has.
     pub(crate) fn play(mut self, steps: &[Step]) {
         for &step in steps {
-            if self.world.has_failed() || (self.world.is_over)() {
+            if self.world.found.lock().is_some() || (self.world.is_over)() {
                 break;
             }
             self.write_after_drop();
@@ -220,15 +220,18 @@ impl<'a> Player<'a> {
                 let replayed = take(&mut self.replayed, pick).map(Box::new);
                 replayed.into_iter().for_each(|one| world.hand(Handed::Replayed(one)));
             }
-            Step::Take => match world.take_handed() {
-                None => {}
-                Some(Handed::Buffer(owned)) => self.owned.push(owned),
-                Some(Handed::Raw(raw)) => self.take_raw(raw, &self.stream(0)),
-                Some(Handed::Pool(pool)) => self.pools.push(pool),
-                Some(Handed::Graph(graph)) => self.graphs.push(graph),
-                Some(Handed::Replayed(graph)) => self.replayed.push(*graph),
-                Some(Handed::Capture(capture, dropping)) => dropping.finish(capture),
-            },
+            Step::Take => {
+                let taken = world.handed.lock().pop();
+                match taken {
+                    None => {}
+                    Some(Handed::Buffer(owned)) => self.owned.push(owned),
+                    Some(Handed::Raw(raw)) => self.take_raw(raw, &self.stream(0)),
+                    Some(Handed::Pool(pool)) => self.pools.push(pool),
+                    Some(Handed::Graph(graph)) => self.graphs.push(graph),
+                    Some(Handed::Replayed(graph)) => self.replayed.push(*graph),
+                    Some(Handed::Capture(capture, dropping)) => dropping.finish(capture),
+                }
+            }
             Step::Wait { stream, on } => drop(world.allow(self.stream(stream).wait_for(&self.stream(on).tick()))),
             Step::Synchronize(stream) => drop(world.allow(self.stream(stream).synchronize())),
             Step::Stall { stream, us } => {

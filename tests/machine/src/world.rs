@@ -195,10 +195,6 @@ impl World {
         self.found.lock().get_or_insert_with(|| what.into());
     }
 
-    pub(crate) fn has_failed(&self) -> bool {
-        self.found.lock().is_some()
-    }
-
     pub(crate) fn hand(&self, what: Handed) {
         if matches!(what, Handed::Capture(..)) {
             self.captured.store(true, Ordering::Relaxed);
@@ -209,10 +205,6 @@ impl World {
     /// True if a raw pointer to this address is left to other threads.
     pub(crate) fn has_handed(&self, ptr: DevicePtr) -> bool {
         self.handed.lock().iter().any(|handed| matches!(handed, Handed::Raw(raw) if raw.is_raw_at(ptr)))
-    }
-
-    pub(crate) fn take_handed(&self) -> Option<Handed> {
-        self.handed.lock().pop()
     }
 
     pub(crate) fn note_graph(&self) {
