@@ -1,6 +1,5 @@
 //! The command line.
 
-mod hardware;
 mod replays;
 mod run;
 mod shows;
@@ -19,7 +18,6 @@ use aquifer_trace::Options;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 
-pub use hardware::{SimulateArgs, SoakArgs};
 pub use replays::{CompareArgs, FitArgs, PassArgs, ReplayArgs};
 pub use run::RunArgs;
 pub use shows::{DemoArgs, FragmentationArgs, OomArgs};
@@ -41,7 +39,6 @@ Examples:
   aquifer-stress replay --config '' --config max_split_size_mb:128 *.trace.gz
   aquifer-stress fit --json training.trace.gz
   aquifer-stress compare --pytorch pytorch.json *.trace.gz
-  aquifer-stress soak --minutes 5 --threads 4
   aquifer-stress run --snapshot train.pickle -- python train.py";
 
 const SIMULATED: &str = "\
@@ -147,12 +144,6 @@ pub enum Command {
     Fit(FitArgs),
     /// Replay and fit recorded programs under several options, side by side.
     Compare(CompareArgs),
-    /// Put memory under load: allocate, write patterns, hand on, copy, verify and free, from many
-    /// threads.
-    Soak(SoakArgs),
-    /// Run random programs of several threads under a schedule that a seed fixes, and check
-    /// contents, races, statistics and clean-up.
-    Simulate(SimulateArgs),
     /// Fragment memory in several ways, under several policies side by side, and draw maps of it.
     Fragmentation(FragmentationArgs),
     /// Run out of memory in several ways, read the reports, and recover.
@@ -360,7 +351,7 @@ mod tests {
         command.build();
         let takes_number = |arg: &&clap::Arg| {
             let name = arg.get_value_names().and_then(|names| names.first()).map(ToString::to_string);
-            name.is_some_and(|name| ["N", "SEED", "A..B"].contains(&&*name))
+            name.is_some_and(|name| name == "N")
         };
         let mut tried = 0;
         for of in std::iter::once(&command).chain(command.get_subcommands()) {

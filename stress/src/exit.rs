@@ -20,7 +20,7 @@ Exit codes (if several apply, the last one in this list):
   3  out of memory: a request of a replayed program was refused, or no device is large enough
   4  an input file cannot be read or is damaged; the other files were processed all the same
   1  a failure at run time: a device that cannot be opened, a driver that fails, output that cannot
-     be written, memory that `oom` or `soak` found damaged or could not get back
+     be written, memory that `oom` found damaged or could not get back
   2  incorrect usage: an unknown command or option, or an invalid device or option string
   5  violations: the simulated device's race detector found unordered work
 `run` ends as its program does.";
@@ -105,12 +105,6 @@ pub enum Failure {
     File {
         /// The file.
         path: std::path::PathBuf,
-        /// The error of the operating system.
-        cause: io::Error,
-    },
-    /// Interrupts cannot be handled.
-    #[error("interrupts cannot be handled: {cause}")]
-    Signals {
         /// The error of the operating system.
         cause: io::Error,
     },

@@ -23,8 +23,6 @@ pub mod plot;
 pub mod room;
 pub mod scenarios;
 pub mod session;
-pub mod simulate;
-pub mod soak;
 pub mod stage;
 pub mod table;
 pub mod text;
@@ -40,10 +38,7 @@ use session::Session;
 
 /// Runs the program. Failures are written to standard error.
 pub fn run(cli: &Cli) -> Outcome {
-    // Simulated programs fail on purpose, again and again.
-    if !matches!(cli.command, Some(Command::Simulate(_))) {
-        warnings::on_stderr();
-    }
+    warnings::on_stderr();
     reported(dispatch(cli))
 }
 
@@ -91,8 +86,6 @@ fn dispatch(cli: &Cli) -> Result<Outcome, Failure> {
         Some(Command::Fit(args)) => commands::fit::run(&resizable("fit")?.for_measuring(), args),
         Some(Command::Compare(args)) => commands::compare::run(&resizable("compare")?.for_measuring(), args),
         Some(Command::Replay(args)) => commands::replay::run(&measuring()?, args),
-        Some(Command::Soak(args)) => commands::soak::run(&Session::new(global)?, args),
-        Some(Command::Simulate(args)) => commands::simulate::run(&Session::without_device(global)?, args),
         Some(Command::Fragmentation(args)) => commands::fragmentation::run(&listing(args.list)?, args),
         Some(Command::Oom(args)) => commands::oom::run(&listing(args.list)?, args),
         // Its page replays what was recorded.

@@ -58,8 +58,6 @@ pub(crate) struct Reading {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Progress {
     pub(crate) readings: Vec<Reading>,
-    /// The share of the work that is done, if known.
-    pub(crate) done: Option<f64>,
 }
 
 /// Does the work, and shows its progress meanwhile. Where there is a view, the session's messages
@@ -201,14 +199,9 @@ impl View<'_> {
         false
     }
 
-    /// The time since the start, the time left, the rate and the refusals.
+    /// The time since the start, the rate and the refusals.
     fn pace(&self) -> String {
-        let left = self.progress.done.filter(|done| (0.001..1.0).contains(done)).map(|done| {
-            let left = self.at.as_secs_f64() * (1.0 - done) / done;
-            format!(" ({} left)", seconds(Duration::try_from_secs_f64(left).unwrap_or(Duration::MAX)))
-        });
-        let ooms = plural(self.ooms, "OOM");
-        format!("{}{}, {:.0} allocations/s, {ooms}", seconds(self.at), left.unwrap_or_default(), self.rate)
+        format!("{}, {:.0} allocations/s, {}", seconds(self.at), self.rate, plural(self.ooms, "OOM"))
     }
 
     /// All in a line.
@@ -328,9 +321,9 @@ mod tests {
     }
 
     fn view_of(readings: Vec<Reading>) -> View<'static> {
-        let mut view = View::new("soak");
+        let mut view = View::new("train");
         view.add(Progress::default(), Duration::from_secs(60));
-        view.add(Progress { readings, done: Some(0.25) }, Duration::from_secs(62));
+        view.add(Progress { readings }, Duration::from_secs(62));
         view
     }
 
@@ -347,7 +340,7 @@ mod tests {
         let line = view_of(vec![reading(3_000)]).line();
         assert_eq!(
             line,
-            "soak: 1 min 2 s (3 min 6 s left), 1500 allocations/s, 1 OOM: cuda:0 holds 3.00 GiB of \
+            "train: 1 min 2 s, 1500 allocations/s, 1 OOM: cuda:0 holds 3.00 GiB of \
              8.00 GiB, 2.00 GiB allocated, 12 % fragmented"
         );
         assert!(view_of(vec![]).line().ends_with("0 allocations/s, 0 OOMs: no memory yet"));
@@ -356,7 +349,7 @@ mod tests {
     #[test]
     fn a_view_has_a_chart_and_a_line_for_each_device_in_any_width() {
         let screen = drawn(&view_of(vec![reading(10)]), 90);
-        for part in ["soak 1 min 2 s", "3.00 GiB│", "1.50 GiB│", "held", "cuda:0 holds 3.00 GiB of 8.00 GiB"] {
+        for part in ["train 1 min 2 s", "3.00 GiB│", "1.50 GiB│", "held", "cuda:0 holds 3.00 GiB of 8.00 GiB"] {
             assert!(screen.contains(part), "{part}:\n{screen}");
         }
         let screen = drawn(&view_of(vec![reading(10); 5]), 90);
@@ -373,7 +366,7 @@ mod tests {
         let words: Vec<&str> =
             screen.lines().map(|line| line.trim_matches('"')).flat_map(str::split_whitespace).collect();
         let shown = words.join(" ");
-        assert!(shown.contains(&format!("soak {}", view.pace())), "{screen}");
+        assert!(shown.contains(&format!("train {}", view.pace())), "{screen}");
         assert_eq!(shown.matches(&reading(10).to_string()).count(), 3, "{screen}");
         assert!(screen.contains("9.00 GiB│"), "{screen}");
     }
@@ -393,7 +386,7 @@ mod tests {
             }
             (asked.borrow().len() == 1).then(|| view(44))
         };
-        in_terminal(view(60), "soak", Progress::default, &output, reopen);
+        in_terminal(view(60), "train", Progress::default, &output, reopen);
         assert_eq!(*asked.borrow(), [false, true], "the second view has another size than the first");
     }
 
@@ -413,7 +406,7 @@ mod tests {
         let named = |name: &str, allocations, ooms| Reading { name: name.into(), ooms, ..reading(allocations) };
         let mut view = View::new("run");
         let mut add = |readings, second| {
-            view.add(Progress { readings, done: None }, Duration::from_secs(second));
+            view.add(Progress { readings }, Duration::from_secs(second));
             (view.rate, view.ooms)
         };
         assert_eq!(add(vec![named("1", 1_000, 2), named("2", 2_000, 1)], 1), (3_000.0, 3));

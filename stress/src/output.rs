@@ -31,14 +31,10 @@ pub fn check(command: &Command) -> Result<(), Failure> {
         Command::Run(args) => args.report.as_ref().or(args.snapshot.as_ref()),
         Command::Replay(args) => args.snapshot.as_ref(),
         Command::Oom(args) => args.snapshot.as_ref(),
-        Command::Soak(args) => args.snapshot.as_ref(),
         Command::Compare(args) => args.plot.as_ref(),
-        Command::Explain(_)
-        | Command::Advise(_)
-        | Command::Fit(_)
-        | Command::Fragmentation(_)
-        | Command::Simulate(_)
-        | Command::Options => None,
+        Command::Explain(_) | Command::Advise(_) | Command::Fit(_) | Command::Fragmentation(_) | Command::Options => {
+            None
+        }
     };
     path.map_or(Ok(()), |path| check_destination(path).map_err(|cause| failed(path, cause)))
 }

@@ -159,14 +159,6 @@ impl Session {
         Ok((Device::new(driver.clone()), Some(driver)))
     }
 
-    /// Opens the device, a simulated one with another seed.
-    ///
-    /// # Errors
-    /// When it cannot be opened.
-    pub fn open_with_seed(&self, seed: u64) -> Result<Device, Failure> {
-        Ok(self.open_with(|sim| sim.seed(seed))?.0)
-    }
-
     /// Opens the device, with its simulator if it is a simulated one.
     ///
     /// # Errors

@@ -177,3 +177,15 @@ impl Bench {
 pub fn write_on(stream: &Stream, ptr: DevicePtr, bytes: u64) {
     stream.fill(ptr, 0x77, bytes).unwrap_or_else(|error| panic!("{error}"));
 }
+
+/// Prints where a sweep is if it panics before this is dropped.
+#[derive(Debug)]
+pub struct At(pub String);
+
+impl Drop for At {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            println!("failed at: {}", self.0);
+        }
+    }
+}

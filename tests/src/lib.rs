@@ -1,13 +1,10 @@
 //! Tests of Aquifer that cross crates; see `tests/`. What they share is here.
 //!
 //! * [`Bench`] – the fixture of tests of one thing: a device, an allocator, two streams;
-//! * [`prelude`] and [`random`] – common imports, and numbers that look random;
-//! * [`op`] – the steps that programs are made of, and how to draw random ones;
-//! * [`setup`] – the device and the allocator that a program runs on;
-//! * [`interpreter`] – runs a program step by step and compares it with a model;
-//! * [`check`] – checks statistics against values recomputed from other sources;
+//! * [`prelude`] – common imports;
 //! * [`runner`] – runs many numbered programs;
-//! * [`subject`] – the device under test, and control over it.
+//! * of [`aquifer_machine`], which has the random programs: [`subject`], the device under test,
+//!   [`check`], checks of statistics, and [`random`], numbers that look random.
 //!
 //! The simulated device's race detector is on in every test. The programs order everything that
 //! they do as CUDA requires, so every violation is the allocator's fault.
@@ -15,20 +12,13 @@
 #![allow(clippy::missing_panics_doc, reason = "helpers of tests panic where a test fails")]
 
 mod bench;
-pub mod check;
-pub mod interpreter;
-mod model;
-pub mod op;
 pub mod prelude;
-pub mod random;
 pub mod runner;
-pub mod setup;
-pub mod subject;
 
 use aquifer_allocator::config::Backing;
 
-pub use bench::{Bench, write_on};
-pub use subject::Subject;
+pub use aquifer_machine::{Subject, check, random, subject};
+pub use bench::{At, Bench, write_on};
 
 /// 2^10 bytes.
 pub const KIB: u64 = 1 << 10;

@@ -16,5 +16,4 @@ pub use aquifer_device::{
 };
 pub use aquifer_sim::{Fault, SimConfig};
 
-pub use crate::random::At;
-pub use crate::{BACKINGS, Bench, GIB, KIB, MIB, Subject, check, on, random, runner, write_on};
+pub use crate::{At, BACKINGS, Bench, GIB, KIB, MIB, Subject, check, on, random, runner, write_on};

@@ -32,28 +32,23 @@ pub fn count(few: u64) -> u64 {
     asked().unwrap_or_else(|| Subject::share(few))
 }
 
-/// Runs programs `first, first + step, …` below the count, `few` by default, drawn from `programs`.
-pub fn run<P: Strategy>(name: &str, few: u64, part: (u64, usize), programs: &P, run: impl Fn(P::Value)) {
-    run_exactly(name, count(few), part, programs, run);
+/// Runs programs `first, first + step, …` below `count`, and panics with the first failure.
+pub fn each(name: &str, count: u64, (first, step): (u64, usize), run: impl Fn(u64) -> Result<(), String>) {
+    let begin = Instant::now();
+    let from = number("AQUIFER_FIRST_PROGRAM").unwrap_or(0);
+    let all = (first..count).step_by(step).filter(|&number| number >= from);
+    let numbers = number("AQUIFER_PROGRAM").map_or_else(|| all.collect(), |only| vec![only]);
+    for &number in &numbers {
+        if let Err(error) = run(number) {
+            panic!("{name}: program {number} failed (AQUIFER_PROGRAM={number} runs it alone): {error}");
+        }
+    }
+    println!("{name}: {} programs in {:.1} s", numbers.len(), begin.elapsed().as_secs_f64());
 }
 
-/// Runs programs `first, first + step, …` below `count`; a failing one is made small and printed.
-pub fn run_exactly<P: Strategy>(
-    name: &str,
-    count: u64,
-    (first, step): (u64, usize),
-    programs: &P,
-    run: impl Fn(P::Value),
-) {
-    let begin = Instant::now();
-    let numbers: Vec<u64> = match number("AQUIFER_PROGRAM") {
-        Some(only) => vec![only],
-        None => {
-            let from = number("AQUIFER_FIRST_PROGRAM").unwrap_or(0);
-            (first..count).step_by(step).filter(|&number| number >= from).collect()
-        }
-    };
-    for &number in &numbers {
+/// Runs so many programs drawn from `programs`; a failing one is made small and printed.
+pub fn run<P: Strategy>(name: &str, count: u64, programs: &P, run: impl Fn(P::Value)) {
+    each(name, count, (0, 1), |number| {
         let mut seed = [0; 32];
         seed[..8].copy_from_slice(&number.to_le_bytes());
         let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &seed);
@@ -62,9 +57,6 @@ pub fn run_exactly<P: Strategy>(
             run(program);
             Ok(())
         });
-        if let Err(error) = outcome {
-            panic!("{name}: program {number} failed (AQUIFER_PROGRAM={number} runs it alone): {error}");
-        }
-    }
-    println!("{name}: {} programs in {:.1} s", numbers.len(), begin.elapsed().as_secs_f64());
+        outcome.map_err(|error| error.to_string())
+    });
 }

@@ -11,8 +11,6 @@ pub mod options;
 pub mod replay;
 pub mod report;
 pub mod run;
-pub mod simulate;
-pub mod soak;
 pub mod study;
 
 use std::collections::BTreeMap;

@@ -81,7 +81,7 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
     }
     let status = if args.live {
         command.env("AQUIFER_LIVE", &readings_of);
-        let progress = || Progress { readings: readings(&readings_of), done: None };
+        let progress = || Progress { readings: readings(&readings_of) };
         live::watch(session, &name, progress, |output| watched(command, output))
     } else {
         ended(command)

@@ -163,25 +163,18 @@ fn a_run_on_a_gpu_leaves_the_rows_of_every_step() {
         .env("PYTHONPATH", bundle)
         .env("AQUIFER_STANDIN_DEVICES", "24GiB")
         .env("GPU_SMALL", "1")
-        .env("GPU_STEPS", "soak soak-segments replay pytorch")
+        .env("GPU_STEPS", "replay pytorch")
         .output()
         .unwrap();
     let summary = std::fs::read_to_string(bundle.join("out/summary.txt")).unwrap();
     assert!(run.status.success() && summary.contains("all steps passed"), "{summary}{}", errors(&run));
-    assert!(summary.contains("of-the-test") && summary.contains("--ops 300 "), "{summary}");
+    assert!(summary.contains("of-the-test"), "{summary}");
     let unpacked = Command::new("tar").current_dir(bundle).args(["-xzf", "out/results.tgz"]).status().unwrap();
     assert!(unpacked.success());
     let rows = |step: &str| -> Vec<Value> {
         let text = std::fs::read_to_string(bundle.join(format!("{step}.txt"))).unwrap();
         text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     };
-    for step in ["soak", "soak-segments"] {
-        let row = &rows(step)[0];
-        assert_eq!(
-            (&row["device"], &row["operations"], &row["mismatches"]),
-            (&"cuda:0".into(), &300.into(), &0.into())
-        );
-    }
     let replayed = rows("replay");
     assert_eq!(replayed.iter().map(|row| &row["config"]).collect::<Vec<_>>(), ["", "backing:segments"]);
     // The figures of both have the same names.

@@ -1,4 +1,4 @@
-//! `replay` and `soak`: their figures and exit codes.
+//! `replay`: its figures and exit codes.
 
 use super::*;
 
@@ -192,40 +192,6 @@ fn the_driver_s_pool_plays_the_same_program() {
     assert_eq!((&row["pool_peak_reserved_bytes"], &row["pool_ooms"]), (&row["peak_requested_bytes"], &0.into()));
     for key in ["ns_per_op", "first_pass_ns_per_op", "seconds"] {
         assert!(row[format!("pool_{key}")].as_f64().unwrap() > 0.0 && row[key].as_f64().unwrap() > 0.0, "{key}: {row}");
-    }
-}
-
-#[test]
-fn a_soak_has_room_for_several_granules() {
-    let soak = rows(0, &["soak", "--device", "sim:8GiB", "--config", "granule_mb:64", "--ops", "50"]);
-    assert_eq!((bytes(&soak[0], "limit_bytes"), bytes(&soak[0], "mismatches")), (768 << 20, 0), "{soak:?}");
-}
-
-#[cfg(unix)]
-#[test]
-fn an_interrupted_soak_sums_up() {
-    let mut soak = program(&["--device", "sim:1GiB", "soak", "--minutes", "10", "--json"]);
-    let soak = soak.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    // Time for it to begin; before that the signal would end it.
-    std::thread::sleep(std::time::Duration::from_secs(2));
-    assert!(Command::new("kill").args(["-INT", &soak.id().to_string()]).status().unwrap().success());
-    let output = soak.wait_with_output().unwrap();
-    let row = &rows_of(0, &output)[0];
-    assert!(bytes(row, "operations") > 0 && row["seconds"].as_f64().unwrap() < 300.0, "{row}");
-    assert_eq!((bytes(row, "mismatches"), bytes(row, "not_given_back_bytes")), (0, 0), "{row}");
-    assert!(errors(&output).contains("interrupted; the result up to here:"), "{}", errors(&output));
-}
-
-#[test]
-fn soak_prints_its_figures() {
-    let soak = &rows(0, &["--device", "sim:1GiB", "soak", "--ops", "500", "--seeds", "2", "--threads", "2"])[0];
-    assert_eq!((&soak["operations"], &soak["seeds"], &soak["mismatches"]), (&1000.into(), &2.into(), &0.into()));
-    assert_eq!((&soak["not_given_back_bytes"], &soak["violations"]), (&0.into(), &0.into()));
-    assert!(soak["blocks_verified"].as_u64().unwrap() > 100, "{soak}");
-    let timed = &rows(0, &["--device", "sim:1GiB", "soak", "--minutes", "0.02", "--seeds", "3", "--threads", "1"])[0];
-    assert!(timed["seeds"].as_u64().unwrap() > 1, "each has a share of the time: {timed}");
-    for wrong in [["soak", "--minutes", "0"], ["soak", "--ops", "0"], ["soak", "--threads", "0"]] {
-        assert_eq!(stress(&wrong).status.code(), Some(2), "{wrong:?}");
     }
 }
 

@@ -313,22 +313,3 @@ fn after_a_failed_policy_the_others_are_shown() {
     let shown = String::from_utf8(stress(&args).stdout).unwrap();
     assert!(shown.contains("the defaults") && !shown.contains("backing:segments"), "{shown}");
 }
-
-#[test]
-fn simulated_programs_are_clean() {
-    let run = |seeds: &[&str]| rows(0, &[&["simulate"], seeds].concat()).remove(0);
-    let row = run(&["--seeds", "100..140"]);
-    assert_eq!((&row["first_seed"], &row["seeds"], &row["failures"]), (&100.into(), &40.into(), &0.into()));
-    assert_eq!(run(&["--replay", "100"])["seeds"], 1);
-    // In processes of their own: threads that are not simulated may hold locks of all allocators.
-    let again = run(&["--seeds", "100..140"]);
-    for fixed in ["steps", "safety_checks", "liveness_checks", "needless_waits", "turns", "driver_calls"] {
-        assert_eq!(row[fixed], again[fixed], "a seed fixes everything: {fixed}");
-    }
-    assert_eq!(row["virtual_seconds"], again["virtual_seconds"]);
-    for wrong in ["7", "7..7", "b..9"] {
-        let output = stress(&["simulate", "--seeds", wrong]);
-        assert_eq!(output.status.code(), Some(2));
-        assert!(errors(&output).contains("expected two whole numbers A..B"), "{}", errors(&output));
-    }
-}

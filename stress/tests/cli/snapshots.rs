@@ -61,21 +61,6 @@ fn a_snapshot_of_oom_shows_the_memory_at_the_refusal() {
 }
 
 #[test]
-fn a_snapshot_of_a_soak_has_its_history() {
-    let directory = Directory::new("soak");
-    let out = directory.path("soak.json");
-    let soak = ["--device", "sim:1GiB", "soak", "--ops", "200", "--threads", "1", "--snapshot", &out];
-    let row = &rows(0, &soak)[0];
-    let snapshot = value(&out);
-    assert!(actions(&snapshot, "alloc").len() as u64 >= bytes(row, "allocs"));
-    assert_eq!(snapshot["entries_overwritten"], 0);
-    rows(0, &[&soak[..], &["--config", "history:10"]].concat());
-    let snapshot = value(&out);
-    assert_eq!(snapshot["device_traces"][0].as_array().unwrap().len(), 10);
-    assert!(bytes(&snapshot, "entries_overwritten") > 100);
-}
-
-#[test]
 fn a_snapshot_of_several_runs_is_refused() {
     let trace = data("fsdp_start.trace");
     let out = std::env::temp_dir().join("never-written.json");
@@ -87,7 +72,6 @@ fn a_snapshot_of_several_runs_is_refused() {
             "--snapshot takes one program and one --config, not 2 of --config",
         ),
         (&["oom"], "--snapshot takes one --way, not 9"),
-        (&["soak", "--seeds", "2"], "--snapshot takes one seed, not --seeds 2"),
     ] {
         let output = stress(&[args, &["--device", "sim:8GiB", "--snapshot", out.to_str().unwrap()]].concat());
         assert_eq!(output.status.code(), Some(2), "{args:?}");
@@ -105,7 +89,6 @@ fn paths_that_cannot_be_written_are_errors() {
     for command in [
         &["replay", &trace, "--snapshot"][..],
         &["oom", "--way", "too_big", "--snapshot"],
-        &["soak", "--ops", "10", "--snapshot"],
         &["run", "--snapshot"],
         &["run", "--report"],
         &["report", &trace, "--output"],

@@ -23,7 +23,6 @@ fn wrong_use_is_explained() {
         (&["report", &file, "--output", "-"], 2, ".html"),
         (&["report", &file, "--output", "snapshot.pickle"], 2, ".html"),
         (&["report", &file, "--output", "/nonexistent/page.html"], 1, "/nonexistent/page.html: No such file"),
-        (&["soak", "--limit-mb", "0"], 2, "such as 512 or 0.5"),
     ];
     for (args, code, reason) in cases {
         let output = stress(args);
@@ -246,12 +245,7 @@ fn a_device_that_cannot_map_is_reported_once() {
     for (device, reason) in
         [("sim:4GiB,vmm=off", "cannot map memory"), ("sim:4GiB,fault_rate=cuMemMap:1:205", "mapping memory failed")]
     {
-        let commands: [&[&str]; 4] = [
-            &["replay", "--repeat", "2", &file],
-            &["fit", &file],
-            &["oom", "--way", "limit"],
-            &["soak", "--ops", "100"],
-        ];
+        let commands: [&[&str]; 4] = [&["replay", "--repeat", "2", &file], &["fit", &file], &["oom", "--way", "limit"]];
         for args in commands {
             let said = errors(&stress(&[args, &["--device", device]].concat()));
             assert_eq!(said.matches("memory comes in segments").count(), 1, "{args:?}: {said}");
@@ -284,8 +278,6 @@ fn a_limit_that_is_too_small_is_named() {
     };
     let file = Scratch::new("large.trace", b"a 0 30000000 0\nf 0 0\n");
     refused(&["fit", "--config", "limit_mb:20", file.path()], 3, "for the limit of 20.00 MiB that the options set");
-    refused(&["soak", "--limit-mb", "18446744073709551615"], 2, "--limit-mb");
-    refused(&["--device", "sim:1GiB", "soak", "--limit-mb", "1025"], 2, "1.00 GiB");
 }
 
 /// Such as a call that frees memory.
@@ -345,8 +337,6 @@ fn messages_that_cannot_be_written_do_not_change_the_exit_code() {
         (&["oom", "--way", "x"], 2),
         (&["replay", "--device", "cuda:0", &file], 1),
         (&["replay", "/no/such/file"], 4),
-        (&["soak", "--device", "sim:1MiB"], 3),
-        (&["oom", "--way", "limit", "--device", stuck], 1),
     ];
     for (args, code) in cases {
         assert_eq!(stress(args).status.code(), Some(code), "{args:?}");

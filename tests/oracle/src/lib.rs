@@ -13,7 +13,7 @@
 //!   must agree on;
 //! * `driver` – the decorator.
 //!
-//! The tests run random programs and named ones on the simulated device. `aquifer-stress simulate`
+//! The tests run random programs and named ones on the simulated device. `aquifer-machine simulate`
 //! has each of its programs judged.
 //!
 //! ```

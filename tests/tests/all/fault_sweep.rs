@@ -2,36 +2,32 @@
 //! consistent and usable, and nothing is leaked. What must hold is checked after every step, and at
 //! the end as after any program.
 
-use aquifer_tests::interpreter::Interpreter;
-use aquifer_tests::op::{FreeHow, Op, op};
+use aquifer_machine::{Counts, Freeing, Plan, Step, run_free};
 use aquifer_tests::prelude::*;
-use aquifer_tests::setup::{Ending, Setup, setup};
-use proptest::collection::vec;
-use proptest::strategy::Strategy;
 
 /// Codes that leave the device alive, and one that loses it.
 const CODES: [Code; 5] = [Code::OUT_OF_MEMORY, Code::INVALID_VALUE, Code::CAPTURE_IMPLICIT, Code(999), Code(214)];
 
-fn alloc(stream: usize, bytes: u64) -> Op {
-    Op::Alloc { stream, bytes, align: 0, on_thread: false }
+fn alloc(stream: u32, bytes: u64) -> Step {
+    Step::AllocRaw { stream, bytes, align: 1 }
 }
 
-fn free(pick: usize) -> Op {
-    Op::Free { pick, how: FreeHow::Drop, verify: false }
+fn free(pick: u32) -> Step {
+    Step::FreeRaw { pick, how: Freeing::OnItsStream }
 }
 
-fn free_on(pick: usize, stream: usize) -> Op {
-    Op::Free { pick, how: FreeHow::DropOn(stream), verify: false }
+fn free_on(pick: u32, stream: u32) -> Step {
+    Step::FreeRaw { pick, how: Freeing::OnStream(stream) }
 }
 
-fn used(pick: usize, stream: usize, record: bool) -> Op {
-    Op::Use { pick, stream, write: true, record }
+fn used(pick: u32, stream: u32, is_recorded: bool) -> Step {
+    Step::UseRaw { pick, stream, writes: true, is_recorded }
 }
 
 /// A program that goes through every kind of driver call that the allocator makes: growth, events
 /// and waits between streams, `record_stream`, borrowing, private pools, destroyed streams, and
 /// every rung of the ladder up to out of memory.
-fn program() -> Vec<Op> {
+fn program() -> Vec<Step> {
     vec![
         alloc(2, 5 * MIB),
         alloc(2, 5 * MIB),
@@ -39,44 +35,43 @@ fn program() -> Vec<Op> {
         alloc(3, KIB),
         used(0, 3, true),
         used(2, 3, false),
-        Op::Stall(3, 20_000),
+        Step::Stall { stream: 3, us: 20_000 },
         free(0),
         alloc(2, 6 * MIB),
         free_on(1, 3),
-        Op::Advance(30_000),
+        Step::Advance(30_000),
         alloc(3, 4 * MIB),
         free(0),
-        Op::Free { pick: 0, how: FreeHow::DropOn(0), verify: true },
-        Op::CreatePool { use_on_oom: true, no_split: false },
-        Op::CreatePool { use_on_oom: false, no_split: true },
-        Op::AllocFrom { pool: 0, stream: 2, bytes: 12 * MIB },
-        Op::AllocFrom { pool: 1, stream: 3, bytes: 700 },
-        Op::AllocRaw { stream: 2, bytes: 45 * MIB },
-        free(2),
-        free(3),
+        free_on(0, 1),
+        Step::CreatePool { lends: true, lends_when_idle: false, no_split: false },
+        Step::CreatePool { lends: false, lends_when_idle: false, no_split: true },
+        Step::AllocFrom { pool: 0, stream: 2, bytes: 12 * MIB },
+        Step::AllocFrom { pool: 1, stream: 3, bytes: 700 },
+        Step::AllocRaw { stream: 2, bytes: 45 * MIB, align: 0 },
+        Step::Drop(0),
         alloc(3, 70 * MIB),
         alloc(2, 30 * MIB),
-        Op::NewStream { stream: 3, blocking: true },
+        Step::NewStream { stream: 2, blocking: true },
         used(0, 3, true),
         used(1, 2, true),
-        Op::Stall(3, 50_000),
+        Step::Stall { stream: 3, us: 50_000 },
         free(0),
         free(0),
         alloc(3, 60 * MIB),
-        alloc(0, 500 * MIB),
-        Op::EmptyPool(0),
-        Op::TrimTo(30),
-        Op::DropPool(1),
-        Op::OtherProcess(10),
-        alloc(1, 20 * MIB),
+        alloc(1, 500 * MIB),
+        Step::EmptyPool(0),
+        Step::TrimTo(30 * MIB),
+        Step::DropPool(1),
+        Step::OtherProcess(10 * MIB),
+        alloc(0, 20 * MIB),
         alloc(2, 100 * MIB),
-        Op::Alloc { stream: 3, bytes: 2 * MIB, align: 21, on_thread: true },
-        Op::Free { pick: 0, how: FreeHow::OnThread, verify: true },
-        Op::NewStream { stream: 2, blocking: false },
+        Step::AllocRaw { stream: 3, bytes: 2 * MIB, align: 21 },
+        free(0),
+        Step::NewStream { stream: 1, blocking: false },
         alloc(2, 8 * MIB),
-        Op::EmptyCache,
+        Step::EmptyCache,
         alloc(2, 8 * MIB),
-        Op::Stall(3, 900_000),
+        Step::Stall { stream: 3, us: 900_000 },
         used(0, 3, true),
         used(1, 3, true),
         used(2, 3, true),
@@ -87,24 +82,19 @@ fn program() -> Vec<Op> {
     ]
 }
 
-/// Runs a program without a fault and counts the driver calls, then with a fault at each of them;
-/// on a GPU at some of them, at others with each code.
-fn sweep(setup: &Setup, program: &[Op]) -> u64 {
-    let mut interpreter = Interpreter::new(setup);
-    let before = interpreter.calls_made();
-    interpreter.steps(program);
-    let calls = interpreter.calls_made() - before;
-    interpreter.finish(setup.ending);
-    // Each call with every code, or with one of them where the allocator goes first.
-    let codes = if setup.ending == Ending::AllocatorFirst { CODES.len() as u64 } else { 1 };
-    let step = codes.max(calls.div_ceil(Subject::share(calls).max(1)));
-    for (first, code) in (0..).zip(CODES) {
-        for nth in (1 + first * step / 5..=calls).step_by(usize::try_from(step).unwrap()) {
+fn run(plan: &Plan) -> Counts {
+    run_free(plan, || false).unwrap_or_else(|failure| panic!("{}\n{plan}", failure.what))
+}
+
+/// Runs a program without a fault and counts the driver calls, then with a fault at each of them, of
+/// several codes with two in turn; on a GPU at some of them.
+fn sweep(plan: &Plan, codes: &[Code]) -> u64 {
+    let calls = run(plan).calls;
+    let step = usize::try_from(calls.div_ceil(Subject::share(calls).max(1))).unwrap();
+    for nth in (1..=calls).step_by(step) {
+        for (_, &code) in (nth..).zip(codes).filter(|(turn, _)| codes.len() == 1 || turn % 5 < 2) {
             let _at = At(format!("{code:?} at call {nth}"));
-            let mut interpreter = Interpreter::new(setup);
-            interpreter.inject(nth, code);
-            interpreter.steps(program);
-            interpreter.finish(setup.ending);
+            run(&plan.clone().after(Step::Fault { nth, operation: None, code }));
         }
     }
     calls
@@ -114,13 +104,9 @@ fn sweep_with(options: &str) {
     for backing in BACKINGS {
         // Larger granules take fewer calls, so that there are fewer places to fail at.
         let options = format!("{options},granule_mb:4");
-        let mut setup = Setup::new(128 * MIB, &on(backing, &options));
-        for ending in [Ending::FreeFirst, Ending::AllocatorFirst] {
-            setup.ending = ending;
-            let calls = sweep(&setup, &program());
-            println!("{options} on {backing}: {calls} calls");
-            assert!((60..=1000).contains(&calls), "{calls} calls");
-        }
+        let calls = sweep(&Plan::of_steps(128 * MIB, &on(backing, &options), vec![program()]), &CODES);
+        println!("{options} on {backing}: {calls} calls");
+        assert!((60..=1000).contains(&calls), "{calls} calls");
     }
 }
 
@@ -149,9 +135,7 @@ fn the_swept_program_makes_every_call_that_an_allocator_makes() {
     let mut made = [0; Operation::ALL.len()];
     let options = ["cross_stream:ready,headroom_mb:4", "cross_stream:wait"];
     for options in options.into_iter().flat_map(|options| BACKINGS.map(|backing| on(backing, options))) {
-        let mut interpreter = Interpreter::new(&Setup::new(128 * MIB, &options));
-        interpreter.steps(&program());
-        let counts = interpreter.device().driver_calls();
+        let counts = run(&Plan::of_steps(128 * MIB, &options, vec![program()])).operations.unwrap();
         Operation::ALL.iter().for_each(|&operation| made[operation as usize] += counts.of(operation));
     }
     let needed = [
@@ -180,16 +164,15 @@ fn the_swept_program_makes_every_call_that_an_allocator_makes() {
 
 #[test]
 fn faults_at_every_call_of_random_programs() {
-    BACKINGS.into_iter().for_each(random_programs_on);
-}
-
-fn random_programs_on(backing: Backing) {
-    let longer = runner::count(0) > 0;
-    let strategy = (setup(backing), vec(op(false), if longer { 100..200 } else { 20..40 }))
-        .prop_filter("the statistics of long histories", |(setup, _)| setup.config.history < 100);
-    let few = if Subject::is_simulated() { 6 } else { 2 };
-    let programs = if longer { runner::count(0).div_ceil(400) } else { few };
-    runner::run_exactly(&format!("fault sweep on {backing}"), programs, (0, 1), &strategy, |(setup, program)| {
-        sweep(&setup, &program);
+    let longer = runner::asked().is_some();
+    let few = if Subject::is_simulated() { 12 } else { 4 };
+    let programs = if longer { runner::count(0).div_ceil(200) } else { few };
+    runner::each("fault sweep", programs, (0, 1), |number| {
+        let mut plan = Plan::single(number);
+        plan.threads[0].retain(|step| !step.injects_faults());
+        plan.threads[0].truncate(if longer { 80 } else { 20 });
+        let _at = At(plan.to_string());
+        sweep(&plan, &CODES[usize::try_from(number % 5).unwrap()..][..1]);
+        Ok(())
     });
 }

@@ -1,120 +1,91 @@
-//! Random programs against the model; see `aquifer_tests::interpreter`.
+//! Random programs of one thread on this driver; see `aquifer_machine`. Those of several threads run
+//! under a schedule, in `tests/machine`.
 
 use std::cell::RefCell;
 
-use aquifer_tests::interpreter::Interpreter;
-use aquifer_tests::op::{Op, mixed, op};
+use aquifer_machine::{Counts, Plan, Step, run_free, shrink};
 use aquifer_tests::prelude::*;
-use aquifer_tests::setup::{Ending, Setup, crowded, lagging, setup};
-use proptest::collection::vec;
-use proptest::prop_oneof;
-use proptest::strategy::Strategy as _;
 
-fn programs(backing: Backing, faults: bool, part: (u64, usize)) {
-    let strategy = (setup(backing), vec(op(faults), 1..120));
-    let name = format!("programs on {backing}{}", if faults { " with faults" } else { "" });
-    runner::run(&name, 1000, part, &strategy, |(setup, program)| Interpreter::run(&setup, &program));
+/// Runs programs `first, first + step, …` below the count, `few` by default; one that fails is made
+/// small and printed.
+fn programs(name: &str, few: u64, part: (u64, usize), plan: impl Fn(u64) -> Plan, ran: impl Fn(Counts)) {
+    let run = |plan: &Plan| run_free(plan, || false);
+    runner::each(name, runner::count(few), part, |number| {
+        let ended = run(&plan(number));
+        ended.map(&ran).map_err(|failure| {
+            let (plan, failure) = shrink(plan(number), failure, run);
+            format!("{}\n{plan}", failure.what)
+        })
+    });
+}
+
+/// The tests share the programs, so that they run side by side.
+fn part(number: u64) {
+    programs("programs", 1200, (number, 4), Plan::single, drop);
 }
 
 #[test]
-fn programs_on_paged() {
-    programs(Backing::Paged, false, (0, 1));
+fn programs_of_the_first_part() {
+    part(0);
 }
 
 #[test]
-fn programs_on_segments() {
-    programs(Backing::Segments, false, (0, 1));
+fn programs_of_the_second_part() {
+    part(1);
 }
 
 #[test]
-fn programs_on_paged_with_faults() {
-    programs(Backing::Paged, true, (0, 2));
+fn programs_of_the_third_part() {
+    part(2);
 }
 
 #[test]
-fn programs_on_segments_with_faults() {
-    programs(Backing::Segments, true, (0, 2));
+fn programs_of_the_fourth_part() {
+    part(3);
 }
 
-#[test]
-fn programs_on_devices_that_lag() {
-    for backing in BACKINGS {
-        for faults in [false, true] {
-            let strategy = (lagging(backing), vec(op(faults), 1..120));
-            let name = format!("programs on {backing} that lags{}", if faults { " with faults" } else { "" });
-            runner::run(&name, 500, (0, 2), &strategy, |(setup, program)| Interpreter::run(&setup, &program));
-        }
-    }
-}
-
-#[test]
-fn programs_with_dedicated_memory() {
-    for backing in BACKINGS {
-        for faults in [false, true] {
-            let setup = prop_oneof![2 => setup(backing), 1 => lagging(backing)];
-            // What this memory is of keeps its allocator open.
-            let setup = setup.prop_map(|setup| Setup { ending: Ending::FreeFirst, ..setup });
-            let strategy = (setup, vec(mixed(faults), 1..120));
-            let name =
-                format!("programs on {backing} with dedicated memory{}", if faults { " with faults" } else { "" });
-            runner::run(&name, 200, (0, 2), &strategy, |(setup, program)| Interpreter::run(&setup, &program));
-        }
-    }
-}
-
+/// So many small blocks that their records do not fit the processor's caches (`heap/deferred.rs` of
+/// the allocator).
 #[test]
 fn programs_with_many_small_blocks() {
-    for backing in BACKINGS {
-        for faults in [false, true] {
-            let strategy = (crowded(backing), vec(op(faults), 1..40));
-            let name = format!("programs on {backing} of many blocks{}", if faults { " with faults" } else { "" });
-            runner::run(&name, 8, (0, 1), &strategy, |(setup, program)| Interpreter::run(&setup, &program));
-        }
-    }
+    let crowd = |n: u32| {
+        // Most are one stream's.
+        let stream = if n.is_multiple_of(8) { n / 8 } else { 2 };
+        Step::AllocRaw { stream, bytes: 1 + u64::from(n) * 611 % 6000, align: 1 }
+    };
+    let plan = |number| {
+        let mut plan = Plan::single(number);
+        let caches = |option: &&str| !option.starts_with("no_cache");
+        plan.options = plan.options.split(',').filter(caches).collect::<Vec<_>>().join(",");
+        plan.threads[0].truncate(40);
+        plan.threads[0].splice(0..0, (0..6000).map(crowd));
+        plan
+    };
+    programs("programs of many blocks", 24, (0, 1), plan, drop);
 }
 
 #[test]
 fn programs_reach_every_rung() {
     for backing in BACKINGS {
-        reach_every_rung(backing);
+        let sums = RefCell::new([0; 8]);
+        let count = |counts: Counts| {
+            let stats = counts.stats;
+            let reached = [
+                stats.num_ooms,
+                stats.num_alloc_retries,
+                stats.num_sync_all_streams,
+                stats.num_device_free,
+                stats.num_oom_rejections,
+                stats.cross_stream_reuses,
+                stats.cross_stream_waits,
+                // What only one of them has.
+                if backing == Backing::Paged { stats.remaps } else { stats.segment.all.freed },
+            ];
+            sums.borrow_mut().iter_mut().zip(reached).for_each(|(sum, n)| *sum += n);
+        };
+        let plan = |number| Plan::single(number).on(backing);
+        programs(&format!("programs that count on {backing}"), 150, (0, 1), plan, count);
+        println!("reached: {:?}", sums.borrow());
+        assert!(sums.borrow().iter().all(|&sum| sum > 0), "{:?}", sums.borrow());
     }
-}
-
-fn reach_every_rung(backing: Backing) {
-    let strategy = (setup(backing), vec(op(false), 60..120));
-    let sums = RefCell::new([0; 8]);
-    runner::run_exactly(&format!("programs that count on {backing}"), 150, (0, 1), &strategy, |(setup, program)| {
-        let mut interpreter = Interpreter::new(&setup);
-        interpreter.steps(&program);
-        let stats = interpreter.stats();
-        let reached = [
-            stats.num_ooms,
-            stats.num_alloc_retries,
-            stats.num_sync_all_streams,
-            stats.num_device_free,
-            stats.num_oom_rejections,
-            stats.cross_stream_reuses,
-            stats.cross_stream_waits,
-            // What only one of them has.
-            if backing == Backing::Paged { stats.remaps } else { stats.segment.all.freed },
-        ];
-        sums.borrow_mut().iter_mut().zip(reached).for_each(|(sum, n)| *sum += n);
-        interpreter.finish(setup.ending);
-    });
-    println!("reached: {:?}", sums.borrow());
-    assert!(sums.borrow().iter().all(|&sum| sum > 0), "{:?}", sums.borrow());
-}
-
-/// A stream with the number of one that is gone uses a block that the other one had used: the model
-/// orders the block's end after both.
-#[test]
-fn a_program_may_use_a_block_on_two_streams_of_one_number() {
-    let setup = Setup::new(48 * MIB, "cross_stream:wait");
-    let (alloc, read) = (
-        |stream| Op::Alloc { stream, bytes: 1, align: 0, on_thread: false },
-        |stream| Op::Use { pick: 0, stream, write: false, record: false },
-    );
-    let replace = |stream| Op::NewStream { stream, blocking: false };
-    let program = [alloc(0), read(2), replace(2), Op::Synchronize(0), replace(4), read(4)];
-    Interpreter::run(&setup, &program);
 }

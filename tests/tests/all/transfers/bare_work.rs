@@ -292,7 +292,7 @@ fn of_tensor(tensor: Tensor, stream: &Stream) -> Held {
 fn bare_work_on_the_documented_stream_races_with_nothing() {
     let step = (0..KINDS, 0..SIZES.len(), 0usize..3, 0usize..3, any::<bool>(), any::<bool>());
     let strategy = (any::<u64>(), vec(step, 1..16));
-    runner::run("bare work", 150, (0, 1), &strategy, |(seed, steps)| {
+    runner::run("bare work", runner::count(150), &strategy, |(seed, steps)| {
         let mut program = Program::new(seed);
         steps.iter().for_each(|step| program.step(step));
         let Program { bench, streams, pool, held, spiller, spillable, .. } = program;

@@ -22,7 +22,7 @@ fn programs(faults: bool, few: u64) -> (u64, u64) {
     let moves = std::cell::Cell::new((0, 0));
     let strategy = (any::<u64>(), vec(op(faults), 1..60));
     let name = if faults { "transfers with faults" } else { "transfers" };
-    runner::run_exactly(name, few, (0, 1), &strategy, |(seed, program)| {
+    runner::run(name, few, &strategy, |(seed, program)| {
         let mut interpreter = Interpreter::new(seed, faults);
         program.iter().for_each(|op| interpreter.step(op));
         let SpillStats { spills, returns, .. } = interpreter.spiller.stats();

@@ -1,27 +1,13 @@
 //! Steps with graphs that order themselves: captured in one verb, launched with new inputs and
 //! conditions, and read back.
 
+use aquifer::Error;
 use aquifer::prelude::*;
-use aquifer::{Error, Graph};
 use aquifer_sim::Conditional;
 
-use super::player::{Player, at, length};
-use super::world::World;
-
-/// A graph with what it reads.
-pub(super) struct Replayed {
-    graph: Graph<[Buffer<u8>; 2]>,
-    /// Each launch copies it to the first output.
-    parameter: Buffer<u8>,
-    /// Each launch copies it to the second output. `None` once only the graph keeps it.
-    constant: Option<Buffer<u8>>,
-    /// The contents of `constant`, if they are known, and how often contents were lost before.
-    pattern: Option<(u8, u64)>,
-    /// A SWITCH, whose first body copies the parameter to the second output.
-    node: Option<u64>,
-    /// Each launch downloads the first output to it.
-    pinned: Option<PinnedBuffer<u8>>,
-}
+use crate::held::Replayed;
+use crate::player::{Player, at, length};
+use crate::world::World;
 
 /// The most graphs of a thread. One more replaces the first.
 const GRAPHS_MAX: usize = 3;
@@ -43,17 +29,21 @@ impl World {
             }
             return Ok(None);
         }
-        let node = self.driver.add_conditional(stream.raw(), Conditional::Switch, 2, 0)?;
-        self.driver.come_after_conditional(stream.raw(), node)?;
+        let Some(driver) = &self.subject.simulator else { return Ok(None) };
+        let order_captured = |earlier: &Stream, later: &Stream| {
+            self.judged.iter().for_each(|judged| judged.order_captured(earlier.raw(), later.raw()));
+        };
+        let node = driver.add_conditional(stream.raw(), Conditional::Switch, 2, 0)?;
+        driver.come_after_conditional(stream.raw(), node)?;
         for body in 0..2 {
-            self.driver.begin_body(node, body, side.raw())?;
-            self.judged.order_captured(stream.raw(), side.raw());
+            driver.begin_body(node, body, side.raw())?;
+            order_captured(stream, side);
             let announced = stream.announce_body(side);
             let done = if announced.is_ok() { work(body) } else { Ok(()) };
             // Also where its work failed. A fault may refuse it; the end of a capture that is
             // broken is an error.
-            let _ended = (0..9).find(|_| self.driver.end_body(side.raw()).is_ok());
-            self.judged.order_captured(side.raw(), stream.raw());
+            let _ended = (0..9).find(|_| driver.end_body(side.raw()).is_ok());
+            order_captured(side, stream);
             let _over = announced?;
             done?;
         }
@@ -64,7 +54,7 @@ impl World {
 impl Player<'_> {
     /// Captures a graph, with memory of a pool or of its own, that copies its inputs by way of
     /// temporaries, another stream and bodies of a SWITCH.
-    pub(super) fn make_graph(&mut self, pool: u32, stream: u32, bytes: u64, temporary: u64) {
+    pub(crate) fn make_graph(&mut self, pool: u32, stream: u32, bytes: u64, temporary: u64) {
         let (world, memory, pattern) = (self.world, &self.world.memory, self.pattern());
         let can_capture = |stream: &Stream| self.runs(stream) && !stream.raw().is_legacy();
         let [one, other, side] = [0, 1, 2].map(|further| self.stream(stream + further));
@@ -73,7 +63,7 @@ impl Player<'_> {
         }
         let has_bodies = pool.is_multiple_of(2) && can_capture(&side) && ![one.id(), other.id()].contains(&side.id());
         let Some(_awake) = world.keep_awake() else { return };
-        let input = || world.request(memory, bytes, || memory.alloc_zeros::<u8>(length(bytes), &one));
+        let input = || world.request(memory, (bytes, true), || memory.alloc_zeros::<u8>(length(bytes), &one));
         let (Some(parameter), Some(mut constant)) = (input(), input()) else { return };
         let pattern = world.allow(constant.fill(pattern, &one)).map(|()| (pattern, world.sleeping.lost(0)));
         let events = (world.device.create_event(false), world.device.create_event(false));
@@ -128,7 +118,7 @@ impl Player<'_> {
 
     /// Launches a graph twice, on two streams. Each time, the other stream has just begun to write
     /// new inputs. Compares what the launches wrote, unless they are left under way.
-    pub(super) fn replay_graph(&mut self, pick: u32, stream: u32) {
+    pub(crate) fn replay_graph(&mut self, pick: u32, stream: u32) {
         let (world, streams) = (self.world, [self.stream(stream), self.stream(stream + 1)]);
         let Some(at) = at(&self.replayed, pick).filter(|_| streams.iter().all(|stream| self.runs(stream))) else {
             return;
@@ -137,7 +127,9 @@ impl Player<'_> {
         let Some(_awake) = world.keep_awake() else { return };
         let (patterns, condition, lost) = ([self.pattern(), self.pattern()], pick / 4 % 3, world.sleeping.lost(0));
         let Replayed { graph, parameter, constant, pattern, node, pinned } = &mut self.replayed[at];
-        if node.is_some_and(|node| world.allow(world.driver.set_condition(node, condition)).is_none()) {
+        if let (Some(node), Some(driver)) = (*node, &world.subject.simulator)
+            && world.allow(driver.set_condition(node, condition)).is_none()
+        {
             return;
         }
         let mut launch = |on: &Stream, by: &Stream, new: u8| {
@@ -174,7 +166,7 @@ impl Player<'_> {
     }
 
     /// Drops the last handle of what a graph reads, and allocates an equal buffer.
-    pub(super) fn drop_input(&mut self, pick: u32, stream: u32) {
+    pub(crate) fn drop_input(&mut self, pick: u32, stream: u32) {
         let (world, stream) = (self.world, self.stream(stream));
         let Some(at) = at(&self.replayed, pick) else { return };
         if let Some(bytes) = self.replayed[at].constant.take().map(|constant| constant.bytes()) {

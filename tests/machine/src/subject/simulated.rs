@@ -10,14 +10,14 @@ use super::{Controls, Mapped, Subject};
 
 pub(super) fn open(config: &SimConfig) -> Subject {
     let driver = SimDriver::new(config.clone());
-    Subject { driver: driver.clone(), controls: driver }
+    Subject { driver: driver.clone(), controls: driver.clone(), simulator: Some(driver) }
 }
 
 pub(super) fn lagging(config: &SimConfig, lag: u64) -> (Subject, Arc<Lagging>) {
     let controls = SimDriver::new(config.clone());
     let lagging = Lagging::new(controls.clone(), lag);
     let driver: Arc<dyn Driver> = lagging.clone();
-    (Subject { driver, controls }, lagging)
+    (Subject { driver, controls: controls.clone(), simulator: Some(controls) }, lagging)
 }
 
 impl Controls for SimDriver {

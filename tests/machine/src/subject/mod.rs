@@ -20,7 +20,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use aquifer_device::{Device, DevicePtr, Driver, PhysicalOptions, Result, Stream};
-use aquifer_sim::{Fault, Lagging, SimConfig};
+use aquifer_sim::{Fault, Lagging, SimConfig, SimDriver};
 use aquifer_standin::ADDRESSES_FOR_MEMORY;
 
 /// The variable that says which driver tests run on.
@@ -38,14 +38,17 @@ enum Kind {
 
 impl Kind {
     fn chosen() -> Kind {
-        static CHOSEN: OnceLock<Kind> = OnceLock::new();
-        *CHOSEN.get_or_init(|| match std::env::var(DRIVER).as_deref() {
-            Err(_) | Ok("sim") => Kind::Simulated,
-            Ok("standin") => Kind::Standin,
-            Ok("cuda") => Kind::Hardware,
-            Ok("rationed") => Kind::Rationed,
-            Ok(other) => panic!("{DRIVER}={other}; known are sim, standin, cuda and rationed"),
-        })
+        *CHOSEN.get_or_init(|| std::env::var(DRIVER).map_or(Kind::Simulated, |name| Kind::named(&name)))
+    }
+
+    fn named(name: &str) -> Kind {
+        match name {
+            "sim" => Kind::Simulated,
+            "standin" => Kind::Standin,
+            "cuda" => Kind::Hardware,
+            "rationed" => Kind::Rationed,
+            other => panic!("{DRIVER}={other}; known are sim, standin, cuda and rationed"),
+        }
     }
 
     /// Whether all tests share a device, of which each gets a ration.
@@ -53,6 +56,8 @@ impl Kind {
         matches!(self, Kind::Hardware | Kind::Rationed)
     }
 }
+
+static CHOSEN: OnceLock<Kind> = OnceLock::new();
 
 /// What a test does to a device, or asks of it, that no program can.
 trait Controls: fmt::Debug + Send + Sync {
@@ -98,8 +103,10 @@ pub struct Mapped {
 /// it.
 #[derive(Clone, Debug)]
 pub struct Subject {
-    driver: Arc<dyn Driver>,
+    pub(crate) driver: Arc<dyn Driver>,
     controls: Arc<dyn Controls>,
+    /// The simulated device, where tests run on that itself.
+    pub(crate) simulator: Option<Arc<SimDriver>>,
 }
 
 impl Subject {
@@ -115,6 +122,12 @@ impl Subject {
             Kind::Standin => standin::open(config),
             Kind::Hardware | Kind::Rationed => hardware::open(config),
         }
+    }
+
+    /// Chooses the driver for this process, before a device is opened: `sim`, `standin`, `cuda` or
+    /// `rationed`.
+    pub fn choose(driver: &str) {
+        CHOSEN.get_or_init(|| Kind::named(driver));
     }
 
     /// Whether the tests of this process share one device.

@@ -2,6 +2,7 @@
 
 use std::fmt::Display;
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 
 use aquifer::memory::AllocError;
 use aquifer::{Allocator, Error};
@@ -9,8 +10,9 @@ use aquifer_allocator::config::Backing;
 use aquifer_allocator::snapshot::BlockState;
 use aquifer_device::{DeviceError, DevicePtr, ErrorKind};
 
-use super::Counts;
-use super::world::{Handed, World, count};
+use crate::held::Handed;
+use crate::world::World;
+use crate::{Counts, check};
 
 const MIB: u64 = 1 << 20;
 
@@ -19,24 +21,36 @@ const MIB: u64 = 1 << 20;
 const CALLS_MAX: u64 = 16;
 
 impl World {
-    /// Makes a request of one of the allocators. In a program of one thread, without faults, limits
-    /// or another process, it is served if it fits.
-    pub(super) fn request<T>(&self, of: &Allocator, bytes: u64, ask: impl FnOnce() -> Result<T, Error>) -> Option<T> {
+    /// Makes a request of one of the allocators, of its heap or of memory outside of it. In a program
+    /// of one thread, without faults, it is served if it fits.
+    pub(crate) fn request<T>(
+        &self,
+        of: &Allocator,
+        (bytes, is_of_heap): (u64, bool),
+        ask: impl FnOnce() -> Result<T, Error>,
+    ) -> Option<T> {
         self.end_uploads();
         if !self.is_calm() {
             return self.served(ask());
         }
-        let has_plenty = self.free() > of.config().headroom + 2 * bytes + 32 * MIB;
+        let plenty = bytes.saturating_mul(2).saturating_add(of.config().headroom + 32 * MIB);
+        let has_plenty = of.limit().is_none() && self.subject.free() > plenty;
         let waits = if has_plenty { self.waits() } else { 0 };
         let outcome = ask();
         match &outcome {
-            Ok(_) if has_plenty && self.waits() > waits => count(&self.counts.needless_waits),
+            Ok(_) if has_plenty && self.waits() > waits => self.counts.lock().needless_waits += 1,
             Err(Error::Alloc(AllocError::OutOfMemory(report))) => {
-                count(&self.counts.liveness);
-                let (need, room) = (need(of, bytes), self.room(of));
-                if need <= room {
+                self.counts.lock().liveness += 1;
+                // Pools that do not split take segments.
+                let of_pool = report.pool.map_or(0, |_| report.growth);
+                let (need, room) = (need(of, bytes).max(of_pool), self.room(of));
+                if need <= room && !of.config().fail_fast {
                     self.report(format!("a request of {need} bytes is refused, and {room} are free: {report}"));
                 }
+                if !self.outlives {
+                    check::attribution(report);
+                }
+                check::refusal(of, report, is_of_heap.then_some(bytes));
             }
             _ => {}
         }
@@ -45,11 +59,11 @@ impl World {
 
     /// What a launch gave, or `None` where it may be refused. Memory that its graph lent comes back
     /// if it fits.
-    pub(super) fn launched<T>(&self, outcome: Result<T, Error>) -> Option<T> {
+    pub(crate) fn launched<T>(&self, outcome: Result<T, Error>) -> Option<T> {
         if let Err(Error::Alloc(AllocError::OutOfMemory(report))) = &outcome
             && self.is_calm()
         {
-            count(&self.counts.liveness);
+            self.counts.lock().liveness += 1;
             let room = self.room(&self.memory);
             if report.growth <= room {
                 self.report(format!("a launch of a graph that lent memory is refused, and {room} are free: {report}"));
@@ -59,9 +73,9 @@ impl World {
     }
 
     /// What sleeps could not wake up for lack of memory: checks that it does not fit.
-    pub(super) fn check_lack(&self, error: &DeviceError) {
+    pub(crate) fn check_lack(&self, error: &DeviceError) {
         if self.is_alone() {
-            count(&self.counts.liveness);
+            self.counts.lock().liveness += 1;
             let (need, room) = (self.memory.sleeping_bytes(), self.room(&self.memory));
             if need <= room {
                 self.report(format!("{need} bytes cannot wake up, and {room} are free: {error}"));
@@ -69,23 +83,20 @@ impl World {
         }
     }
 
-    /// Free bytes of the device.
-    fn free(&self) -> u64 {
-        self.device.info().total_bytes - self.driver.held_bytes()
-    }
-
     /// Bytes that a request to an allocator can have, at least: what is free on the device, and
-    /// what the allocators hold without need.
+    /// what the allocators hold without need, as far as the limit allows it.
     fn room(&self, of: &Allocator) -> u64 {
         let idle: u64 = [&self.memory, &self.second].map(|memory| self.idle(memory)).iter().sum();
-        (self.free() + idle).saturating_sub(of.config().headroom) / unit(of) * unit(of)
+        let in_use = of.memory_reserved().saturating_sub(self.idle(of));
+        let allowed = of.limit().map_or(u64::MAX, |limit| limit.saturating_sub(in_use));
+        (self.subject.free() + idle).saturating_sub(of.config().headroom).min(allowed) / unit(of) * unit(of)
     }
 
     /// Bytes that an allocator holds without need: segments, and where memory is mapped the frames,
     /// that no live block touches. Memory of private pools counts if no graph was ever made.
     fn idle(&self, memory: &Allocator) -> u64 {
         let snapshot = memory.snapshot();
-        let may_be_of_graph = |pool: (u64, u64)| pool != (0, 0) && self.has_graphs();
+        let may_be_of_graph = |pool: (u64, u64)| pool != (0, 0) && self.has_graphs.load(Ordering::Relaxed);
         let mut idle = 0;
         for segment in snapshot.segments.iter().filter(|segment| !may_be_of_graph(segment.segment_pool_id)) {
             if !segment.is_expandable {
@@ -112,7 +123,7 @@ impl World {
     fn idle_frames(&self, free: &Range<u64>) -> u64 {
         let (mut at, mut idle) = (free.start, 0);
         while at < free.end
-            && let Some(mapped) = self.driver.mapping_at(DevicePtr(at))
+            && let Some(mapped) = self.subject.mapping_at(DevicePtr(at))
         {
             let end = mapped.ptr.0 + mapped.bytes;
             if free.start <= mapped.ptr.0 && end <= free.end {
@@ -125,31 +136,35 @@ impl World {
 
     /// Ends the program: takes faults back, and checks that the allocators still work, give
     /// everything back, and serve what fits.
-    pub(super) fn finish(self) -> Result<Counts, String> {
-        if !self.has_failed() {
+    pub(crate) fn finish(self) -> Result<Counts, String> {
+        let stats = self.memory.stats();
+        let (calls, operations) = (self.subject.calls_made(), Some(self.device.driver_calls()));
+        if self.found.lock().is_none() {
             self.end();
         }
-        match self.found() {
+        match self.found.lock().take() {
             Some(found) => Err(found),
-            None => Ok(Counts { lent_bytes: self.memory.stats().graph_bytes_lent, ..self.counts.read() }),
+            None => Ok(Counts { stats, calls, operations, time_ns: self.subject.now_ns(), ..self.counts.into_inner() }),
         }
     }
 
     fn end(&self) {
-        self.driver.clear_faults();
-        self.set_other_process(0);
-        self.set_limit(None);
+        self.subject.clear_faults();
+        self.subject.set_other_process_bytes(0);
+        self.memory.set_limit(None);
+        self.second.set_limit(None);
+        drop(self.pin(std::mem::take));
         let (mut raw, mut pools) = (Vec::new(), Vec::new());
-        for handed in self.take_all_handed() {
+        for handed in std::mem::take(&mut *self.handed.lock()) {
             match handed {
-                Handed::Raw(one) => raw.push(one.ptr),
+                Handed::Raw(one) => raw.push(one),
                 Handed::Pool(pool) => pools.push(pool),
                 Handed::Capture(capture, dropping) => dropping.finish(capture),
                 other => drop(other),
             }
         }
         self.check_violations();
-        if self.is_lost() {
+        if self.lost.load(Ordering::Relaxed) {
             return;
         }
         let mut woken = self.memory.wake();
@@ -174,8 +189,11 @@ impl World {
         if let Err(error) = self.device.synchronize() {
             self.report_end("the device cannot be waited for", &error);
         }
-        for ptr in raw {
-            if let Err(error) = self.memory.free_raw(ptr) {
+        for one in raw {
+            self.watch().into_iter().for_each(|lagging| lagging.freed(one.ptr));
+            if one.owner.is_none()
+                && let Err(error) = self.memory.free_raw(one.ptr)
+            {
                 self.report_end("a pointer cannot be freed", &error);
             }
         }
@@ -192,7 +210,7 @@ impl World {
         }
         drop(pools);
         for memory in [&self.memory, &self.second] {
-            count(&self.counts.liveness);
+            self.counts.lock().liveness += 1;
             if let Err(error) = memory.empty_cache() {
                 self.report_end("the cache cannot be emptied", &error);
             }
@@ -242,14 +260,17 @@ impl World {
 
     /// Checks that a request for all memory is served, and soon: nothing is in use.
     fn check_served(&self, of: &Allocator, ask: impl FnOnce(u64) -> Result<(), Error>) {
-        count(&self.counts.liveness);
+        if of.config().fail_fast {
+            return;
+        }
+        self.counts.lock().liveness += 1;
         let total = self.device.info().total_bytes;
         let fits = (total - of.config().headroom) / unit(of) * unit(of);
-        let calls = self.driver.calls_made();
+        let calls = self.subject.calls_made();
         if let Err(error) = ask(fits) {
             self.report_end("a request that fits is refused", &error);
         }
-        let calls = self.driver.calls_made() - calls;
+        let calls = self.subject.calls_made() - calls;
         if calls > CALLS_MAX * (total / MIB) {
             self.report_end("a request takes too long", &format_args!("{calls} driver calls"));
         }
@@ -261,7 +282,7 @@ fn need(of: &Allocator, bytes: u64) -> u64 {
     match of.backing() {
         Backing::Segments if bytes <= MIB => 2 * MIB,
         Backing::Segments if bytes < 10 * MIB => 20 * MIB,
-        _ => bytes.next_multiple_of(unit(of)),
+        _ => bytes.checked_next_multiple_of(unit(of)).unwrap_or(u64::MAX),
     }
 }
 

@@ -26,7 +26,7 @@ pub(super) fn open(config: &SimConfig) -> Subject {
     let device = Arc::new(device);
     let driver = CudaDriver::open(device.ordinal()).unwrap_or_else(|error| panic!("{error}"));
     DEVICES.lock().push((Arc::downgrade(&driver), device.clone()));
-    Subject { driver, controls: Arc::new(OnStandin(device)) }
+    Subject { driver, controls: Arc::new(OnStandin(device)), simulator: None }
 }
 
 #[derive(Debug)]

@@ -1,8 +1,8 @@
 //! Statistics compared with values recomputed from the snapshot and from a program's live blocks.
-
-use std::collections::BTreeSet;
+//! What is wrong panics.
 
 use aquifer::Allocator;
+use aquifer_allocator::config::CrossStream;
 use aquifer_allocator::size_class::{self, PoolKind};
 use aquifer_allocator::snapshot::{BlockState, Segment, Snapshot};
 use aquifer_allocator::{MemoryStats, OomReport, PoolStats, Stat};
@@ -44,11 +44,21 @@ fn pooled(stats: &MemoryStats) -> [PoolStats; 7] {
     ]
 }
 
-/// Panics unless the statistics equal those recomputed from the snapshot, agree with each other,
-/// and agree with `live`: the number of live blocks and the bytes that their holders asked for.
+/// Panics unless the statistics are consistent, and agree with `live`: the number of live blocks and
+/// the bytes that their holders asked for.
 pub fn statistics(allocator: &Allocator, live: (u64, u64)) {
+    consistent(allocator);
+    let stats = allocator.stats();
+    assert_eq!(stats.allocation.all.current, live.0, "live blocks");
+    assert!(live.1 <= stats.requested_bytes.all.current, "{} bytes are held", live.1);
+}
+
+/// Panics unless the statistics equal those recomputed from the snapshot, and agree with each other,
+/// while no other thread works.
+pub fn consistent(allocator: &Allocator) {
     let (stats, snapshot) = (allocator.stats(), allocator.snapshot());
     snapshot_is_whole(&snapshot);
+    plausible(&stats);
     let kind = |kind: PoolKind| snapshot.segments.iter().filter(move |segment| segment.segment_type == kind);
     let spare = allocator.fragmentation(0).spare_bytes;
     // Spare memory is in no segment, and counts as the large pool's.
@@ -60,7 +70,18 @@ pub fn statistics(allocator: &Allocator, live: (u64, u64)) {
     assert_eq!(current(|stats| stats.all), with_spare(sums(&mut snapshot.segments.iter())), "{NAMES:?}");
     assert_eq!(current(|stats| stats.large_pool), with_spare(sums(&mut kind(PoolKind::Large))), "{NAMES:?}");
     assert_eq!(current(|stats| stats.small_pool), sums(&mut kind(PoolKind::Small)), "{NAMES:?}");
-    for PoolStats { all, large_pool, small_pool, .. } in pooled(&stats) {
+    match allocator.granule_bytes() {
+        Some(granule) => assert!(spare.is_multiple_of(granule)),
+        None => assert_eq!(stats.num_device_alloc - stats.num_device_free, stats.segment.all.current),
+    }
+    let (allocated, active, reserved) = (stats.allocated_bytes.all, stats.active_bytes.all, stats.reserved_bytes.all);
+    assert!(active.current <= reserved.current, "{stats:?}");
+    assert_eq!((allocator.memory_allocated(), allocator.memory_reserved()), (allocated.current, reserved.current));
+}
+
+/// Panics where statistics of one moment contradict each other.
+pub fn plausible(stats: &MemoryStats) {
+    for PoolStats { all, large_pool, small_pool, .. } in pooled(stats) {
         for stat in [all, large_pool, small_pool] {
             assert_eq!(stat.allocated.wrapping_sub(stat.freed), stat.current, "{stat:?}");
             assert!(stat.peak >= stat.current, "{stat:?}");
@@ -68,21 +89,14 @@ pub fn statistics(allocator: &Allocator, live: (u64, u64)) {
         assert_eq!(all.current, large_pool.current + small_pool.current);
         assert!(all.peak <= large_pool.peak + small_pool.peak && all.peak >= large_pool.peak.max(small_pool.peak));
     }
-    let granule = allocator.granule_bytes();
-    match granule {
-        Some(granule) => assert!(spare.is_multiple_of(granule)),
-        None => assert_eq!(stats.num_device_alloc - stats.num_device_free, stats.segment.all.current),
-    }
-    assert_eq!(stats.allocation.all.current, live.0, "live blocks");
-    assert!(live.1 <= stats.requested_bytes.all.current, "{} bytes are held", live.1);
-    let [requested, allocated, active, reserved] =
-        [stats.requested_bytes, stats.allocated_bytes, stats.active_bytes, stats.reserved_bytes].map(|s| s.all.current);
-    assert!(allocated <= active && requested <= active && active <= reserved, "{stats:?}");
-    assert_eq!((allocator.memory_allocated(), allocator.memory_reserved()), (allocated, reserved));
+    // Blocks that other streams still use are active and requested, and not allocated.
+    let [requested, allocated, active] =
+        [stats.requested_bytes, stats.allocated_bytes, stats.active_bytes].map(|stat| stat.all.current);
+    assert!(allocated <= active && requested <= active, "{stats:?}");
 }
 
 /// Blocks tile their segments, and segments do not overlap.
-fn snapshot_is_whole(snapshot: &Snapshot) {
+pub fn snapshot_is_whole(snapshot: &Snapshot) {
     let mut end = 0;
     for segment in &snapshot.segments {
         assert!(end <= segment.address, "segments overlap at {:#x}", segment.address);
@@ -111,72 +125,29 @@ pub fn readers(allocator: &Allocator) {
     assert_eq!(stats.to_map().len(), 123);
 }
 
-/// Panics if a request for `padded` bytes, alignment included, was refused although what cannot be
-/// released would have left room for it.
-///
-/// What cannot be released: segments and frames of which a part is live, and those of open private
-/// pools. By the time of the report everything that waited is free.
-///
-/// Nothing but the allocator takes memory in this process.
-pub fn out_of_memory_was_right(allocator: &Allocator, report: &OomReport, padded: u64, other: u64) {
+/// Panics if a report counts memory of this process that no open allocator has, where there is none.
+pub fn attribution(report: &OomReport) {
     if let Some(memory) = report.attribution.as_ref().filter(|memory| memory.rest_of_process.is_some()) {
         assert_eq!((memory.suggested_headroom, memory.unattributed), (0, 0), "{report}");
     }
-    let config = allocator.config();
+}
+
+/// Panics if the report of a refusal contradicts what the allocator holds by then, while nothing but
+/// the allocator takes memory in this process, and the host may wait for the device. `padded` is a
+/// request of the heap with padding for an alignment.
+pub fn refusal(allocator: &Allocator, report: &OomReport, padded: Option<u64>) {
+    let (config, snapshot) = (allocator.config(), allocator.snapshot());
     if config.fail_fast {
         return;
     }
-    let open = allocator.reserved_by_private_pools();
-    let snapshot = allocator.snapshot();
-    let is_open = |segment: &Segment| open.contains_key(&segment.segment_pool_id);
-    let pinned: u64 = snapshot.segments.iter().map(|segment| pinned_bytes(segment, is_open(segment), allocator)).sum();
-    let device = allocator.device().info().total_bytes.saturating_sub(other + config.headroom);
-    let most = device.min(allocator.limit().unwrap_or(u64::MAX));
-    // A rest of a limit or a device that is less than a granule is of no use.
-    let useless = allocator.granule_bytes().map_or(0, |granule| granule - 1);
-    assert!(
-        pinned.saturating_add(report.growth + useless) > most,
-        "refused, but {pinned} bytes pinned of {most}: {report}"
-    );
-    let default = |segment: &&Segment| segment.segment_pool_id == (0, 0);
     let waiting = snapshot.blocks().any(|(_, block)| block.state == BlockState::ActivePendingFree);
     assert!(!waiting, "refused while blocks wait: {report}");
-    if report.pool.is_none() && !config.no_cache {
-        let Some(rounded) = size_class::round_checked(padded) else { return };
-        let kind = PoolKind::of(rounded);
-        let of_kind = snapshot.segments.iter().filter(default).filter(|segment| segment.segment_type == kind);
-        let free = |segment: &Segment| {
-            let blocks = segment.blocks.iter().filter(|block| block.state == BlockState::Inactive);
-            blocks.map(|block| block.size).max().unwrap_or(0)
-        };
-        let crosses = config.cross_stream != aquifer_allocator::config::CrossStream::Off;
-        let largest = of_kind.map(free).max().unwrap_or(0);
-        assert!(!crosses || largest < rounded, "refused, but {largest} bytes are free in one piece: {report}");
+    let Some(rounded) = padded.and_then(size_class::round_checked) else { return };
+    if report.pool.is_none() && !config.no_cache && config.cross_stream != CrossStream::Off {
+        let of_kind =
+            |segment: &Segment| segment.segment_pool_id == (0, 0) && segment.segment_type == PoolKind::of(rounded);
+        let free = snapshot.blocks().filter(|(segment, block)| of_kind(segment) && block.state == BlockState::Inactive);
+        let largest = free.map(|(_, block)| block.size).max().unwrap_or(0);
+        assert!(largest < rounded, "refused, but {largest} bytes are free in one piece: {report}");
     }
-}
-
-/// The part of a segment that can be neither released nor moved; where frames have several
-/// granules, at least that part.
-fn pinned_bytes(segment: &Segment, is_open: bool, allocator: &Allocator) -> u64 {
-    let mut active = segment.blocks.iter().filter(|block| block.state.is_active()).peekable();
-    match allocator.granule_bytes().filter(|_| segment.is_expandable && !is_open) {
-        Some(granule) => {
-            let touched =
-                active.flat_map(|block| block.address / granule..(block.address + block.size).div_ceil(granule));
-            let touched = touched.collect::<BTreeSet<u64>>();
-            // The starts of frames are not known here. A frame may reach beyond either end of the
-            // touched granules.
-            let beyond = frame_bytes(allocator, granule) - granule;
-            let ends = touched.iter().filter(|&&at| !touched.contains(&(at + 1))).count() as u64;
-            (touched.len() as u64 * granule + 2 * ends * beyond).min(segment.total_size)
-        }
-        None if is_open || active.peek().is_some() => segment.total_size,
-        None => 0,
-    }
-}
-
-/// Bytes of the largest frame that there may be. Without the option, the small devices of tests
-/// have frames of one granule.
-fn frame_bytes(allocator: &Allocator, granule: u64) -> u64 {
-    allocator.config().frame.unwrap_or(granule).max(granule)
 }

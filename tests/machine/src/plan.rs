@@ -2,10 +2,15 @@
 
 use std::fmt;
 
-use aquifer_device::Operation;
-use aquifer_trace::Random;
+use aquifer_allocator::config::Backing;
+use aquifer_device::{Code, Operation};
+
+use crate::random::Random;
 
 const MIB: u64 = 1 << 20;
+
+/// Codes of injected faults: calls that lack memory, and others.
+const CODES: [Code; 4] = [Code(999), Code(999), Code::OUT_OF_MEMORY, Code::INVALID_VALUE];
 
 /// Calls after whose failure there is something to undo or to try again, and that are too rare for
 /// a fault of any call to hit them.
@@ -32,6 +37,8 @@ pub struct Plan {
     pub chunk_bytes: usize,
     /// See there.
     pub copiers: usize,
+    /// Large buffers get a pattern that the device writes and verifies as a whole.
+    pub is_patterned: bool,
     /// The steps of each thread.
     pub threads: Vec<Vec<Step>>,
 }
@@ -72,11 +79,11 @@ pub enum Asleep {
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub enum Freeing {
-    /// Once its stream is ordered after the last use.
+    /// Once its stream is ordered after all uses.
     OnItsStream,
-    /// In the order of the stream that used it last.
-    OnLastStream,
-    /// After the stream that used it last was recorded.
+    /// In the order of another stream, which is ordered after all uses.
+    OnStream(u32),
+    /// After the streams of all uses were recorded.
     Recorded,
 }
 
@@ -90,13 +97,24 @@ pub enum Step {
     Alloc { stream: u32, bytes: u64, tag: u32 },
     /// Allocates a buffer in a private pool and writes it.
     AllocFrom { pool: u32, stream: u32, bytes: u64 },
-    /// Allocates memory for a bare pointer and writes it.
-    AllocRaw { stream: u32, bytes: u64 },
-    /// Reads the memory of a bare pointer back, compares it, and writes it, on any stream.
-    UseRaw { pick: u32, stream: u32 },
-    /// Frees the memory of a bare pointer.
+    /// Allocates bare memory, which work uses without access guards, and writes it: a raw pointer,
+    /// or an allocation with an alignment of so many bits if that is not 0.
+    AllocRaw { stream: u32, bytes: u64, align: u32 },
+    /// Reads bare memory back and compares it on any stream, ordered after earlier writes alone, or
+    /// also writes it. Records the stream at once, or leaves that to the free.
+    UseRaw { pick: u32, stream: u32, writes: bool, is_recorded: bool },
+    /// Frees bare memory.
     FreeRaw { pick: u32, how: Freeing },
-    /// Leaves a bare pointer to the other threads.
+    /// Frees a pointer that is not live as a raw one: within a block, or of an allocation.
+    FreeWrong(u32),
+    /// Frees so many pieces of bare memory, not one after the other, each followed by a small
+    /// allocation.
+    Replace { pick: u32, stream: u32, blocks: u32, bytes: u64 },
+    /// Pins the mappings of bare memory.
+    Pin(u32),
+    /// Ends one of the pins.
+    Unpin(u32),
+    /// Leaves bare memory to the other threads.
     GiveRaw(u32),
     /// Drops a buffer.
     Drop(u32),
@@ -122,6 +140,8 @@ pub enum Step {
     Synchronize(u32),
     /// Keeps a stream busy for that many microseconds.
     Stall { stream: u32, us: u64 },
+    /// Lets that many microseconds pass on the device.
+    Advance(u64),
     /// Replaces a stream by a new one.
     NewStream { stream: u32, blocking: bool },
     /// Captures a write of scratch memory of a private pool.
@@ -140,7 +160,7 @@ pub enum Step {
     /// Drops the last handle of what such a graph reads, and allocates an equal buffer.
     DropInput { graph: u32, stream: u32 },
     /// Makes a private pool. It lends free memory, or that of its graphs while they are idle.
-    CreatePool { lends: bool, lends_when_idle: bool },
+    CreatePool { lends: bool, lends_when_idle: bool, no_split: bool },
     /// Drops a private pool.
     DropPool(u32),
     /// Leaves a private pool to the other threads.
@@ -183,14 +203,14 @@ pub enum Step {
     /// Makes calls of the driver fail at this rate, in thousandths; 0 ends that.
     Faults(u32),
     /// Makes the nth call from now fail, or the nth one of an operation.
-    Fault { nth: u64, operation: Option<Operation> },
+    Fault { nth: u64, operation: Option<Operation>, code: Code },
     /// The device is lost at the nth call from now.
     Lose(u64),
 }
 
 impl Step {
     /// True if calls of the driver fail from then on.
-    pub(super) fn injects_faults(&self) -> bool {
+    pub fn injects_faults(&self) -> bool {
         let refuses = matches!(self, Step::Capture { ending: Ending::Refuse, .. });
         refuses || matches!(self, Step::Faults(_) | Step::Fault { .. } | Step::Lose(_))
     }
@@ -199,9 +219,18 @@ impl Step {
 impl Plan {
     /// The plan of a seed.
     pub fn of_seed(seed: u64) -> Plan {
+        Plan::of(seed, 4)
+    }
+
+    /// The plan of a seed for one thread.
+    pub fn single(seed: u64) -> Plan {
+        Plan::of(seed, 1)
+    }
+
+    fn of(seed: u64, threads_max: u32) -> Plan {
         let random = &mut Random::new(seed ^ 0x5eed);
         let capacity = u64::from(48 + random.below(200)) * MIB;
-        let count = 1 + random.below(4);
+        let count = 1 + random.below(threads_max);
         let kind = Kind {
             faults: random.below(3) == 0,
             lost: random.below(20) == 0,
@@ -209,6 +238,7 @@ impl Plan {
             others: random.below(2) == 0,
             alone: count == 1,
             graphs: random.below(12) == 0,
+            soaks: false,
         };
         let splits = kind.alone && !kind.faults && !kind.lost;
         let (options, second) = (options(random, splits), options(random, splits));
@@ -216,11 +246,49 @@ impl Plan {
         let (chunk_bytes, copiers) = (4096 << random.below(6), 1 + random.below(3) as usize);
         let steps = 10 + random.below(70);
         // Otherwise most threads end before they have a pool.
-        let first = (random.below(2) == 0)
-            .then_some(Step::CreatePool { lends: false, lends_when_idle: seed.is_multiple_of(4) });
+        let first = (random.below(2) == 0).then_some(Step::CreatePool {
+            lends: false,
+            lends_when_idle: seed.is_multiple_of(4),
+            no_split: false,
+        });
         let thread = |random: &mut Random| first.into_iter().chain((0..steps).map(|_| step(random, &kind))).collect();
         let threads = (0..count).map(|_| thread(random)).collect();
-        Plan { seed, capacity, options, second, lag, chunk_bytes, copiers, threads }
+        Plan { seed, capacity, options, second, lag, chunk_bytes, copiers, is_patterned: false, threads }
+    }
+
+    /// A plan for threads that no schedule interrupts, on any device: without faults, captures and
+    /// sleep.
+    pub fn of_soak(seed: u64, capacity: u64, options: &str, (threads, steps): (u16, u64)) -> Plan {
+        let random = &mut Random::new(seed);
+        let kind = Kind { soaks: true, ..Kind::default() };
+        let steps_of = |number| steps / u64::from(threads) + u64::from(number < steps % u64::from(threads));
+        let threads =
+            (0..u64::from(threads)).map(|number| (0..steps_of(number)).map(|_| step(random, &kind)).collect());
+        Plan { seed, is_patterned: true, ..Plan::of_steps(capacity, options, threads.collect()) }
+    }
+
+    /// These steps on a device that does not lag.
+    pub fn of_steps(capacity: u64, options: &str, threads: Vec<Vec<Step>>) -> Plan {
+        let (chunk_bytes, copiers, is_patterned) = (64 << 10, 2, false);
+        let (options, second) = (options.to_owned(), String::new());
+        Plan { seed: 1, capacity, options, second, lag: 0, chunk_bytes, copiers, is_patterned, threads }
+    }
+
+    /// The same plan with memory from one backing alone.
+    #[must_use]
+    pub fn on(mut self, backing: Backing) -> Plan {
+        for options in [&mut self.options, &mut self.second] {
+            let others = options.split(',').filter(|option| !option.is_empty() && !option.starts_with("backing"));
+            *options = others.map(str::to_owned).chain([format!("backing:{backing}")]).collect::<Vec<_>>().join(",");
+        }
+        self
+    }
+
+    /// The same plan, whose first thread takes another step first.
+    #[must_use]
+    pub fn after(mut self, step: Step) -> Plan {
+        self.threads.iter_mut().take(1).for_each(|steps| steps.insert(0, step));
+        self
     }
 
     /// How many steps it has.
@@ -229,7 +297,7 @@ impl Plan {
     }
 
     /// The plan without some steps of one thread.
-    pub(super) fn without(&self, thread: usize, steps: std::ops::Range<usize>) -> Plan {
+    pub(crate) fn without(&self, thread: usize, steps: std::ops::Range<usize>) -> Plan {
         let mut plan = self.clone();
         if let Some(all) = plan.threads.get_mut(thread) {
             let end = steps.end.min(all.len());
@@ -255,6 +323,7 @@ impl fmt::Display for Plan {
 }
 
 /// What a program may do beside the usual.
+#[derive(Default)]
 struct Kind {
     faults: bool,
     lost: bool,
@@ -265,6 +334,8 @@ struct Kind {
     alone: bool,
     /// Most of it is about graphs that order themselves.
     graphs: bool,
+    /// Only what several threads may do at any time on any device.
+    soaks: bool,
 }
 
 /// Options of an allocator. `splits` if memory that is in use may be copied elsewhere meanwhile: no
@@ -285,6 +356,15 @@ fn options(random: &mut Random, splits: bool) -> String {
     if random.below(4) == 0 && options[0].is_empty() && splits {
         options.push("split_frames:on".to_owned());
     }
+    if random.below(8) == 0 {
+        options.push(format!("limit_mb:{}", 20 + random.below(180)));
+    }
+    if random.below(12) == 0 {
+        options.push("throw_on_cudamalloc_oom:True".to_owned());
+    }
+    if random.below(8) == 0 {
+        options.push(format!("history:{}", 1 + random.below(2000)));
+    }
     options.retain(|option| !option.is_empty());
     options.join(",")
 }
@@ -298,17 +378,39 @@ fn bytes(random: &mut Random) -> u64 {
     }
 }
 
+/// Sizes at the borders of size classes, and some that no device has.
+fn border(random: &mut Random) -> u64 {
+    const BORDERS: [u64; 8] = [512, 1024, MIB / 2, MIB, 2 * MIB, 10 * MIB, 20 * MIB, 32 * MIB];
+    match random.below(12) {
+        0 => [0, 200 * MIB, 1 << 40, (1 << 60) - 1, 1 << 60, u64::MAX][random.below(6) as usize],
+        _ => BORDERS[random.below(8) as usize] + u64::from(random.below(3)) - 1,
+    }
+}
+
 fn step(random: &mut Random, kind: &Kind) -> Step {
+    let step = any_step(random, kind);
+    let is_alone = matches!(
+        step,
+        Step::Capture { .. } | Step::MakeGraph { .. } | Step::CreatePool { .. } | Step::Outlive { .. } | Step::Pin(_)
+    );
+    match step {
+        Step::Stall { stream, us } if kind.soaks => Step::Stall { stream, us: us % 200 },
+        _ if kind.soaks && is_alone => Step::Drop(0),
+        step => step,
+    }
+}
+
+fn any_step(random: &mut Random, kind: &Kind) -> Step {
     let (pick, stream, other, bytes) = (random.below(1 << 16), random.below(4), random.below(4), bytes(random));
     let small = 1 + bytes % (64 << 10);
-    let kinds = if kind.graphs && other > 1 { 174..187 } else { 0..187 };
+    let kinds = if kind.graphs && other > 1 { 174..187 } else { 0..203 };
     match kinds.start + random.below(kinds.end - kinds.start) {
         0..=19 => Step::Alloc { stream, bytes, tag: pick % 3 },
         20..=24 => Step::AllocFrom { pool: pick, stream, bytes },
-        25..=30 => Step::AllocRaw { stream, bytes },
-        31..=35 => Step::UseRaw { pick, stream },
+        25..=30 => Step::AllocRaw { stream, bytes, align: 0 },
+        31..=35 => Step::UseRaw { pick, stream, writes: other < 3, is_recorded: pick % 3 == 0 },
         36..=39 => {
-            let how = [Freeing::OnItsStream, Freeing::OnLastStream, Freeing::Recorded][other as usize % 3];
+            let how = [Freeing::OnItsStream, Freeing::OnStream(pick / 8), Freeing::Recorded][other as usize % 3];
             Step::FreeRaw { pick, how }
         }
         40 | 41 => Step::GiveRaw(pick),
@@ -334,7 +436,7 @@ fn step(random: &mut Random, kind: &Kind) -> Step {
         110..=113 => Step::Launch { graph: pick, stream },
         114 => Step::DropGraph(pick),
         115 => Step::GiveGraph(pick),
-        116..=118 => Step::CreatePool { lends: other == 0, lends_when_idle: pick % 2 == 0 },
+        116..=118 => Step::CreatePool { lends: other == 0, lends_when_idle: pick % 2 == 0, no_split: pick % 5 == 0 },
         119 => Step::DropPool(pick),
         120 => Step::GivePool(pick),
         121 => Step::EmptyPool(pick),
@@ -355,7 +457,9 @@ fn step(random: &mut Random, kind: &Kind) -> Step {
         148..=151 if kind.sleeps => Step::Sleep { what: asleep(pick), save: other > 0, waits: stream > 0 },
         152..=157 if kind.sleeps => Step::Wake(asleep(pick)),
         158..=160 if kind.faults => Step::Faults(if other == 0 { 20 } else { 0 }),
-        161..=164 if kind.faults => Step::Fault { nth: u64::from(1 + pick % 12), operation: None },
+        161..=164 if kind.faults => {
+            Step::Fault { nth: u64::from(1 + pick % 12), operation: None, code: CODES[other as usize] }
+        }
         165 | 166 if kind.lost => Step::Lose(u64::from(1 + pick % 40)),
         167..=169 => Step::Drop(pick),
         170..=173 if kind.alone => {
@@ -363,11 +467,19 @@ fn step(random: &mut Random, kind: &Kind) -> Step {
         }
         174..=176 if kind.faults => {
             let operation = AIMED_AT[pick as usize / 3 % AIMED_AT.len()];
-            Step::Fault { nth: u64::from(1 + pick % 3), operation: Some(operation) }
+            Step::Fault { nth: u64::from(1 + pick % 3), operation: Some(operation), code: CODES[other as usize] }
         }
         177 | 178 => Step::MakeGraph { pool: pick, stream, bytes: 1 + bytes % (8 << 10), temporary: bytes },
         179..=184 => Step::ReplayGraph { graph: pick, stream },
         185 | 186 => Step::DropInput { graph: pick, stream },
+        187..=190 => Step::AllocRaw { stream, bytes: small, align: [1, 9 + pick % 13][other as usize % 2] },
+        191 | 192 => Step::AllocRaw { stream, bytes: border(random), align: other % 2 },
+        193..=196 => Step::UseRaw { pick, stream, writes: other == 0, is_recorded: pick % 2 == 0 },
+        197 => Step::FreeWrong(pick),
+        198 => Step::Replace { pick, stream, blocks: 1 + other * 10, bytes: 1 + bytes % 8192 },
+        199 => Step::Pin(pick),
+        200 => Step::Unpin(pick),
+        201 => Step::Advance(1 + bytes % 5000),
         _ => Step::Alloc { stream, bytes: small, tag: pick % 3 },
     }
 }

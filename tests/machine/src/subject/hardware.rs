@@ -89,7 +89,7 @@ pub(super) fn open(config: &SimConfig) -> Subject {
     gpu.standin.iter().for_each(|standin| drop(standin.take_violations()));
     let driver = Arc::new(Rationed::new(gpu.driver.clone(), config));
     let controls = OnHardware { gpu, driver: driver.clone(), start: gpu.now(), stalls: Mutex::default() };
-    Subject { driver, controls: Arc::new(controls) }
+    Subject { driver, controls: Arc::new(controls), simulator: None }
 }
 
 /// A stall that may not be over.

@@ -1,29 +1,27 @@
 //! A simulated thread: it makes the steps of a program and checks what it can see after each.
 
 use std::collections::HashMap;
-use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use std::{env, fs, process};
 
+use aquifer::Error;
 use aquifer::device::{Graph, StreamFlags};
+use aquifer::kernels::Kernels;
 use aquifer::memory::{Config, PoolOptions, PrivatePool, TagScope};
 use aquifer::prelude::*;
 use aquifer::transfer::FilePart;
-use aquifer::{Error, Pending};
 use aquifer_allocator::{PoolRoute, WakeLock};
-use aquifer_device::RawStream;
-use aquifer_device::{HandleKind, executor};
+use aquifer_device::{HandleKind, RawStream, executor};
 
-use super::bare::{Growing, Raw};
-use super::graphs::Replayed;
-use super::plan::Step;
-use super::sleep::TAGS;
-use super::world::{Dropping, Handed, World};
+use crate::held::{Dropping, Growing, Handed, Owned, Raw, Replayed};
+use crate::plan::Step;
+use crate::sleeping::TAGS;
+use crate::world::World;
 
 /// Bytes that are compared at either end of a buffer.
-pub(super) const END: usize = 64;
+pub(crate) const END: usize = 64;
 
 /// The longest buffer that is copied to the host as a whole.
 const WHOLE: usize = 256 << 10;
@@ -34,38 +32,27 @@ static FILES: AtomicU64 = AtomicU64::new(0);
 /// Most pieces that an allocator takes to fill the device.
 const PIECES_MAX: u32 = 200;
 
-/// A buffer with its contents: one byte everywhere, if that is known.
-pub(super) struct Owned {
-    buffer: Buffer<u8>,
-    pattern: Option<u8>,
-    /// What may be lost in sleep together with it, and how often that was before it was written.
-    kind: usize,
-    lost: u64,
-    /// An upload of these contents that may still be under way.
-    coming: Option<Pending<()>>,
-}
-
 /// A thread.
-pub(super) struct Player<'a> {
-    pub(super) world: &'a World,
+pub(crate) struct Player<'a> {
+    pub(crate) world: &'a World,
     /// The thread's own default stream first.
-    pub(super) streams: Vec<Stream>,
+    pub(crate) streams: Vec<Stream>,
     owned: Vec<Owned>,
-    pub(super) raw: Vec<Raw>,
-    pub(super) pools: Vec<PrivatePool>,
+    pub(crate) raw: Vec<Raw>,
+    pub(crate) pools: Vec<PrivatePool>,
     routes: Vec<PoolRoute>,
-    pub(super) graphs: Vec<Graph>,
-    pub(super) replayed: Vec<Replayed>,
-    pub(super) growables: Vec<Growing>,
+    pub(crate) graphs: Vec<Graph>,
+    pub(crate) replayed: Vec<Replayed>,
+    pub(crate) growables: Vec<Growing>,
     /// Captures of its streams that other threads drop, by stream.
-    pub(super) handed: HashMap<u32, Arc<Dropping>>,
+    pub(crate) handed: HashMap<u32, Arc<Dropping>>,
     /// A stream whose capture it has dropped, if that did not end it.
-    pub(super) dropped: Option<Stream>,
+    pub(crate) dropped: Option<Stream>,
     next_pattern: u8,
 }
 
 impl<'a> Player<'a> {
-    pub(super) fn new(world: &'a World, number: usize) -> Player<'a> {
+    pub(crate) fn new(world: &'a World, number: usize) -> Player<'a> {
         let mut streams = vec![world.device.per_thread_stream()];
         for at in 0..3 {
             // Both kinds, and the legacy stream for the first thread.
@@ -81,9 +68,9 @@ impl<'a> Player<'a> {
     }
 
     /// Makes all steps, and gives everything back that the thread has.
-    pub(super) fn play(mut self, steps: &[Step]) {
+    pub(crate) fn play(mut self, steps: &[Step]) {
         for &step in steps {
-            if self.world.has_failed() {
+            if self.world.found.lock().is_some() || (self.world.is_over)() {
                 break;
             }
             self.write_after_drop();
@@ -116,14 +103,14 @@ impl<'a> Player<'a> {
 
     /// The stream that `pick` stands for, or the next one without a capture that another thread may
     /// be ending just now.
-    pub(super) fn stream(&self, pick: u32) -> Stream {
+    pub(crate) fn stream(&self, pick: u32) -> Stream {
         let first = pick as usize % self.streams.len();
         let from_there = self.streams[first..].iter().chain(&self.streams[..first]);
         from_there.clone().find(|stream| self.runs(stream)).unwrap_or(&self.streams[first]).clone()
     }
 
     /// True if work that the stream enqueues now is run, not captured.
-    pub(super) fn runs(&self, stream: &Stream) -> bool {
+    pub(crate) fn runs(&self, stream: &Stream) -> bool {
         self.handed.get(&stream.id()).is_none_or(|dropping| dropping.is_done())
     }
 
@@ -134,11 +121,18 @@ impl<'a> Player<'a> {
         }
         owned.lost = self.world.sleeping.lost(owned.kind);
         let runs = self.runs(stream);
-        let filled = with(stream, [write(&mut owned.buffer)], |raw, [x]| raw.fill(x.ptr(), pattern, x.bytes()));
-        owned.pattern = self.world.allow(filled).filter(|()| runs).map(|()| pattern);
+        let filled = match &self.world.kernels {
+            Some(kernels) if owned.buffer.len() > WHOLE => {
+                self.world.allow(kernels.pattern_write(stream, &mut owned.buffer, pattern.into()))
+            }
+            _ => self
+                .world
+                .allow(with(stream, [write(&mut owned.buffer)], |raw, [x]| raw.fill(x.ptr(), pattern, x.bytes()))),
+        };
+        owned.pattern = filled.filter(|()| runs).map(|()| pattern);
     }
 
-    pub(super) fn pattern(&mut self) -> u8 {
+    pub(crate) fn pattern(&mut self) -> u8 {
         self.next_pattern = self.next_pattern.wrapping_add(1);
         self.next_pattern
     }
@@ -177,11 +171,17 @@ impl<'a> Player<'a> {
                 let stream = self.stream(stream);
                 let memory = &world.memory;
                 let ask = || Ok(Buffer::of(memory.alloc_exportable(bytes, HandleKind::PosixFd, &stream)?.storage()));
-                self.add(memory, bytes, &stream, 0, ask);
+                let runs = self.runs(&stream);
+                let made = world.request(memory, (bytes, false), ask);
+                self.keep(made, &stream, 0, runs);
             }
-            Step::AllocRaw { stream, bytes } => self.alloc_raw(&self.stream(stream), bytes),
-            Step::UseRaw { pick, stream } => self.use_raw(pick, stream),
+            Step::AllocRaw { stream, bytes, align } => self.alloc_raw(&self.stream(stream), bytes, align),
+            Step::UseRaw { pick, stream, writes, is_recorded } => self.use_raw(pick, stream, writes, is_recorded),
             Step::FreeRaw { pick, how } => self.free_raw(pick, how),
+            Step::FreeWrong(pick) => self.free_wrong(pick),
+            Step::Replace { pick, stream, blocks, bytes } => self.replace(pick, stream, blocks, bytes),
+            Step::Pin(pick) => self.pin(pick),
+            Step::Unpin(pick) => drop(world.pin(|pinned| take(pinned, pick))),
             Step::GiveRaw(pick) => self.give_raw(pick),
             Step::Drop(pick) => drop(take(&mut self.owned, pick)),
             Step::Verify { pick, stream } => self.verify(pick, stream),
@@ -220,24 +220,28 @@ impl<'a> Player<'a> {
                 let replayed = take(&mut self.replayed, pick).map(Box::new);
                 replayed.into_iter().for_each(|one| world.hand(Handed::Replayed(one)));
             }
-            Step::Take => match world.take_handed() {
-                None => {}
-                Some(Handed::Buffer(owned)) => self.owned.push(owned),
-                Some(Handed::Raw(raw)) => self.take_raw(raw, &self.stream(0)),
-                Some(Handed::Pool(pool)) => self.pools.push(pool),
-                Some(Handed::Graph(graph)) => self.graphs.push(graph),
-                Some(Handed::Replayed(graph)) => self.replayed.push(*graph),
-                Some(Handed::Capture(capture, dropping)) => dropping.finish(capture),
-            },
+            Step::Take => {
+                let taken = world.handed.lock().pop();
+                match taken {
+                    None => {}
+                    Some(Handed::Buffer(owned)) => self.owned.push(owned),
+                    Some(Handed::Raw(raw)) => self.take_raw(raw, &self.stream(0)),
+                    Some(Handed::Pool(pool)) => self.pools.push(pool),
+                    Some(Handed::Graph(graph)) => self.graphs.push(graph),
+                    Some(Handed::Replayed(graph)) => self.replayed.push(*graph),
+                    Some(Handed::Capture(capture, dropping)) => dropping.finish(capture),
+                }
+            }
             Step::Wait { stream, on } => drop(world.allow(self.stream(stream).wait_for(&self.stream(on).tick()))),
             Step::Synchronize(stream) => drop(world.allow(self.stream(stream).synchronize())),
             Step::Stall { stream, us } => {
                 let stream = self.stream(stream);
                 // Time passes for streams that no other thread can mean.
                 if stream.raw() != RawStream::PER_THREAD {
-                    world.allow(world.driver.stall(stream.raw(), Duration::from_micros(us)));
+                    world.allow(world.subject.stall(&stream, Duration::from_micros(us)));
                 }
             }
+            Step::Advance(us) => world.subject.advance(Duration::from_micros(us)),
             Step::NewStream { stream, blocking } => {
                 let made = world.device.stream_with(StreamFlags { non_blocking: !blocking, priority: 0 });
                 let at = 1 + stream as usize % 3;
@@ -253,9 +257,9 @@ impl<'a> Player<'a> {
             Step::ReplayGraph { graph, stream } => self.replay_graph(graph, stream),
             Step::DropInput { graph, stream } => self.drop_input(graph, stream),
             Step::DropGraph(pick) => drop((take(&mut self.graphs, pick), take(&mut self.replayed, pick))),
-            Step::CreatePool { lends, lends_when_idle } => {
+            Step::CreatePool { lends, lends_when_idle, no_split } => {
                 if self.pools.len() < 3 {
-                    let options = PoolOptions { use_on_oom: lends, lends_when_idle, ..PoolOptions::default() };
+                    let options = PoolOptions { use_on_oom: lends, lends_when_idle, no_split };
                     self.pools.extend(world.allow(world.memory.create_pool(options)));
                 }
             }
@@ -275,9 +279,9 @@ impl<'a> Player<'a> {
             Step::Resize { pick, stream, bytes } => self.resize(pick, stream, bytes),
             Step::EmptyCache => drop(world.allow(world.memory.empty_cache())),
             Step::TrimTo(bytes) => drop(world.allow(world.memory.trim_to(bytes))),
-            Step::SetLimit(limit) => world.set_limit(limit),
+            Step::SetLimit(limit) => world.memory.set_limit(limit),
             Step::SetShare(bytes) => world.set_share(bytes),
-            Step::OtherProcess(bytes) => world.set_other_process(bytes),
+            Step::OtherProcess(bytes) => world.subject.set_other_process_bytes(bytes),
             Step::Second { stream, bytes } => {
                 let stream = self.stream(stream);
                 self.add(&world.second, bytes, &stream, 0, || world.second.alloc(length(bytes), &stream));
@@ -292,14 +296,14 @@ impl<'a> Player<'a> {
             Step::Wake(what) => self.wake(what),
             Step::Look => world.look(),
             Step::Faults(thousandths) => world.inject_rate(thousandths),
-            Step::Fault { nth, operation } => world.inject(nth, operation),
+            Step::Fault { nth, operation, code } => world.inject(nth, operation, code),
             Step::Lose(nth) => world.lose(nth),
         }
     }
 
     /// Asks for a buffer, writes it and keeps it, unless it was allocated in a capture: then it is
     /// the graph's, and other graphs of the pool write it, too.
-    pub(super) fn add(
+    pub(crate) fn add(
         &mut self,
         of: &Allocator,
         bytes: u64,
@@ -308,7 +312,12 @@ impl<'a> Player<'a> {
         ask: impl FnOnce() -> Result<Buffer<u8>, Error>,
     ) {
         let runs = self.runs(stream);
-        let Some(buffer) = self.world.request(of, bytes, ask) else { return };
+        let made = self.world.request(of, (bytes, true), ask);
+        self.keep(made, stream, kind, runs);
+    }
+
+    fn keep(&mut self, made: Option<Buffer<u8>>, stream: &Stream, kind: usize, runs: bool) {
+        let Some(buffer) = made else { return };
         let pattern = self.pattern();
         let mut owned = Owned { buffer, pattern: None, kind, lost: 0, coming: None };
         self.write_all(&mut owned, stream, pattern);
@@ -333,7 +342,7 @@ impl<'a> Player<'a> {
         self.owned.truncate(first + keep as usize);
     }
 
-    pub(super) fn upload(&mut self, pick: u32, stream: u32, is_file: bool, is_kept: bool) {
+    pub(crate) fn upload(&mut self, pick: u32, stream: u32, is_file: bool, is_kept: bool) {
         let (world, stream, pattern) = (self.world, self.stream(stream), self.pattern());
         let Some(owned) = at(&self.owned, pick).map(|at| &mut self.owned[at]) else { return };
         if owned.buffer.is_empty() || owned.buffer.len() > WHOLE {
@@ -369,6 +378,9 @@ impl<'a> Player<'a> {
         let Some(at) = at(&self.owned, pick) else { return };
         let Some((pattern, _awake)) = self.contents(at) else { return };
         let buffer = &self.owned[at].buffer;
+        if let Some(kernels) = world.kernels.as_ref().filter(|_| buffer.len() > WHOLE) {
+            return world.verify_pattern(kernels, &stream, buffer, pattern);
+        }
         let mut found = vec![0; buffer.len().min(END)];
         let end = buffer.bytes() - found.len() as u64;
         for offset in [0, end] {
@@ -401,29 +413,37 @@ impl<'a> Player<'a> {
         let copied = with(&stream, accesses, |raw, [from, to]| raw.copy(to.ptr(), from.ptr(), to.bytes()));
         if world.allow(copied).is_none() {
             self.owned[from].pattern = None;
-        } else if runs {
+        } else if runs && (world.kernels.is_none() || source.buffer.len() <= WHOLE) {
             target.pattern = Some(pattern);
         }
         self.owned.push(target);
     }
 }
 
-pub(super) fn length(bytes: u64) -> usize {
+impl World {
+    /// Lets the device compare a buffer with its pattern.
+    fn verify_pattern(&self, kernels: &Kernels, stream: &Stream, buffer: &Buffer<u8>, pattern: u8) {
+        let verify = || {
+            let mut findings = self.memory.alloc_zeros::<u64>(Kernels::FINDINGS_LEN, stream)?;
+            kernels.pattern_verify(stream, buffer, pattern.into(), &mut findings)?;
+            Ok::<_, Error>(kernels.mismatches(stream, &findings)?)
+        };
+        self.counts.lock().compared += buffer.bytes();
+        if let Some(Some(found)) = self.served(verify()) {
+            self.report(format!("{} words differ of {} bytes, from {} on", found.words, buffer.bytes(), found.first));
+        }
+    }
+}
+
+pub(crate) fn length(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
 /// The index that `pick` stands for.
-pub(super) fn at<T>(all: &[T], pick: u32) -> Option<usize> {
+pub(crate) fn at<T>(all: &[T], pick: u32) -> Option<usize> {
     (!all.is_empty()).then(|| pick as usize % all.len())
 }
 
-pub(super) fn take<T>(all: &mut Vec<T>, pick: u32) -> Option<T> {
+pub(crate) fn take<T>(all: &mut Vec<T>, pick: u32) -> Option<T> {
     at(all, pick).map(|at| all.swap_remove(at))
-}
-
-impl World {
-    /// The value, or `None` where an error is possible. Reports other errors.
-    pub(super) fn allow<T, E: Display>(&self, outcome: Result<T, E>) -> Option<T> {
-        outcome.inspect_err(|error| self.judge(&error.to_string())).ok()
-    }
 }

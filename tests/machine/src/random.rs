@@ -1,4 +1,6 @@
-//! Numbers that look random and are the same in every run, and the place of a sweep that fails.
+//! Numbers that look random and are the same in every run and on every machine.
+
+pub use aquifer_trace::Random;
 
 /// Numbers that depend on the seed alone.
 pub fn numbers(seed: u64) -> impl Iterator<Item = u64> {
@@ -21,16 +23,4 @@ pub fn draws(seed: u64) -> impl FnMut(u64) -> u64 {
 /// Bytes that differ from place to place.
 pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
     numbers(seed).skip(1).map(|number| number.to_le_bytes()[3]).take(len).collect()
-}
-
-/// Prints where a sweep is if it panics before this is dropped.
-#[derive(Debug)]
-pub struct At(pub String);
-
-impl Drop for At {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            println!("failed at: {}", self.0);
-        }
-    }
 }
