@@ -60,27 +60,25 @@ Methods:
   staged rows       every other 4 KiB of ordinary memory through the staging ring, waited for
   file              a temporary file, uploaded
   copy, rows        from a peer, that is the memory of another device, where there is a second GPU,
-                    or from a second simulated device; on the host, between pinned memory, by the
-                    calling thread
+                    or from a second simulated device
 On a real device, times are measured on the host, from before the calls until it has waited for what
 they enqueued, so calling and waiting count. On a simulated device they are its virtual time, which
 covers driver calls and the device's own work but not the host's. So staged copies and files are not
 measured there. Copies from a simulated peer are timed by the destination, without the peer's own
-work before, such as collecting rows. Copies on the host are timed by the host's clock on every
-device.
+work before, such as collecting rows.
 
 JSON keys of every row:
   part, device, modelled    what was measured, on which device, and whether times come from the
                             simulator's cost model
-  clock                     \"host\": around calls and waiting, on a real device, and for copies on
-                            the host on every device; or \"virtual\": that of the simulated device
+  clock                     \"host\": around calls and waiting, on a real device; or \"virtual\":
+                            that of the simulated device
 copies:
-  direction, method, bytes  \"upload\", \"download\", \"on device\", \"from peer\" or \"on host\"; method and
-                            size of the copy
+  direction, method, bytes  \"upload\", \"download\", \"on device\" or \"from peer\"; method and size
+                            of the copy
   peer, route               the other device, and the route of copies from there; null for others
   us, gb_per_s              time of a copy, and bandwidth
   of_driver_pinned          its bandwidth as a share of the driver's own copy of pinned memory; null
-                            for that copy itself, and if both ends are on the host or on devices
+                            for that copy itself, and if both ends are on devices
 small:
   direction, bytes, copies  direction, size and number of the copies
   single_us, batched_us     time of a copy, with one call each or as a batch, including packing and

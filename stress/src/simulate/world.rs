@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use aquifer::device::sim::{Fault, SimConfig, SimDriver};
 use aquifer::device::{Capture, Graph};
 use aquifer::memory::{AllocError, Config, PrivatePool, Snapshot, Stat};
-use aquifer::transfer::{StagingConfig, Transfer, TransferConfig};
+use aquifer::transfer::{Transfer, TransferConfig};
 use aquifer::{Allocator, Device, Error};
 use aquifer_allocator::snapshot::Segment;
 use aquifer_device::fork::Mutex;
@@ -127,8 +127,8 @@ impl World {
         };
         let (memory, second) = (open(&plan.options)?, open(&plan.second)?);
         // Sizes that the machine does not choose.
-        let staging = StagingConfig::default().chunk_bytes(plan.chunk_bytes).chunks(4).threads(plan.copiers);
-        let transfer = Transfer::with_config(&memory, TransferConfig::default().staging(staging));
+        let config = TransferConfig::default().chunk_bytes(plan.chunk_bytes).chunks(4).threads(plan.copiers);
+        let transfer = Transfer::with_config(&memory, config);
         Ok(World {
             memory,
             transfer: transfer.map_err(|error| text(&error))?,

@@ -153,7 +153,7 @@ impl<'a> Worker<'a> {
             let mut content = self.shared.transfer.pinned().alloc(usize::try_from(bytes).unwrap_or(0))?;
             pattern_bytes(block.buffer.ptr(), block.pattern, &mut content.write()?);
             // Nothing waits for the copy or its source.
-            drop(self.shared.transfer.upload(&content, &mut block.buffer)?);
+            drop(block.buffer.upload(&content, &self.shared.transfer)?);
             self.counts.uploads += 1;
         } else {
             self.shared.kernels.pattern_write(stream, &mut block.buffer, block.pattern)?;
@@ -208,12 +208,12 @@ impl<'a> Worker<'a> {
             return self.compare(&block, operation);
         }
         // On a stream of the transfers, or on any other one.
-        let transfer = &self.shared.transfer;
+        let host = self.shared.transfer.pinned().alloc(block.buffer.len())?;
         let arriving = if self.random.below(2) == 0 {
-            transfer.to_pinned(&block.buffer)?
+            block.buffer.download(host, &self.shared.transfer)?
         } else {
             let stream = &self.shared.streams[self.any_stream()];
-            self.shared.transfer.on(stream)?.to_pinned(&block.buffer)?
+            block.buffer.download(host, &self.shared.transfer.on(stream)?)?
         };
         let compared = Compared { operation, written_by: block.written_by, ptr, bytes };
         self.arriving.push_back((arriving, compared, block.pattern));

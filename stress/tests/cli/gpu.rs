@@ -118,7 +118,6 @@ fn copies_from_a_peer_are_measured_where_there_is_a_second_gpu() {
         let from_peer: Vec<&Value> = rows.iter().filter(|row| row["direction"] == "from peer").collect();
         assert_eq!(from_peer.len(), if peer.is_some() { 6 } else { 0 }, "two methods, three sizes: {from_peer:?}");
         assert!(from_peer.iter().all(|row| row["peer"].as_str() == peer && row["clock"] == "host"), "{from_peer:?}");
-        assert!(rows.iter().any(|row| row["direction"] == "on host"));
     }
 }
 

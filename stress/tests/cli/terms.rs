@@ -200,7 +200,7 @@ fn help_has_exit_codes_and_keys() {
     let compare = help(&["compare", "--help"]);
     let transfer = help(&["transfer", "--help"]);
     let words = transfer.split_whitespace().collect::<Vec<_>>().join(" ");
-    let clock = "Copies on the host are timed by the host's clock on every device";
+    let clock = "Copies from a simulated peer are timed by the destination";
     assert!(words.contains(clock), "{words}");
     assert!(common.contains("not in the times of\n"), "spikes have no effect there: {common}");
     let unknown_setting = errors(&stress(&["--device", "sim:1GiB,unknown=1"]));
