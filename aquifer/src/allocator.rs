@@ -39,7 +39,7 @@ pub struct Allocator {
 /// keep the allocator.
 pub(crate) struct Services {
     device: Device,
-    runtime: OnceLock<Runtime>,
+    runtime: OnceLock<Arc<Runtime>>,
     kernels: OnceLock<Kernels>,
 }
 
@@ -59,7 +59,7 @@ impl Services {
         Ok(self.runtime()?.transfer(memory)?.on(stream)?)
     }
 
-    pub(crate) fn runtime(&self) -> Result<&Runtime, Error> {
+    pub(crate) fn runtime(&self) -> Result<&Arc<Runtime>, Error> {
         if let Some(runtime) = self.runtime.get() {
             return Ok(runtime);
         }

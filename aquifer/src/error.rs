@@ -9,11 +9,11 @@ use aquifer_allocator::snapshot::SaveError;
 use aquifer_allocator::{AllocError, OomReport};
 use aquifer_device::{DeviceError, RequestError};
 use aquifer_kernels::{ConvertError, DType, KernelError};
-use aquifer_transfer::TransferError;
+use aquifer_transfer::{Returned, TransferError};
 
 use crate::layout::LayoutError;
 use crate::open::OpenError;
-use crate::params::{CheckpointFault, Listed, mismatch};
+use crate::params::{Listed, mismatch};
 
 /// Any error of Aquifer. `?` converts the errors of its parts, too. What several parts can fail
 /// with has one variant, whichever part was asked.
@@ -42,15 +42,6 @@ pub enum Error {
     /// A transfer, or a request for pinned memory or for a file, failed.
     #[error(transparent)]
     Transfer(TransferError),
-    /// The caller asked for bytes as values of another type, but their length or alignment does not
-    /// fit.
-    #[error("{bytes} bytes at this address are not a whole number of aligned {to} values")]
-    BadCast {
-        /// Bytes there are.
-        bytes: u64,
-        /// Name of the type.
-        to: &'static str,
-    },
     /// The caller asked for an impossible layout or view.
     #[error(transparent)]
     Layout(#[from] LayoutError),
@@ -154,12 +145,12 @@ pub enum Error {
         strays: Vec<String>,
     },
     /// A file of tensors cannot be loaded. Nothing was loaded.
-    #[error("{path}: {fault}")]
+    #[error("{path}: {problem}")]
     Checkpoint {
         /// The file.
         path: String,
         /// The problem.
-        fault: Box<CheckpointFault>,
+        problem: String,
     },
     /// The caller loads files into a set that does not have the same tensors. Either is at fault;
     /// nothing was changed.
@@ -317,6 +308,12 @@ impl From<Error> for TransferError {
             Error::Device(error) => TransferError::Device(error),
             error => TransferError::Source { cause: Arc::new(error) },
         }
+    }
+}
+
+impl<M> From<Box<Returned<M>>> for Error {
+    fn from(returned: Box<Returned<M>>) -> Error {
+        returned.error.into()
     }
 }
 

@@ -442,12 +442,12 @@ impl<R> Graph<R> {
     /// # Errors
     /// [`Error::NotOfGraph`] if the work does not use the buffer, and as [`Buffer::upload`].
     #[track_caller]
-    pub fn update<T: Pod + Send + Sync, S: Source<T>>(
+    pub fn update<T: Pod + Send + Sync>(
         &self,
         parameter: &mut Buffer<T>,
-        values: S,
+        values: impl Source<T>,
         stream: &Stream,
-    ) -> Result<Pending<S::Report>, Error> {
+    ) -> Result<Pending<()>, Error> {
         if !parameter.is_empty() {
             self.access_to(parameter).ok_or(Error::NotOfGraph)?;
         }

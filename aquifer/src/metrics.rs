@@ -99,7 +99,6 @@ mod tests {
     use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
 
     use super::*;
-    use crate::transfer::PinnedConfig;
 
     /// Keeps every value under its name and labels. The facade stores gauges as the bits of an
     /// `f64`.
@@ -143,7 +142,7 @@ mod tests {
     fn records_what_the_statistics_say() {
         let device = crate::open("sim:1GiB,violations=panic").unwrap();
         let (memory, stream) = (Allocator::of(&device).unwrap(), device.stream().unwrap());
-        let pool = PinnedPool::new(&device, PinnedConfig::default()).unwrap();
+        let pool = PinnedPool::new(&device);
         let pinned = pool.alloc::<u8>(1000).unwrap();
         let values = Values::default();
         let record_all = || {

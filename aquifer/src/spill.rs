@@ -24,11 +24,11 @@ use aquifer_allocator::Registration;
 use aquifer_device::fork::Mutex;
 use aquifer_device::internal::MovesContents;
 use aquifer_device::{RequestError, Stream};
+use aquifer_transfer::PinnedBuffer;
 use bytemuck::Pod;
 
 use crate::buffer::Buffer;
 use crate::error::Error;
-use crate::pinned::PinnedBuffer;
 use crate::transfer::Transfer;
 
 /// Spills buffers of one device: moves them to pinned host memory when the allocator runs out
@@ -297,7 +297,7 @@ impl SpillEntry {
         let mut host = transfer.pinned().alloc::<u8>(buffer.len())?;
         // Readers of the memory wait for the copy, and so does the freed block.
         let moves = MovesContents::begin();
-        drop(transfer.download(buffer, &mut host)?);
+        drop(buffer.download(&mut host, transfer)?);
         drop(moves);
         *home = Home::Host(host);
         self.spiller.spills.fetch_add(1, Ordering::Relaxed);
@@ -315,7 +315,7 @@ impl SpillEntry {
                 (Home::Device(buffer), _) => buffer.share(),
                 (Home::Host(host), Some(mut buffer)) => {
                     let moves = MovesContents::begin();
-                    drop(transfer.upload(host, &mut buffer)?);
+                    drop(buffer.upload(host, transfer)?);
                     drop(moves);
                     self.spiller.returns.fetch_add(1, Ordering::Relaxed);
                     // The host memory goes back to its pool with the tick of the copy.

@@ -1,5 +1,7 @@
 //! The arguments of a launch, checked against the kernel's declaration.
 
+use std::mem::discriminant;
+
 use aquifer_device::{AccessKind, AccessRange, Code, DeviceError, DevicePtr, KernelArg, Operation, Result};
 
 /// The type of a kernel's parameter.
@@ -41,14 +43,7 @@ impl KernelParam {
 
     /// Whether an argument is of this type.
     pub fn accepts(self, arg: &KernelArg) -> bool {
-        matches!(
-            (self, arg),
-            (KernelParam::Ptr, KernelArg::Ptr(_))
-                | (KernelParam::U32, KernelArg::U32(_))
-                | (KernelParam::U64, KernelArg::U64(_))
-                | (KernelParam::F32, KernelArg::F32(_))
-                | (KernelParam::F64, KernelArg::F64(_))
-        )
+        discriminant(&self.decode([0; 8])) == discriminant(arg)
     }
 }
 

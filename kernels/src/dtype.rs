@@ -116,7 +116,7 @@ impl DType {
     /// ```
     /// use aquifer_kernels::DType;
     /// assert_eq!(DType::BF16.missing_on((9, 0)), None);
-    /// assert!(DType::BF16.missing_on((7, 5)).is_some() && !DType::BF16.is_native_on((7, 5)));
+    /// assert!(DType::BF16.missing_on((7, 5)).is_some());
     /// ```
     pub const fn missing_on(self, capability: (u32, u32)) -> Option<&'static str> {
         let number = 10 * capability.0 + capability.1;
@@ -129,18 +129,6 @@ impl DType {
                 "addition of bf16 and its conversion to and from f64 and integers, which compute capability 9.0 brought",
             ),
             _ => None,
-        }
-    }
-
-    /// Whether devices of a compute capability (major, minor) multiply, add and convert this dtype
-    /// with instructions of their own, as far as machine learning needs it: `f16` from 5.3, `bf16`
-    /// from 8.0 on.
-    pub const fn is_native_on(self, capability: (u32, u32)) -> bool {
-        let number = 10 * capability.0 + capability.1;
-        match self {
-            DType::F16 => number >= 53,
-            DType::BF16 => number >= 80,
-            _ => true,
         }
     }
 }

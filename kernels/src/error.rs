@@ -1,8 +1,6 @@
 //! Errors of kernels. Messages are complete: none leaves its cause to
 //! [`std::error::Error::source`].
 
-use std::fmt;
-
 use aquifer_allocator::{AllocError, OomReport};
 use aquifer_device::{DeviceError, DeviceLabel, DeviceMismatch, DevicePtr, RequestError};
 
@@ -156,67 +154,54 @@ pub struct OperandError {
 aquifer_device::debug_as_display!(OperandError);
 
 /// The fault of an operand.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OperandFault {
     /// It is on another device than the kernels were loaded on. Copy it there first.
+    #[error("is needed on {}, where the kernels were loaded", devices.needed)]
     WrongDevice {
         /// Its device, and the kernels'.
         devices: Box<DeviceMismatch>,
     },
     /// The kernel does not take its dtype with these other operands. Cast it first.
+    #[error("must be of {}", either(expected))]
     DType {
         /// The possible dtypes.
         expected: Vec<DType>,
     },
     /// Its length does not fit the other operands.
+    #[error("must have {expected} elements")]
     Len {
         /// Elements it should have.
         expected: u64,
     },
     /// It has fewer elements than the layout reaches.
+    #[error("must have {needed} elements at least")]
     TooShort {
         /// Elements it should have at least.
         needed: u64,
     },
     /// Its first address is not a multiple of an element's size.
+    #[error("starts at {ptr}, which is not a multiple of an element's size")]
     Misaligned {
         /// The address.
         ptr: DevicePtr,
     },
     /// Its bytes are not a whole number of elements.
+    #[error("has {bytes} bytes, which is not a whole number of elements")]
     Ragged {
         /// Its bytes.
         bytes: u64,
     },
     /// It is written, and shares memory with an operand that it must not share any with.
+    #[error("is written and shares memory with `{other}`")]
     Overlap {
         /// The other operand.
         other: &'static str,
     },
 }
 
-impl fmt::Display for OperandFault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            OperandFault::WrongDevice { devices } => {
-                write!(f, "is needed on {}, where the kernels were loaded", devices.needed)
-            }
-            OperandFault::DType { expected } => {
-                f.write_str("must be of ")?;
-                for (index, dtype) in expected.iter().enumerate() {
-                    let between = if index == 0 { "" } else { " or " };
-                    write!(f, "{between}{dtype}")?;
-                }
-                Ok(())
-            }
-            OperandFault::Len { expected } => write!(f, "must have {expected} elements"),
-            OperandFault::TooShort { needed } => write!(f, "must have {needed} elements at least"),
-            OperandFault::Misaligned { ptr } => {
-                write!(f, "starts at {ptr}, which is not a multiple of an element's size")
-            }
-            OperandFault::Ragged { bytes } => write!(f, "has {bytes} bytes, which is not a whole number of elements"),
-            OperandFault::Overlap { other } => write!(f, "is written and shares memory with `{other}`"),
-        }
-    }
+/// Alternatives in a message.
+fn either(dtypes: &[DType]) -> String {
+    dtypes.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(" or ")
 }

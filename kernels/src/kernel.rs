@@ -21,13 +21,10 @@ pub(crate) const THREADS: u32 = 256;
 const BLOCKS_PER_PROCESSOR: u64 = 2048 / THREADS as u64;
 
 /// The grid and the blocks of a launch, in blocks and threads along x, y and z.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Shape {
-    /// Blocks of the grid.
-    pub grid: [u32; 3],
-    /// Threads of a block.
-    pub block: [u32; 3],
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    grid: [u32; 3],
+    block: [u32; 3],
 }
 
 impl Shape {
@@ -69,15 +66,6 @@ pub(crate) trait Work: Sized {
     fn run(&self, memory: &mut dyn KernelMemory) -> Result<()>;
 }
 
-/// The properties of a launch, from its arguments.
-#[derive(Debug)]
-struct Plan {
-    accesses: Vec<AccessRange>,
-    shape: Shape,
-    operations: u64,
-    busy_ns: u64,
-}
-
 /// The variant of an operation, by its operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Variant {
@@ -91,7 +79,7 @@ pub(crate) enum Variant {
     Bytes(u64),
 }
 
-type PlanOf = fn(&str, &[KernelArg], u32) -> Result<Plan>;
+type LaunchOf = fn(&'static str, Vec<KernelArg>, u32) -> Result<Launch>;
 type RunOf = fn(&str, &mut dyn KernelMemory, &[KernelArg]) -> Result<()>;
 
 /// One kernel of the set.
@@ -104,47 +92,20 @@ pub struct Kernel {
     /// Its parameters, in order.
     pub params: &'static [KernelParam],
     pub(crate) variant: Variant,
-    plan: PlanOf,
+    launch: LaunchOf,
     run: RunOf,
 }
 
 impl Kernel {
     pub(crate) const fn of<W: Work>(name: &'static str, module: Module, variant: Variant) -> Kernel {
-        Kernel { name, module, variant, params: W::PARAMS, plan: plan::<W>, run: run::<W> }
-    }
-
-    /// Every range that a launch with these arguments reads or writes; empty ones are left out.
-    ///
-    /// # Errors
-    /// When the arguments are not those that the kernel declares, or contradict each other.
-    pub fn accesses(&self, args: &[KernelArg]) -> Result<Vec<AccessRange>> {
-        Ok((self.plan)(self.name, args, 1)?.accesses)
-    }
-
-    /// The grid and blocks for these arguments and number of multiprocessors.
-    ///
-    /// # Errors
-    /// As [`Kernel::accesses`].
-    pub fn shape(&self, args: &[KernelArg], processors: u32) -> Result<Shape> {
-        Ok((self.plan)(self.name, args, processors)?.shape)
-    }
-
-    /// Arithmetic operations of a launch; 0 if memory bounds it, and for arguments that it does not
-    /// take.
-    pub fn operations(&self, args: &[KernelArg]) -> u64 {
-        (self.plan)(self.name, args, 1).map_or(0, |plan| plan.operations)
-    }
-
-    /// The least nanoseconds of a launch on every device; 0 for arguments that it does not take.
-    pub fn busy_ns(&self, args: &[KernelArg]) -> u64 {
-        (self.plan)(self.name, args, 1).map_or(0, |plan| plan.busy_ns)
+        Kernel { name, module, variant, params: W::PARAMS, launch: launch::<W>, run: run::<W> }
     }
 
     /// Computes the results of the device code on the host: the same bits, except that a NaN from
     /// arithmetic may be another NaN.
     ///
     /// # Errors
-    /// As [`Kernel::accesses`], and those of the memory.
+    /// As [`Kernel::launch`], and those of the memory.
     pub fn run(&self, memory: &mut dyn KernelMemory, args: &[KernelArg]) -> Result<()> {
         (self.run)(self.name, memory, args)
     }
@@ -156,24 +117,12 @@ impl Kernel {
 
     /// A launch with these arguments and number of multiprocessors, with the host implementation.
     /// `module` is the kernel's module, loaded by the device's driver; only a virtual device
-    /// needs none.
+    /// needs none. Every range that it reads or writes is listed; empty ones are left out.
     ///
     /// # Errors
-    /// As [`Kernel::accesses`].
+    /// When the arguments are not those that the kernel declares, or contradict each other.
     pub fn launch(&'static self, module: Option<RawModule>, args: Vec<KernelArg>, processors: u32) -> Result<Launch> {
-        let Plan { accesses, shape, operations, busy_ns } = (self.plan)(self.name, &args, processors)?;
-        Ok(Launch {
-            name: self.name,
-            module,
-            grid: shape.grid,
-            block: shape.block,
-            shared_bytes: 0,
-            args,
-            accesses,
-            host: Some(self.host()),
-            operations,
-            busy_ns,
-        })
+        Ok(Launch { module, host: Some(self.host()), ..(self.launch)(self.name, args, processors)? })
     }
 }
 
@@ -188,10 +137,11 @@ impl fmt::Debug for Kernel {
     }
 }
 
-fn plan<W: Work>(name: &str, args: &[KernelArg], processors: u32) -> Result<Plan> {
-    let work = W::parse(&mut Args::checked(name, W::PARAMS, args)?)?;
-    let accesses = work.accesses(Ranges::of(name))?;
-    Ok(Plan { accesses, shape: work.shape(processors), operations: work.operations(), busy_ns: work.busy_ns() })
+fn launch<W: Work>(name: &'static str, args: Vec<KernelArg>, processors: u32) -> Result<Launch> {
+    let work = W::parse(&mut Args::checked(name, W::PARAMS, &args)?)?;
+    let (accesses, Shape { grid, block }) = (work.accesses(Ranges::of(name))?, work.shape(processors));
+    let (operations, busy_ns) = (work.operations(), work.busy_ns());
+    Ok(Launch { name, grid, block, args, accesses, operations, busy_ns, ..Launch::default() })
 }
 
 fn run<W: Work>(name: &str, memory: &mut dyn KernelMemory, args: &[KernelArg]) -> Result<()> {

@@ -127,7 +127,7 @@ mod strided;
 pub use args::KernelParam;
 pub use dtype::{DType, Element};
 pub use error::{KernelError, OperandError, OperandFault};
-pub use kernel::{Kernel, Shape};
+pub use kernel::Kernel;
 pub use kernels::Kernels;
 pub use module::Module;
 pub use on_host::{ConvertError, convert_host};

@@ -1,5 +1,7 @@
 //! The list of all kernels, from the declarations in the files of the operations.
 
+use std::sync::LazyLock;
+
 use crate::kernel::Kernel;
 use crate::{add, axpy, cast, fill, matmul, pattern, reduce, spin, strided};
 
@@ -17,34 +19,8 @@ const PARTS: &[&[Kernel]] = &[
     &[spin::SPIN],
 ];
 
-static ALL: [Kernel; count()] = all();
-
 /// Every kernel of the set.
-pub static KERNELS: &[Kernel] = &ALL;
-
-const fn count() -> usize {
-    let (mut total, mut part) = (0, 0);
-    while part < PARTS.len() {
-        total += PARTS[part].len();
-        part += 1;
-    }
-    total
-}
-
-const fn all() -> [Kernel; count()] {
-    let mut all = [PARTS[0][0]; count()];
-    let (mut at, mut part) = (0, 0);
-    while part < PARTS.len() {
-        let mut index = 0;
-        while index < PARTS[part].len() {
-            all[at] = PARTS[part][index];
-            at += 1;
-            index += 1;
-        }
-        part += 1;
-    }
-    all
-}
+pub static KERNELS: LazyLock<Vec<Kernel>> = LazyLock::new(|| PARTS.concat());
 
 /// The kernel with the given name.
 ///

@@ -320,31 +320,11 @@ fn whole<T: TryFrom<u64>>(
     }
 }
 
-/// A size in MiB, as bytes.
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "within the bounds")]
-fn mebibytes(text: &str) -> Result<u64, String> {
-    const MOST: f64 = (1_u64 << 26) as f64;
-    match text.parse::<f64>() {
-        Ok(mib) if mib > 0.0 && mib <= MOST && (mib * 1_048_576.0).fract() == 0.0 => Ok((mib * 1_048_576.0) as u64),
-        _ => Err("expected MiB above 0 and up to 64 TiB that are whole bytes, such as 512 or 0.5".to_owned()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use clap::CommandFactory;
 
-    #[test]
-    fn sizes_in_mib_may_have_fractions() {
-        assert_eq!([mebibytes("1.5"), mebibytes("512")], [Ok(3 << 19), Ok(512 << 20)]);
-        for wrong in ["0", "-1", "x", "", "0.00000001", "1e30", "nan", "512MiB"] {
-            assert!(mebibytes(wrong).is_err(), "{wrong}");
-        }
-    }
-
-    /// All number options of all commands say what they expect, of a value that is none, too large
-    /// or negative.
     #[test]
     fn numbers_that_are_none_are_answered_with_what_is_expected() {
         let mut command = Cli::command();

@@ -55,7 +55,7 @@ impl Inputs {
         let mut head = head(block);
         let mut host = self.transfer.pinned().alloc::<u8>(head.len())?;
         host.write()?.fill(byte);
-        drop(self.transfer.on(stream)?.upload(&host, &mut head)?);
+        drop(head.upload(&host, &self.transfer.on(stream)?)?);
         self.live.insert(block.ptr().0, byte);
         self.written += 1;
         Ok(())
@@ -67,7 +67,9 @@ impl Inputs {
     /// Those of the transfer.
     pub fn read_back(&mut self, block: &Buffer<u8>, stream: &Stream) -> Result<(), Error> {
         if let Some(byte) = self.live.remove(&block.ptr().0) {
-            self.arriving.push_back((self.transfer.on(stream)?.to_pinned(&head(block))?, byte));
+            let head = head(block);
+            let arriving = head.download(self.transfer.pinned().alloc(head.len())?, &self.transfer.on(stream)?)?;
+            self.arriving.push_back((arriving, byte));
         }
         self.receive(ARRIVING_MOST)
     }

@@ -15,7 +15,7 @@ use crate::counters::AtomicCounters;
 use crate::error::TransferError;
 use crate::in_flight::InFlight;
 use crate::job::{Job, JobProgress, Watched};
-use crate::waiter::{Signal, Waiter};
+use crate::waiter::Waiter;
 
 /// State that the transfers of one runtime share.
 #[derive(Debug, Default)]
@@ -32,8 +32,8 @@ pub struct Completion {
     /// The steps that are not known to be complete, in the order of waits: one for each joined
     /// transfer.
     steps: VecDeque<Step>,
-    /// The signal that wakes this task, for the first step.
-    signal: Option<Arc<Signal>>,
+    /// The job of the first step's tick, which wakes this task.
+    signal: Option<Arc<Job>>,
     /// `None` if it was complete from the start.
     shared: Option<Arc<Shared>>,
     started: Instant,
@@ -193,12 +193,12 @@ impl Completion {
                 JobProgress::Finished(result) => step.report(result)?,
                 JobProgress::Enqueued(tick) => {
                     if self.signal.is_none() && !tick.is_done()? {
-                        self.signal = Some(shared.waiter.watch(tick)?);
+                        self.signal = Some(shared.waiter.watch(tick));
                     }
                     match self.signal.as_ref().map(|signal| signal.poll(waker)) {
-                        Some(Poll::Pending) => return Poll::Pending,
-                        Some(Poll::Ready(result)) => result?,
-                        None => {}
+                        Some(JobProgress::Working) => return Poll::Pending,
+                        Some(JobProgress::Finished(result)) => result?,
+                        Some(JobProgress::Enqueued(_)) | None => {}
                     }
                 }
             }

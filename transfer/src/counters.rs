@@ -36,8 +36,6 @@ pub struct Counters {
     /// Within the device, or from other devices; but a copy by way of the host counts as a download
     /// there and an upload here.
     pub on_device: Traffic,
-    /// Between host memory ([`crate::Transfer::copy_on_host`]).
-    pub on_host: Traffic,
     /// The number of waits of threads for the device, in calls that document it.
     pub synchronisations: u64,
     /// The time of these waits for transfers.
@@ -58,15 +56,12 @@ impl Counters {
     }
 }
 
-/// The place of copies between host memory, after those of each direction.
-pub(crate) const ON_HOST: usize = Direction::OnDevice as usize + 1;
-
 /// The counters, shared by threads.
 #[derive(Debug, Default)]
 pub(crate) struct AtomicCounters {
-    /// By direction, and those on the host.
-    copies: [AtomicU64; 4],
-    bytes: [AtomicU64; 4],
+    /// By direction.
+    copies: [AtomicU64; 3],
+    bytes: [AtomicU64; 3],
     synchronisations: AtomicU64,
     waited_ns: AtomicU64,
     flight_ns: AtomicU64,
@@ -74,11 +69,12 @@ pub(crate) struct AtomicCounters {
 
 impl AtomicCounters {
     pub(crate) fn count(&self, direction: Direction, bytes: u64) {
-        self.count_all(direction as usize, 1, bytes);
+        self.count_all(direction, 1, bytes);
     }
 
-    /// Several copies, of `bytes` bytes in total: of a direction, or [`ON_HOST`].
-    pub(crate) fn count_all(&self, place: usize, copies: u64, bytes: u64) {
+    /// Several copies, of `bytes` bytes in total.
+    pub(crate) fn count_all(&self, direction: Direction, copies: u64, bytes: u64) {
+        let place = direction as usize;
         self.copies[place].fetch_add(copies, Ordering::Relaxed);
         self.bytes[place].fetch_add(bytes, Ordering::Relaxed);
     }
@@ -104,15 +100,14 @@ impl AtomicCounters {
     }
 
     pub(crate) fn read(&self) -> Counters {
-        let traffic = |place: usize| Traffic {
-            copies: self.copies[place].load(Ordering::Relaxed),
-            bytes: self.bytes[place].load(Ordering::Relaxed),
+        let traffic = |direction: Direction| Traffic {
+            copies: self.copies[direction as usize].load(Ordering::Relaxed),
+            bytes: self.bytes[direction as usize].load(Ordering::Relaxed),
         };
         Counters {
-            uploads: traffic(Direction::Upload as usize),
-            downloads: traffic(Direction::Download as usize),
-            on_device: traffic(Direction::OnDevice as usize),
-            on_host: traffic(ON_HOST),
+            uploads: traffic(Direction::Upload),
+            downloads: traffic(Direction::Download),
+            on_device: traffic(Direction::OnDevice),
             synchronisations: self.synchronisations.load(Ordering::Relaxed),
             time_waited: Duration::from_nanos(self.waited_ns.load(Ordering::Relaxed)),
             time_in_flight: Duration::from_nanos(self.flight_ns.load(Ordering::Relaxed)),

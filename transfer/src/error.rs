@@ -77,6 +77,15 @@ pub enum TransferError {
         /// What to do.
         advice: &'static str,
     },
+    /// The caller asked for bytes as values of another type, but their length or alignment does not
+    /// fit.
+    #[error("{bytes} bytes at this address are not a whole number of aligned {to} values")]
+    BadCast {
+        /// Bytes there are.
+        bytes: u64,
+        /// Name of the type.
+        to: &'static str,
+    },
     /// The caller passed two ends of different lengths.
     #[error("a copy from {from} elements to {to}: both ends must have the same length")]
     LengthMismatch {

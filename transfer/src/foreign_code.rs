@@ -4,6 +4,7 @@
 //! Foreign code may wait for anything, including transfers. So a thread that transfers wait for
 //! does not run it: such a thread is *deferring*, and a background thread runs the code instead. A
 //! call never waits for another call: one that finds no idle background thread gets a new one.
+//! Background threads also wait for the ticks that tasks ask for (`waiter`).
 //!
 //! Invariant: a deferring thread runs no destructor or waker of the caller.
 //!
@@ -91,7 +92,8 @@ fn contain(what: &'static str, code: impl FnOnce()) {
     }
 }
 
-fn send(call: Call) {
+/// Calls `call` on a background thread; on this one if there is none and none can be started.
+pub(crate) fn send(call: Call) {
     let mut background = BACKGROUND.lock();
     background.queue.push_back(call);
     if background.queue.len() <= background.idle {
@@ -100,11 +102,10 @@ fn send(call: Call) {
     }
     background.threads += 1;
     drop(background);
-    if let Err(error) = executor::spawn(thread::Builder::new().name("aquifer-foreign".to_owned()), work) {
+    if let Err(error) = executor::spawn(thread::Builder::new().name("aquifer-background".to_owned()), work) {
         let mut background = BACKGROUND.lock();
         background.threads -= 1;
-        tracing::error!(%error, "no thread could be started for code of the caller");
-        // Without any background thread this one must run the code.
+        tracing::error!(%error, "no background thread could be started");
         let rest = if background.threads == 0 { std::mem::take(&mut background.queue) } else { VecDeque::new() };
         drop(background);
         rest.into_iter().for_each(|call| call());
@@ -118,7 +119,7 @@ fn work() {
         if let Some(call) = background.queue.pop_front() {
             drop(background);
             call();
-            // The code may have dropped the last buffer of an allocator.
+            // It may have dropped the last buffer of an allocator.
             aquifer_allocator::close_abandoned();
             background = BACKGROUND.lock();
             continue;

@@ -11,7 +11,7 @@ use aquifer_device::Tick;
 use aquifer_device::fork::{Condvar, Mutex};
 
 use crate::error::TransferError;
-use crate::waiter::wake;
+use crate::foreign_code;
 
 /// A transfer that threads of the runtime work on.
 #[derive(Debug, Default)]
@@ -78,7 +78,9 @@ impl Job {
         let waker = state.waker.take();
         drop(state);
         self.changed.notify_all();
-        waker.into_iter().for_each(wake);
+        if let Some(waker) = waker {
+            foreign_code::run("a task's waker", move || waker.wake());
+        }
     }
 
     /// Requests that threads begin no more of the work.

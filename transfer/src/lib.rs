@@ -1,12 +1,12 @@
 //! Pinned host memory, and copies between the host and GPUs, on untyped memory.
 //!
 //! * A [`Transfer`] copies. Its calls return before copies are done, with a [`Completion`].
-//! * A [`PinnedPool`] recycles pinned memory. Its [`PinnedBlock`]s know the copies that use
+//! * A [`PinnedPool`] recycles pinned memory. Its [`PinnedBuffer`]s know the copies that use
 //!   them, so the host waits where it has to.
-//! * A *staging ring* of pinned memory ([`StagingConfig`]) stages ordinary memory and files,
+//! * A *staging ring* of pinned memory ([`TransferConfig`]) stages ordinary memory and files,
 //!   which the device cannot copy from by itself.
 //!
-//! Ends of copies are parts of memory: [`DevicePart`], [`PinnedPart`], [`PinnedPartMut`], [`Owned`]
+//! Ends of copies are parts of memory: [`DevicePart`], [`PinnedSlice`], [`PinnedSliceMut`], [`Owned`]
 //! and borrowed bytes. [`Elements`] says how large their elements are, and which of them to copy.
 //! The crate `aquifer` has types for the elements.
 //!
@@ -22,10 +22,10 @@
 //! let transfer = Runtime::new(&device, TransferConfig::default())?.transfer(&allocator)?;
 //! let stream = device.stream()?;
 //!
-//! let host = transfer.pinned().alloc_from(&[7; 1000], 1)?;
+//! let host = transfer.pinned().alloc_from(&[7; 1000])?;
 //! let memory = allocator.alloc_storage(1000, ALIGNMENT, &stream)?;
 //! let elements = Elements { size: 1, from: 1000, to: 1000, region: None };
-//! let upload = transfer.upload_pinned(host.all(), DevicePart::all(&memory), &elements)?; // returns at once
+//! let upload = transfer.upload_pinned(host.as_slice(), DevicePart::all(&memory), &elements)?; // returns at once
 //! upload.wait()?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -33,6 +33,7 @@
 
 mod captured;
 mod completion;
+mod config;
 mod copy;
 mod counters;
 mod enqueue;
@@ -42,6 +43,7 @@ mod host_memory;
 mod in_flight;
 mod job;
 mod pinned;
+mod ranges;
 mod regular_file;
 mod rows;
 mod runtime;
@@ -53,15 +55,15 @@ mod waiter;
 
 pub use captured::HostUses;
 pub use completion::Completion;
+pub use config::{StagingStats, TransferConfig};
 pub use copy::{Arrival, Batch, BatchResults, DevicePart, Elements, InRegion, Owned, Region, Route};
 pub use counters::{Counters, Direction, Traffic};
 pub use error::TransferError;
 pub use pinned::{
-    HostMemoryStats, PinnedBlock, PinnedConfig, PinnedPart, PinnedPartMut, PinnedPool, PinnedRead, PinnedWrite,
-    TimeStat,
+    HostMemoryStats, PinnedBuffer, PinnedPool, PinnedRead, PinnedSlice, PinnedSliceMut, PinnedWrite, Returned, TimeStat,
 };
-pub use runtime::{Runtime, Transfer, TransferConfig};
-pub use staging::{DirectIo, FileReport, HostSource, StagingConfig, StagingStats};
+pub use runtime::{Runtime, Transfer};
+pub use staging::HostSource;
 pub use timer::{Timer, Timing};
 
 /// Helpers for the crate `aquifer`. Not covered by any promise of stability.
@@ -70,7 +72,8 @@ pub mod internal {
     pub use crate::enqueue::covered_tick;
     pub use crate::foreign_code::guarded;
     pub use crate::host_memory::{bytes_of, copied, len_of, zeroed};
-    pub use crate::regular_file::{open as open_regular, read_at};
+    pub use crate::ranges::resolve;
+    pub use crate::regular_file::open as open_regular;
     pub use crate::rows::{Dimension, RowBlock, Rows, merge, place_of};
-    pub use crate::staging::PAGE;
+    pub use crate::staging::FileSource;
 }

@@ -25,29 +25,22 @@ pub fn open(path: &Path) -> io::Result<(File, u64)> {
     Ok((file, metadata.len()))
 }
 
-/// Reads all of `into` at `offset`. Returns the number of bytes read, and the error that ended it
-/// early.
-pub fn read_at(file: &File, into: &mut [u8], offset: u64) -> (usize, Option<io::Error>) {
-    let mut read = 0;
-    while read < into.len() {
-        match read_some(file, &mut into[read..], offset + read as u64) {
-            Ok(0) => return (read, Some(io::ErrorKind::UnexpectedEof.into())),
-            Ok(more) => read += more,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return (read, Some(error)),
+/// Reads all of `into` at `offset`.
+#[cfg(unix)]
+pub(crate) fn read_at(file: &File, into: &mut [u8], offset: u64) -> io::Result<()> {
+    std::os::unix::fs::FileExt::read_exact_at(file, into, offset)
+}
+
+/// Reads all of `into` at `offset`.
+#[cfg(windows)]
+pub(crate) fn read_at(file: &File, mut into: &mut [u8], mut offset: u64) -> io::Result<()> {
+    while !into.is_empty() {
+        match std::os::windows::fs::FileExt::seek_read(file, into, offset)? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            read => (into, offset) = (&mut into[read..], offset + read as u64),
         }
     }
-    (read, None)
-}
-
-#[cfg(unix)]
-fn read_some(file: &File, into: &mut [u8], offset: u64) -> io::Result<usize> {
-    std::os::unix::fs::FileExt::read_at(file, into, offset)
-}
-
-#[cfg(windows)]
-fn read_some(file: &File, into: &mut [u8], offset: u64) -> io::Result<usize> {
-    std::os::windows::fs::FileExt::seek_read(file, into, offset)
+    Ok(())
 }
 
 #[cfg(all(test, unix))]

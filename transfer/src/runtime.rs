@@ -10,80 +10,18 @@ use aquifer_device::{AccessKind, Device, DeviceError, RequestError, Stream, Tick
 
 use crate::captured::HostUses;
 use crate::completion::{Completion, Shared};
+use crate::config::{StagingStats, TransferConfig};
 use crate::copy::DevicePart;
 use crate::counters::{Counters, Direction};
 use crate::enqueue::{covered_tick, hold_off_captures, refuse_capture};
 use crate::error::TransferError;
-use crate::pinned::{HostAccess, HostPart, PinnedConfig, PinnedPool};
-use crate::staging::{Staging, StagingConfig, StagingStats};
+use crate::pinned::{HostAccess, HostPart, PinnedPool};
+use crate::staging::Staging;
 use crate::streams::{Levels, Streams};
 
 /// The advice in errors about streams that capture.
 pub(crate) const NO_CAPTURE: &str = "this copy cannot be captured into a graph: copy before the capture, or \
      after a launch on its stream. In `Allocator::graph`, uploads from memory can be captured, and downloads to pinned memory";
-
-/// The configuration of a [`Transfer`].
-///
-/// ```
-/// use aquifer_transfer::{PinnedConfig, StagingConfig, TransferConfig};
-/// let config = TransferConfig::default()
-///     .pinned(PinnedConfig::default().limit_bytes(16 << 30))
-///     .staging(StagingConfig::default().threads(4))
-///     .streams(1);
-/// assert_eq!((config.pinned.limit_bytes, config.streams), (Some(16 << 30), 1));
-/// ```
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct TransferConfig {
-    /// Pinned memory.
-    pub pinned: PinnedConfig,
-    /// Number of streams per direction and priority, 1 to 32: fewer count as 1, more as 32.
-    /// Transfers use them in rotation, so that a small one need not wait for a large one.
-    pub streams: usize,
-    /// The ring that stages ordinary memory and files.
-    pub staging: StagingConfig,
-    /// The default priority of transfers ([`Transfer::at_priority`]), numerically: lower is more
-    /// urgent. Clamped to the device's range.
-    pub priority: i32,
-}
-
-impl Default for TransferConfig {
-    /// Two streams per direction, as urgent as the device allows: kernels wait for copies.
-    fn default() -> Self {
-        TransferConfig {
-            pinned: PinnedConfig::default(),
-            streams: 2,
-            staging: StagingConfig::default(),
-            priority: i32::MIN,
-        }
-    }
-}
-
-impl TransferConfig {
-    /// Sets [`TransferConfig::pinned`].
-    #[must_use]
-    pub fn pinned(self, pinned: PinnedConfig) -> Self {
-        Self { pinned, ..self }
-    }
-
-    /// Sets [`TransferConfig::streams`].
-    #[must_use]
-    pub fn streams(self, streams: usize) -> Self {
-        Self { streams, ..self }
-    }
-
-    /// Sets [`TransferConfig::staging`].
-    #[must_use]
-    pub fn staging(self, staging: StagingConfig) -> Self {
-        Self { staging, ..self }
-    }
-
-    /// Sets [`TransferConfig::priority`].
-    #[must_use]
-    pub fn priority(self, priority: i32) -> Self {
-        Self { priority, ..self }
-    }
-}
 
 /// Copies between the host and one device, and within the device. Cloning gives another handle of
 /// the same runtime.
@@ -94,7 +32,7 @@ impl TransferConfig {
 /// *Order.* Memory carries the ticks of the work that uses it. So every stream that accesses it
 /// ([`aquifer_allocator::AccessGuard`], kernels, other transfers) is ordered after the copies
 /// without further calls. Host memory that is in flight cannot be touched: see
-/// [`crate::PinnedBlock`].
+/// [`crate::PinnedBuffer`].
 ///
 /// *Waiting.* Calls that make the host wait for the device say so in their name or documentation,
 /// and [`Transfer::counters`] counts them. [`crate::HostMemoryStats::num_waits`] counts waits for
@@ -104,7 +42,7 @@ impl TransferConfig {
 /// times.
 #[derive(Clone)]
 pub struct Transfer {
-    pub(crate) inner: Arc<RuntimeState>,
+    pub(crate) inner: Arc<Runtime>,
     /// Not part of the runtime, which memory of the allocator may own.
     allocator: Allocator,
     /// The runtime's streams at this handle's priority.
@@ -113,16 +51,11 @@ pub struct Transfer {
     stream: Option<Stream>,
 }
 
-/// What copies of one device need: pinned memory, streams, and a staging ring. Cloning gives
-/// another handle. It does not keep the allocator of its [`Transfer`]s open.
-#[derive(Clone)]
-pub struct Runtime(Arc<RuntimeState>);
-
-pub(crate) struct RuntimeState {
+/// What copies of one device need: pinned memory, streams, and a staging ring. It does not keep the
+/// allocator of its [`Transfer`]s open.
+pub struct Runtime {
     pinned: PinnedPool,
     levels: Levels,
-    /// The default priority.
-    priority: i32,
     shared: Arc<Shared>,
     staging: Staging,
 }
@@ -133,36 +66,37 @@ impl Runtime {
     ///
     /// # Errors
     /// A forked child of a process that uses the device.
-    pub fn new(device: &Device, config: TransferConfig) -> Result<Runtime, TransferError> {
+    pub fn new(device: &Device, config: TransferConfig) -> Result<Arc<Runtime>, TransferError> {
         aquifer_device::fork::check(aquifer_device::Operation::HostAlloc)?;
-        let pinned = PinnedPool::new(device, config.pinned)?;
-        let staging = Staging::new(&pinned, config.staging);
-        let (levels, priority) = (Levels::new(device, config.streams), config.priority);
-        Ok(Runtime(Arc::new(RuntimeState { pinned, levels, priority, shared: Arc::default(), staging })))
+        let pinned = PinnedPool::new(device);
+        pinned.set_limit(config.pinned_limit);
+        let staging = Staging::new(&pinned, config);
+        Ok(Arc::new(Runtime { pinned, levels: Levels::new(device), shared: Arc::default(), staging }))
     }
 
     /// Pinned memory for copies of its device.
     pub fn pinned(&self) -> &PinnedPool {
-        &self.0.pinned
+        &self.pinned
     }
 
     /// Copies to and from memory of an allocator of its device.
     ///
     /// # Errors
     /// An allocator of another device, and errors of the driver.
-    pub fn transfer(&self, allocator: &Allocator) -> Result<Transfer, TransferError> {
-        let (is, needed) = (allocator.device().id(), self.0.pinned.device().id());
+    pub fn transfer(self: &Arc<Self>, allocator: &Allocator) -> Result<Transfer, TransferError> {
+        let (is, needed) = (allocator.device().id(), self.pinned.device().id());
         if is != needed {
             return Err(RequestError::wrong_device("allocator", is, needed).into());
         }
-        let streams = self.0.levels.at(self.0.priority)?;
-        Ok(Transfer { inner: self.0.clone(), allocator: allocator.clone(), streams, stream: None })
+        // As urgent as the device allows: kernels wait for copies.
+        let streams = self.levels.at(i32::MIN)?;
+        Ok(Transfer { inner: self.clone(), allocator: allocator.clone(), streams, stream: None })
     }
 }
 
 impl fmt::Debug for Runtime {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Runtime").field("device", self.0.pinned.device()).finish_non_exhaustive()
+        f.debug_struct("Runtime").field("device", self.pinned.device()).finish_non_exhaustive()
     }
 }
 

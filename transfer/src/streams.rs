@@ -14,8 +14,6 @@ use crate::counters::Direction;
 #[derive(Debug)]
 pub(crate) struct Levels {
     device: Device,
-    /// Streams of one direction at one priority.
-    count: usize,
     made: Mutex<Vec<Arc<Streams>>>,
 }
 
@@ -31,17 +29,17 @@ pub(crate) struct Streams {
 /// The streams of one direction, used in rotation.
 #[derive(Debug)]
 struct Rotation {
-    streams: Vec<Stream>,
+    streams: [Stream; STREAMS],
     next: AtomicUsize,
 }
 
-/// Most streams of one direction: more than copy engines can use, and few enough for any driver.
-const STREAMS_MAX: usize = 32;
+/// Streams of one direction at one priority, so that a small copy need not wait for a large one.
+const STREAMS: usize = 2;
 
 impl Levels {
-    /// No streams yet; there will be `count` (1 to [`STREAMS_MAX`]) per direction at each priority.
-    pub(crate) fn new(device: &Device, count: usize) -> Levels {
-        Levels { device: device.for_memory(), count: count.clamp(1, STREAMS_MAX), made: Mutex::default() }
+    /// No streams yet.
+    pub(crate) fn new(device: &Device) -> Levels {
+        Levels { device: device.for_memory(), made: Mutex::default() }
     }
 
     /// The streams of the priority that is nearest to this among those that the device has.
@@ -53,18 +51,18 @@ impl Levels {
         if let Some(streams) = made.iter().find(|streams| streams.priority == priority) {
             return Ok(streams.clone());
         }
-        let streams = Arc::new(Streams::new(&self.device, self.count, priority)?);
+        let streams = Arc::new(Streams::new(&self.device, priority)?);
         made.push(streams.clone());
         Ok(streams)
     }
 }
 
 impl Streams {
-    fn new(device: &Device, count: usize, priority: i32) -> Result<Streams, DeviceError> {
+    fn new(device: &Device, priority: i32) -> Result<Streams, DeviceError> {
         let flags = StreamFlags { non_blocking: true, priority };
         let rotation = || -> Result<Rotation, DeviceError> {
-            let streams = (0..count).map(|_| device.stream_with(flags)).collect::<Result<_, _>>()?;
-            Ok(Rotation { streams, next: AtomicUsize::new(0) })
+            let [one, two] = [(); STREAMS].map(|()| device.stream_with(flags));
+            Ok(Rotation { streams: [one?, two?], next: AtomicUsize::new(0) })
         };
         Ok(Streams { priority, rotations: [rotation()?, rotation()?, rotation()?] })
     }
@@ -77,7 +75,7 @@ impl Streams {
     /// The next stream in rotation.
     pub(crate) fn next(&self, direction: Direction) -> &Stream {
         let Rotation { streams, next } = &self.rotations[direction as usize];
-        &streams[next.fetch_add(1, Ordering::Relaxed) % streams.len()]
+        &streams[next.fetch_add(1, Ordering::Relaxed) % STREAMS]
     }
 }
 
@@ -87,21 +85,13 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn any_number_of_streams_is_accepted() {
-        let device = Device::new(SimDriver::new(SimConfig::default()));
-        for (count, made) in [(0, 1), (3, 3), (usize::MAX, STREAMS_MAX)] {
-            assert_eq!(Levels::new(&device, count).at(0).unwrap().rotations[0].streams.len(), made);
-        }
-    }
-
     /// As many sets as the device has priorities, each made once, whatever is asked for.
     #[test]
     fn each_priority_of_the_device_has_its_streams() {
         let device = Device::new(SimDriver::new(SimConfig::default()));
         let (least, greatest) = device.info().priorities;
         assert!(greatest < least);
-        let levels = Levels::new(&device, 1);
+        let levels = Levels::new(&device);
         let all: Vec<_> =
             (greatest - 3..least + 3).chain([i32::MIN, i32::MAX]).map(|n| levels.at(n).unwrap()).collect();
         let mut priorities: Vec<i32> = levels.made.lock().iter().map(|streams| streams.priority).collect();

@@ -7,12 +7,13 @@ use std::sync::Arc;
 
 use aquifer_allocator::{AccessGuard, Storage};
 use aquifer_device::{AccessKind, DevicePtr, RequestError, Stream};
+use aquifer_transfer::internal::resolve;
 use aquifer_transfer::{DevicePart, Transfer};
 use bytemuck::Pod;
 
 use crate::allocator::{Allocator, Services};
 use crate::error::Error;
-use crate::transfer::{DeviceSource, Pending, Source, Target, bytes_of_mut, elements};
+use crate::transfer::{DeviceSource, OnStreams, Pending, RunsCopies, Source, Target, bytes_of_mut, elements};
 
 mod access;
 mod alloc;
@@ -193,6 +194,11 @@ impl<T> Buffer<T> {
         Ok(self.services.runtime()?.transfer(self.storage.allocator())?)
     }
 
+    /// Copies to and from its memory, on a stream.
+    pub(crate) fn copies_on(&self, stream: &Stream) -> Result<Transfer, Error> {
+        self.services.copies(self.storage.allocator(), stream)
+    }
+
     /// Its memory, as an end of a copy.
     pub(crate) fn device_part(&self) -> DevicePart<'_> {
         DevicePart { storage: &self.storage, ptr: self.ptr(), bytes: self.bytes() }
@@ -299,7 +305,7 @@ impl<T: Copy> Buffer<T> {
     }
 
     fn elements(&self, range: impl RangeBounds<usize>) -> Result<Range<usize>, Error> {
-        let resolved = crate::ranges::resolve(range, self.len);
+        let resolved = resolve(range, self.len);
         resolved.map_err(|wrong| RequestError::out_of_bounds(wrong, self.len).into())
     }
 
@@ -327,8 +333,8 @@ impl<T: Pod + Send + Sync> Buffer<T> {
     /// Ends of different lengths, a source that cannot be read, a stream of another device or that
     /// captures, and errors of the driver. When pinned memory for staging runs out.
     #[track_caller]
-    pub fn upload<S: Source<T>>(&mut self, from: S, stream: &Stream) -> Result<Pending<S::Report>, Error> {
-        let copies = self.copies(stream)?;
+    pub fn upload(&mut self, from: impl Source<T>, by: &impl RunsCopies) -> Result<Pending<()>, Error> {
+        let copies = by.copies_of(self)?;
         let _place = copies.called_here();
         from.upload_to(&copies, self, None)
     }
@@ -350,8 +356,8 @@ impl<T: Pod + Send + Sync> Buffer<T> {
     /// # Errors
     /// As [`Buffer::upload`].
     #[track_caller]
-    pub fn download<D: Target<T>>(&self, to: D, stream: &Stream) -> Result<Pending<D::Output>, Error> {
-        let copies = self.copies(stream)?;
+    pub fn download<D: Target<T>>(&self, to: D, by: &impl RunsCopies) -> Result<Pending<D::Output>, Error> {
+        let copies = by.copies_of(self)?;
         let _place = copies.called_here();
         to.download_from(&copies, self, None)
     }
@@ -361,8 +367,8 @@ impl<T: Pod + Send + Sync> Buffer<T> {
     /// # Errors
     /// As [`Buffer::upload`].
     #[track_caller]
-    pub fn download_blocking(&self, to: &mut [T], stream: &Stream) -> Result<(), Error> {
-        let copies = self.copies(stream)?;
+    pub fn download_blocking(&self, to: &mut [T], by: &impl RunsCopies) -> Result<(), Error> {
+        let copies = by.copies_of(self)?;
         let _place = copies.called_here();
         let elements = elements::<T>(self.len, to.len(), None);
         Ok(copies.download_blocking(self.device_part(), bytes_of_mut(to), &elements)?)
@@ -373,8 +379,8 @@ impl<T: Pod + Send + Sync> Buffer<T> {
     /// # Errors
     /// As [`Buffer::upload`], and when host memory runs out.
     #[track_caller]
-    pub fn to_vec(&self, stream: &Stream) -> Result<Vec<T>, Error> {
-        let copies = self.copies(stream)?;
+    pub fn to_vec(&self, by: &impl RunsCopies) -> Result<Vec<T>, Error> {
+        let copies = by.copies_of(self)?;
         let _place = copies.called_here();
         let (copied, values) = copies.download_new_vec(self.device_part(), self.len)?;
         copied.wait()?;
@@ -387,11 +393,11 @@ impl<T: Pod + Send + Sync> Buffer<T> {
     /// # Errors
     /// [`Error::NotOneElement`], and as [`Buffer::upload`].
     #[track_caller]
-    pub fn item(&self, stream: &Stream) -> Result<T, Error> {
+    pub fn item(&self, by: &impl RunsCopies) -> Result<T, Error> {
         if self.len != 1 {
             return Err(Error::NotOneElement { shape: vec![self.len] });
         }
-        let copies = self.copies(stream)?;
+        let copies = by.copies_of(self)?;
         let _place = copies.called_here();
         let (copied, values) = copies.download_new_vec(self.device_part(), 1)?;
         copied.wait_counted()?;
@@ -405,7 +411,7 @@ impl<T: Pod + Send + Sync> Buffer<T> {
     /// Ends of different lengths, or that overlap, and as [`Buffer::upload`].
     #[track_caller]
     pub fn copy_from(&mut self, from: impl DeviceSource<T>, stream: &Stream) -> Result<(), Error> {
-        let copies = self.copies(stream)?;
+        let copies = self.copies_on(stream)?;
         let _place = copies.called_here();
         self.fill_by(&copies, from)
     }
@@ -428,9 +434,11 @@ impl<T: Pod + Send + Sync> Buffer<T> {
         to.copy_from(self, stream)?;
         Ok(to)
     }
+}
 
-    fn copies(&self, stream: &Stream) -> Result<Transfer, Error> {
-        self.services.copies(self.storage.allocator(), stream)
+impl<T> OnStreams for Buffer<T> {
+    fn ready_on(&self, stream: &Stream) -> Result<(), Error> {
+        Ok(self.storage().ready_on(stream)?)
     }
 }
 

@@ -5,7 +5,6 @@
 //! its elements, even with empty dimensions counted as 1, nor the place of the last one. So views
 //! of a layout check nothing but their arguments.
 
-mod error;
 #[cfg(test)]
 mod tests;
 mod views;
@@ -15,7 +14,18 @@ use std::fmt;
 use aquifer_kernels::Strided;
 use aquifer_transfer::internal::{Dimension, Rows, merge};
 
-pub use error::{LayoutError, MAX_DIMENSIONS};
+pub(crate) use views::other_length;
+
+/// The most dimensions of a layout.
+pub const MAX_DIMENSIONS: usize = 8;
+
+/// An impossible layout, or view of one: the caller asked for dimensions that it does not have. The
+/// text says what is wrong; it has extents outermost first.
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct LayoutError(pub(crate) String);
+
+aquifer_device::debug_as_display!(LayoutError);
 
 /// The places of a tensor's elements in its storage: up to [`MAX_DIMENSIONS`] dimensions, outermost
 /// first, each with an extent and a stride in elements, and the place of the first element. A
@@ -27,7 +37,7 @@ pub use error::{LayoutError, MAX_DIMENSIONS};
 /// assert_eq!((matrix.strides(), matrix.len()), (&[3, 1][..], 6));
 /// let transposed = matrix.transpose(0, 1)?;
 /// assert_eq!((transposed.shape(), transposed.strides()), (&[3, 2][..], &[1, 3][..]));
-/// assert!(transposed.is_column_major() && !transposed.is_contiguous());
+/// assert!(!transposed.is_contiguous());
 /// assert_eq!(transposed.place(&[2, 1]), Some(5));
 /// # Ok::<(), aquifer::tensor::LayoutError>(())
 /// ```
@@ -47,21 +57,8 @@ impl Layout {
     /// # Errors
     /// More than [`MAX_DIMENSIONS`] dimensions, and more elements than a `usize` counts.
     pub fn row_major(shape: &[usize]) -> Result<Layout, LayoutError> {
-        Layout::dense(shape, (0..shape.len().min(MAX_DIMENSIONS)).rev())
-    }
-
-    /// Dense elements from the start of the storage on, the first dimension's next to each other:
-    /// as Fortran and BLAS have it.
-    ///
-    /// # Errors
-    /// As [`Layout::row_major`].
-    pub fn column_major(shape: &[usize]) -> Result<Layout, LayoutError> {
-        Layout::dense(shape, 0..shape.len().min(MAX_DIMENSIONS))
-    }
-
-    fn dense(shape: &[usize], innermost_first: impl Iterator<Item = usize>) -> Result<Layout, LayoutError> {
         let (mut strides, mut stride) = ([0; MAX_DIMENSIONS], 1usize);
-        for dimension in innermost_first {
+        for dimension in (0..shape.len().min(MAX_DIMENSIONS)).rev() {
             strides[dimension] = stride;
             stride = stride.checked_mul(shape[dimension].max(1)).ok_or_else(|| too_large(shape))?;
         }
@@ -75,10 +72,12 @@ impl Layout {
     /// numbers that overflow a `usize`.
     pub fn strided(shape: &[usize], strides: &[usize], offset: usize) -> Result<Layout, LayoutError> {
         if shape.len() > MAX_DIMENSIONS {
-            return Err(LayoutError::TooManyDimensions { shape: shape.to_vec() });
+            return Err(too_many(shape));
         }
         if shape.len() != strides.len() {
-            return Err(LayoutError::StrideCount { shape: shape.to_vec(), strides: strides.to_vec() });
+            let (count, rank) = (strides.len(), shape.len());
+            let problem = format!("{count} strides, {strides:?}, were given for the {rank} dimensions of {shape:?}");
+            return Err(LayoutError(problem));
         }
         let mut layout =
             Layout { rank: shape.len(), extents: [0; MAX_DIMENSIONS], strides: [0; MAX_DIMENSIONS], offset };
@@ -153,19 +152,9 @@ impl Layout {
     /// Whether its elements lie next to each other in row-major order, so that they can be copied
     /// as one piece. Layouts without elements, or with one, always do.
     pub fn is_contiguous(&self) -> bool {
-        self.is_dense((0..self.rank).rev())
-    }
-
-    /// Whether its elements lie next to each other in column-major order.
-    pub fn is_column_major(&self) -> bool {
-        self.is_dense(0..self.rank)
-    }
-
-    /// Whether dimensions, innermost first, tile the memory.
-    fn is_dense(&self, innermost_first: impl Iterator<Item = usize>) -> bool {
         let mut expected = 1;
         self.is_empty()
-            || innermost_first.filter(|&dimension| self.extents[dimension] > 1).all(|dimension| {
+            || (0..self.rank).rev().filter(|&dimension| self.extents[dimension] > 1).all(|dimension| {
                 let dense = self.strides[dimension] == expected;
                 expected *= self.extents[dimension];
                 dense
@@ -245,7 +234,12 @@ fn dimension<const N: usize>(extent: usize, strides: [usize; N]) -> Dimension<N>
 }
 
 fn too_large(shape: &[usize]) -> LayoutError {
-    LayoutError::TooLarge { shape: shape.to_vec() }
+    LayoutError(format!("{shape:?} has more elements, or places of elements, than 64 bits count"))
+}
+
+fn too_many(shape: &[usize]) -> LayoutError {
+    let rank = shape.len();
+    LayoutError(format!("{shape:?} has {rank} dimensions, {MAX_DIMENSIONS} is the most there may be; reshape it first"))
 }
 
 impl fmt::Debug for Layout {

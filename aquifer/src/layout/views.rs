@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Layout, LayoutError, MAX_DIMENSIONS};
+use super::{Layout, LayoutError, MAX_DIMENSIONS, too_many};
 
 impl Layout {
     /// The indices `range` of a dimension.
@@ -44,7 +44,7 @@ impl Layout {
         if range.start <= range.end && range.end <= extent {
             return Ok(());
         }
-        Err(LayoutError::OutOfRange { shape: self.shape().to_vec(), dimension, start: range.start, end: range.end })
+        Err(LayoutError(format!("indices {range:?} are not a part of dimension {dimension} of {:?}", self.shape())))
     }
 
     /// The dimensions in another order: dimension `i` of the result is dimension `order[i]` of this
@@ -56,7 +56,7 @@ impl Layout {
         let mut named = [false; MAX_DIMENSIONS];
         let mut new = |&dimension: &usize| dimension < self.rank() && !std::mem::replace(&mut named[dimension], true);
         if order.len() != self.rank() || !order.iter().all(&mut new) {
-            return Err(LayoutError::NotAnOrder { shape: self.shape().to_vec(), order: order.to_vec() });
+            return Err(LayoutError(format!("{order:?} does not name each dimension of {:?} once", self.shape())));
         }
         let dimensions = order.iter().map(|&dimension| (self.shape()[dimension], self.strides()[dimension]));
         Ok(self.with_dimensions(self.offset(), dimensions))
@@ -88,7 +88,10 @@ impl Layout {
                 let rest = self.dimensions().enumerate().filter(|&(at, _)| at != dimension).map(|(_, kept)| kept);
                 Ok(self.with_dimensions(self.offset(), rest))
             }
-            Some(_) => Err(LayoutError::NotOne { shape: self.shape().to_vec(), dimension }),
+            Some(_) => Err(LayoutError(format!(
+                "cannot squeeze dimension {dimension} of {:?}: its size is not 1; select an index of it",
+                self.shape()
+            ))),
         }
     }
 
@@ -106,8 +109,7 @@ impl Layout {
         let mut dimensions: Vec<(usize, usize)> = self.dimensions().collect();
         dimensions.insert(dimension, (1, stride));
         if dimensions.len() > MAX_DIMENSIONS {
-            let shape = dimensions.into_iter().map(|(extent, _)| extent).collect();
-            return Err(LayoutError::TooManyDimensions { shape });
+            return Err(too_many(&dimensions.into_iter().map(|(extent, _)| extent).collect::<Vec<_>>()));
         }
         Ok(self.with_dimensions(self.offset(), dimensions))
     }
@@ -115,8 +117,8 @@ impl Layout {
     /// Another shape with the same elements in the same row-major order.
     ///
     /// # Errors
-    /// A shape of another number of elements, or of too many dimensions; [`LayoutError::NeedsCopy`]
-    /// where the elements would have to lie at other places.
+    /// A shape of another number of elements, or of too many dimensions; and where the
+    /// elements would have to lie at other places.
     ///
     /// ```
     /// use aquifer::tensor::Layout;
@@ -130,15 +132,16 @@ impl Layout {
     pub fn reshape(&self, shape: &[usize]) -> Result<Layout, LayoutError> {
         let dense = Layout::row_major(shape)?;
         if dense.len() != self.len() {
-            return Err(LayoutError::OtherLength { from: self.shape().to_vec(), to: shape.to_vec() });
+            return Err(other_length(self.shape(), shape));
         }
         if self.is_empty() {
             return Ok(dense);
         }
-        let strides = self.strides_for(shape).ok_or_else(|| LayoutError::NeedsCopy {
-            from: self.shape().to_vec(),
-            strides: self.strides().to_vec(),
-            to: shape.to_vec(),
+        let strides = self.strides_for(shape).ok_or_else(|| {
+            let (from, strides) = (self.shape(), self.strides());
+            LayoutError(format!(
+                "{from:?} with strides {strides:?} cannot become {shape:?} without a copy; make it contiguous first"
+            ))
         })?;
         Layout::strided(shape, &strides[..shape.len()], self.offset())
     }
@@ -182,10 +185,15 @@ impl Layout {
     /// # Ok::<(), aquifer::tensor::LayoutError>(())
     /// ```
     pub fn broadcast(&self, shape: &[usize]) -> Result<Layout, LayoutError> {
-        let refuse = || LayoutError::NotBroadcast { from: self.shape().to_vec(), to: shape.to_vec() };
+        let refuse = || {
+            LayoutError(format!(
+                "{:?} cannot be expanded to {shape:?}: counted from the last dimension, extents must be equal, 1, or missing",
+                self.shape()
+            ))
+        };
         let added = shape.len().checked_sub(self.rank()).ok_or_else(refuse)?;
         if shape.len() > MAX_DIMENSIONS {
-            return Err(LayoutError::TooManyDimensions { shape: shape.to_vec() });
+            return Err(too_many(shape));
         }
         let mut strides = [0; MAX_DIMENSIONS];
         for ((extent, stride), at) in self.dimensions().zip(added..) {
@@ -199,6 +207,16 @@ impl Layout {
     }
 
     fn no_dimension(&self, dimension: usize) -> LayoutError {
-        LayoutError::NoSuchDimension { shape: self.shape().to_vec(), dimension }
+        let present = match self.rank() {
+            0 => "a single element".to_owned(),
+            1 => "dimension 0".to_owned(),
+            rank => format!("dimensions 0 to {}", rank - 1),
+        };
+        LayoutError(format!("{:?} has no dimension {dimension}, only {present}", self.shape()))
     }
+}
+
+/// The error of a shape of another number of elements.
+pub(crate) fn other_length(from: &[usize], to: &[usize]) -> LayoutError {
+    LayoutError(format!("{from:?} cannot become {to:?}, which has another number of elements"))
 }

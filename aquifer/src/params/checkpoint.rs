@@ -19,9 +19,14 @@ use aquifer_transfer::internal::open_regular;
 use safetensors::tensor::Metadata;
 use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
-use super::errors::{CheckpointFault, HEADER_MAX};
 use crate::error::Error;
-use crate::layout::Layout;
+use crate::layout::{Layout, MAX_DIMENSIONS};
+
+/// The longest header of a file in bytes: that of the reference implementation.
+const HEADER_MAX: u64 = 100_000_000;
+
+/// Of files that are not as long as they were.
+pub(super) const CHANGED: &str = "the file was changed after it was opened; open it again";
 
 const INDEX: &str = "model.safetensors.index.json";
 
@@ -114,7 +119,7 @@ impl Checkpoint {
             // SAFETY: the caller promises that the file does not change while it is mapped.
             let map = unsafe { memmap2::Mmap::map(&*shard.file) }.map_err(|error| file_error(&shard.path, error))?;
             if map.len() as u64 != shard.bytes {
-                return Err(fault(&shard.path, CheckpointFault::Changed));
+                return Err(fault(&shard.path, CHANGED));
             }
             shard.map = Some(Arc::new(map));
         }
@@ -142,7 +147,7 @@ impl Checkpoint {
     pub(super) fn check_unchanged(&self) -> Result<(), Error> {
         for Shard { path, file, bytes, .. } in &self.shards {
             if file.metadata().map_err(|error| file_error(path, error))?.len() != *bytes {
-                return Err(fault(path, CheckpointFault::Changed));
+                return Err(fault(path, CHANGED));
             }
         }
         Ok(())
@@ -178,14 +183,14 @@ fn open_directory(path: &Path) -> Result<Checkpoint, Error> {
         }
     }
     files.sort();
-    if files.is_empty() { Err(fault(path, CheckpointFault::NoFiles)) } else { open_shards(files) }
+    if files.is_empty() { Err(fault(path, "the directory has no .safetensors file")) } else { open_shards(files) }
 }
 
 fn open_index(path: &Path) -> Result<Checkpoint, Error> {
     let (mut file, _) = open_regular(path).map_err(|error| file_error(path, error))?;
     let mut bytes = Vec::new();
     file.read_to_end(&mut bytes).map_err(|error| file_error(path, error))?;
-    let wrong = |problem: String| fault(path, CheckpointFault::Index { problem });
+    let wrong = |problem: String| fault(path, format!("the index maps no tensors to files: {problem}"));
     let index: serde_json::Value = serde_json::from_slice(&bytes).map_err(|error| wrong(error.to_string()))?;
     let map = index.get("weight_map").and_then(serde_json::Value::as_object);
     let map = map.ok_or_else(|| wrong("it has no object \"weight_map\"".to_owned()))?;
@@ -195,7 +200,7 @@ fn open_index(path: &Path) -> Result<Checkpoint, Error> {
         // A plain name: an index must not lead out of its directory.
         let plain = Path::new(file).file_name().is_some_and(|name| name == file) && !file.contains(['/', '\\']);
         if !plain {
-            return Err(fault(path, CheckpointFault::ForeignFile { file: file.to_owned() }));
+            return Err(fault(path, format!("the index names {file:?}, which is not a file in its directory")));
         }
         file_of.insert(tensor, file);
     }
@@ -206,8 +211,7 @@ fn open_index(path: &Path) -> Result<Checkpoint, Error> {
         checkpoint.entries.iter().map(|entry| (entry.name.as_str(), checkpoint.path_of(entry))).collect();
     for (tensor, file) in file_of {
         if present.get(tensor).and_then(|path| path.file_name()).is_none_or(|name| name != file) {
-            let (tensor, file) = (tensor.to_owned(), file.to_owned());
-            return Err(fault(path, CheckpointFault::Missing { tensor, file }));
+            return Err(fault(path, format!("tensor {tensor:?} is not in {file}, where the index says")));
         }
     }
     Ok(checkpoint)
@@ -221,8 +225,8 @@ fn open_shards(paths: Vec<PathBuf>) -> Result<Checkpoint, Error> {
         let (shard, entries, metadata) = open_shard(path, number)?;
         for entry in &entries {
             if let Some(other) = shard_of.insert(entry.name.clone(), number) {
-                let other = checkpoint.shards.get(other).unwrap_or(&shard).path.display().to_string();
-                return Err(fault(&shard.path, CheckpointFault::Duplicate { tensor: entry.name.clone(), other }));
+                let other = checkpoint.shards.get(other).unwrap_or(&shard).path.display();
+                return Err(fault(&shard.path, format!("tensor {:?} is in {other}, too", entry.name)));
             }
         }
         checkpoint.shards.push(shard);
@@ -242,7 +246,7 @@ fn open_shard(path: PathBuf, number: usize) -> Result<Opened, Error> {
     let (metadata, places, start) = read_header(&mut file, &path, bytes)?;
     let needed = start.saturating_add(metadata.data_len() as u64);
     if needed != bytes {
-        return Err(fault(&path, CheckpointFault::Length { needed, has: bytes }));
+        return Err(fault(&path, format!("header and tensors are {needed} bytes, the file is {bytes}")));
     }
     let mut entries = Vec::new();
     let mut names = metadata.offset_keys();
@@ -252,10 +256,10 @@ fn open_shard(path: PathBuf, number: usize) -> Result<Opened, Error> {
         let Some(info) = metadata.info(&name) else { continue };
         let shape = info.shape.clone();
         if Layout::row_major(&shape).is_err() {
-            return Err(fault(&path, CheckpointFault::Shape { tensor: name, shape }));
+            return Err(too_large(&path, &name, &shape));
         }
         if name.split('.').any(str::is_empty) {
-            return Err(fault(&path, CheckpointFault::Name { tensor: name }));
+            return Err(fault(&path, format!("tensor {name:?} has an empty part in its name")));
         }
         let bits = info.dtype.bitsize() as u64;
         let file_dtype = format!("{:?}", info.dtype);
@@ -279,21 +283,23 @@ fn open_shard(path: PathBuf, number: usize) -> Result<Opened, Error> {
 /// Reads a file's header. Returns it, the place of each name in it, and the place of the first
 /// tensor.
 fn read_header(file: &mut File, path: &Path, bytes: u64) -> Result<(Metadata, HashMap<String, usize>, u64), Error> {
+    let truncated =
+        |needed: u64| fault(path, format!("the file ends in its header: {bytes} bytes of at least {needed}"));
     if bytes < 8 {
-        return Err(fault(path, CheckpointFault::Truncated { needed: 8, has: bytes }));
+        return Err(truncated(8));
     }
     let mut length = [0; 8];
     file.read_exact(&mut length).map_err(|error| read_error(path, error))?;
     let length = u64::from_le_bytes(length);
     if length > HEADER_MAX {
-        return Err(fault(path, CheckpointFault::HeaderTooLong { bytes: length }));
+        return Err(fault(path, format!("a header of {length} bytes, more than the {HEADER_MAX} there may be")));
     }
     if bytes - 8 < length {
-        return Err(fault(path, CheckpointFault::Truncated { needed: 8 + length, has: bytes }));
+        return Err(truncated(8 + length));
     }
     let mut header = vec![0; usize::try_from(length).unwrap_or(usize::MAX)];
     file.read_exact(&mut header).map_err(|error| read_error(path, error))?;
-    let problem = |error: serde_json::Error| fault(path, CheckpointFault::Header { problem: error.to_string() });
+    let problem = |error: serde_json::Error| fault(path, format!("the header describes no tensors: {error}"));
     let DistinctNames(places) = serde_json::from_slice(&header).map_err(problem)?;
     // Deserialising checks that tensors are as long as their shapes say and lie one after the
     // other.
@@ -335,14 +341,20 @@ impl<'de> Deserialize<'de> for DistinctNames {
     }
 }
 
-pub(super) fn fault(path: &Path, fault: CheckpointFault) -> Error {
-    Error::Checkpoint { path: path.display().to_string(), fault: Box::new(fault) }
+pub(super) fn fault(path: &Path, problem: impl Into<String>) -> Error {
+    Error::Checkpoint { path: path.display().to_string(), problem: problem.into() }
+}
+
+/// The error of a tensor that no layout describes.
+pub(super) fn too_large(path: &Path, tensor: &str, shape: &[usize]) -> Error {
+    let most = format!("more than {MAX_DIMENSIONS} dimensions or too many elements");
+    fault(path, format!("tensor {tensor:?} of {shape:?} has {most}"))
 }
 
 /// An error of reading a range that existed when the file was opened.
 pub(super) fn read_error(path: &Path, error: std::io::Error) -> Error {
     match error.kind() {
-        ErrorKind::UnexpectedEof => fault(path, CheckpointFault::Changed),
+        ErrorKind::UnexpectedEof => fault(path, CHANGED),
         _ => file_error(path, error),
     }
 }

@@ -6,17 +6,14 @@
 //! for conversions are bounded. After a failure no loaded tensor stays.
 
 use std::fmt;
-use std::fs::File;
 use std::path::Path;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use aquifer_kernels::DType;
-use aquifer_transfer::internal::{PAGE, len_of, read_at};
-use aquifer_transfer::{Direction, HostSource, Owned, TransferError};
+use aquifer_transfer::internal::{FileSource, len_of};
+use aquifer_transfer::{Direction, HostSource, Owned};
 
-use super::checkpoint::{Checkpoint, TensorEntry, fault, read_error};
-use super::errors::CheckpointFault;
+use super::checkpoint::{CHANGED, Checkpoint, TensorEntry, fault, read_error, too_large};
 use super::outgoing::{Outgoing, SMALL_TENSOR_BYTES};
 use super::param_set::ParamSet;
 use super::relocate::{Progress, ProgressCallback};
@@ -98,8 +95,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// Tensors of dtypes that are not known here, files that cannot be read, or whose length
-    /// changed since they were opened ([`CheckpointFault::Changed`]), when memory runs out, and
-    /// errors of the driver.
+    /// changed since they were opened, when memory runs out, and errors of the driver.
     #[track_caller]
     pub fn load_blocking(
         &self,
@@ -181,14 +177,15 @@ impl Checkpoint {
                 (DType::U8, DType::U8, entry.shape.iter().copied().chain(bytes).collect())
             }
             (None, _) => {
-                let (tensor, dtype, element_bytes) =
-                    (entry.name.clone(), entry.file_dtype.clone(), entry.element_bytes);
-                return Err(fault(self.path_of(entry), CheckpointFault::DType { tensor, dtype, element_bytes }));
+                let TensorEntry { name, file_dtype, element_bytes, .. } = entry;
+                let instead =
+                    if *element_bytes > 0 { " or load it as bytes" } else { ": its elements are less than a byte" };
+                let problem = "which tensors here do not have; leave it out";
+                let text = format!("tensor {name:?} is of dtype {file_dtype}, {problem}{instead}");
+                return Err(fault(self.path_of(entry), text));
             }
         };
-        let too_large =
-            |_| fault(self.path_of(entry), CheckpointFault::Shape { tensor: entry.name.clone(), shape: shape.clone() });
-        let layout = Layout::row_major(&shape).map_err(too_large)?;
+        let layout = Layout::row_major(&shape).map_err(|_| too_large(self.path_of(entry), &entry.name, &shape))?;
         Ok(Wanted { entry, stored, dtype, layout })
     }
 
@@ -239,7 +236,7 @@ impl Checkpoint {
 
     /// The elements of a tensor, converted as they are read.
     fn source(&self, entry: &TensorEntry, stored: DType, dtype: DType) -> Result<Arc<dyn HostSource>, Error> {
-        let changed = || fault(self.path_of(entry), CheckpointFault::Changed);
+        let changed = || fault(self.path_of(entry), CHANGED);
         let shard = self.shards.get(entry.shard).ok_or_else(changed)?;
         match (&shard.map, entry.range()) {
             (Some(map), Some(range)) => {
@@ -247,13 +244,9 @@ impl Checkpoint {
                 Ok(converted(mapped, stored, dtype))
             }
             _ => {
-                let part = ShardPart {
-                    file: shard.file.clone(),
-                    path: shard.path.clone(),
-                    offset: entry.offset,
-                    bytes: entry.bytes,
-                };
-                Ok(converted(part, stored, dtype))
+                let path = shard.path.clone();
+                let failed = move |error| read_error(&path, error).into();
+                Ok(converted(FileSource::new(shard.file.clone(), entry.offset, entry.bytes, failed), stored, dtype))
             }
         }
     }
@@ -280,33 +273,6 @@ struct Mapped {
 impl AsRef<[u8]> for Mapped {
     fn as_ref(&self) -> &[u8] {
         self.map.get(self.range.clone()).unwrap_or_default()
-    }
-}
-
-/// A part of a file. All parts of a file share its handle.
-struct ShardPart {
-    file: Arc<File>,
-    path: PathBuf,
-    offset: u64,
-    bytes: u64,
-}
-
-impl HostSource for ShardPart {
-    fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    fn phase(&self) -> u64 {
-        self.offset % PAGE as u64
-    }
-
-    fn is_storage(&self) -> bool {
-        true
-    }
-
-    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), TransferError> {
-        let (_, error) = read_at(&self.file, into, self.offset + offset);
-        error.map_or(Ok(()), |error| Err(read_error(&self.path, error).into()))
     }
 }
 

@@ -14,9 +14,7 @@ mod relocate;
 mod save;
 
 pub use checkpoint::{Checkpoint, TensorEntry};
-pub use errors::CheckpointFault;
-pub(crate) use errors::Listed;
-pub(crate) use errors::mismatch;
+pub(crate) use errors::{Listed, mismatch};
 pub use load::Load;
 pub use param_set::ParamSet;
 pub use relocate::Progress;

@@ -1,13 +1,12 @@
 //! Values that a prefetcher sends to a device.
 
-use aquifer_transfer::Direction;
+use aquifer_transfer::{Direction, PinnedBuffer};
 use bytemuck::Pod;
 
 use crate::buffer::Buffer;
 use crate::error::Error;
-use crate::pinned::PinnedBuffer;
 use crate::tensor::{Tensor, To};
-use crate::transfer::{OnStreams, Pending, Transfer};
+use crate::transfer::{OnStreams, Pending, Source, Transfer};
 
 /// A value to send to a device: a [`Tensor`], a `Vec` of numbers, pinned memory, or tuples,
 /// arrays and `Option`s of these. Structs implement it by sending their fields and joining the
@@ -59,7 +58,7 @@ impl<T: Pod + Send + Sync> Batch for Vec<T> {
     type OnDevice = Buffer<T>;
 
     fn send(self, to: &Transfer) -> Result<Pending<Buffer<T>>, Error> {
-        to.to_device(self, to.next_stream(Direction::Upload))
+        send(self.len(), self, to)
     }
 }
 
@@ -67,8 +66,14 @@ impl<T: Pod + Send + Sync> Batch for PinnedBuffer<T> {
     type OnDevice = Buffer<T>;
 
     fn send(self, to: &Transfer) -> Result<Pending<Buffer<T>>, Error> {
-        to.to_device(&self, to.next_stream(Direction::Upload))
+        send(self.len(), &self, to)
     }
+}
+
+/// Sends `len` elements to new memory.
+fn send<T: Pod + Send + Sync>(len: usize, from: impl Source<T>, to: &Transfer) -> Result<Pending<Buffer<T>>, Error> {
+    let mut buffer = to.allocator().alloc(len, to.next_stream(Direction::Upload))?;
+    Ok(buffer.upload(from, to)?.map(|()| buffer))
 }
 
 impl<A: Batch, B: Batch> Batch for (A, B) {

@@ -12,8 +12,8 @@ use proptest::prelude::*;
 use super::*;
 use crate::allocator::Allocator;
 use crate::buffer::Buffer;
-use crate::pinned::tests::assert_unused;
 use crate::tensor::Place;
+use crate::transfer::tests::assert_unused;
 use crate::{PinnedBuffer, Tensor};
 
 struct Stand {
@@ -53,9 +53,9 @@ fn batches_arrive_in_order_and_intact() {
     let mut count = 0;
     for (n, batch) in (0u32..).zip(Prefetcher::new(source, &stand.transfer, &stand.stream, 3).unwrap()) {
         let (a, b, c) = batch.unwrap();
-        assert_eq!(stand.transfer.to_vec(&a).unwrap().wait().unwrap(), vec![n; 3000]);
-        assert_eq!(stand.transfer.to_vec(&b.unwrap()).unwrap().wait().unwrap(), vec![n + 1; 10]);
-        assert_eq!(stand.transfer.to_vec(&c[0]).unwrap().wait().unwrap(), vec![n as f32; 5]);
+        assert_eq!(a.to_vec(&stand.transfer).unwrap(), vec![n; 3000]);
+        assert_eq!(b.unwrap().to_vec(&stand.transfer).unwrap(), vec![n + 1; 10]);
+        assert_eq!(c[0].to_vec(&stand.transfer).unwrap(), vec![n as f32; 5]);
         count += 1;
     }
     assert_eq!(count, 50);
@@ -118,7 +118,7 @@ fn errors_and_panics_of_the_source_arrive_in_its_order() {
     let prefetcher = Prefetcher::try_new(source, &stand.transfer, &stand.stream, 2).unwrap();
     let texts: Vec<String> = prefetcher
         .map(|batch| match batch {
-            Ok(batch) => stand.transfer.item(&batch.slice(7..=7)).unwrap().to_string(),
+            Ok(batch) => batch.slice(7..=7).item(&stand.transfer).unwrap().to_string(),
             Err(error) => error.to_string(),
         })
         .collect();
@@ -303,7 +303,7 @@ fn a_failed_copy_loses_its_batch_alone() {
     let mut prefetcher = Prefetcher::new(take, &stand.transfer, &stand.stream, 1).unwrap();
     let mut seen = Vec::new();
     let first = prefetcher.next().unwrap().unwrap();
-    seen.push(stand.transfer.item(&first.slice(0..=0)).unwrap());
+    seen.push(first.slice(0..=0).item(&stand.transfer).unwrap());
     // The others come after the fault is set up, so it strikes the first of them.
     stand.driver.inject(Fault::Nth {
         operation: Some(aquifer_device::Operation::CopyToDevice),
@@ -315,7 +315,7 @@ fn a_failed_copy_loses_its_batch_alone() {
     let mut failed = 0;
     for batch in prefetcher {
         match batch {
-            Ok(batch) => seen.push(stand.transfer.item(&batch.slice(0..=0)).unwrap()),
+            Ok(batch) => seen.push(batch.slice(0..=0).item(&stand.transfer).unwrap()),
             Err(error) => {
                 assert!(error.is_out_of_memory(), "{error}");
                 failed += 1;
@@ -340,7 +340,7 @@ fn copies_and_computation_overlap() {
             let timer = crate::transfer::Timer::start(&stand.device, &stand.stream).unwrap();
             let mut to =
                 stand.transfer.allocator().alloc::<u8>(usize::try_from(bytes as u64).unwrap(), &stand.stream).unwrap();
-            drop(stand.transfer.on(&stand.stream).unwrap().upload(&ready[0], &mut to).unwrap());
+            drop(to.upload(&ready[0], &stand.transfer.on(&stand.stream).unwrap()).unwrap());
             timer.stop(&stand.stream).unwrap().wait().unwrap().as_nanos()
         };
         let begun = stand.driver.now_ns();
@@ -380,7 +380,7 @@ proptest! {
         for (n, item) in expected.iter().take(taken).enumerate() {
             match (prefetcher.next().unwrap(), item) {
                 (Ok(batch), Ok(item)) => {
-                    prop_assert_eq!(&stand.transfer.to_vec(&batch).unwrap().wait().unwrap(), item);
+                    prop_assert_eq!(&batch.to_vec(&stand.transfer).unwrap(), item);
                     if held && n % 2 == 0 {
                         kept.push((batch, item));
                     }
@@ -394,7 +394,7 @@ proptest! {
         }
         drop(prefetcher);
         for (batch, item) in kept {
-            prop_assert_eq!(&stand.transfer.to_vec(&batch).unwrap().wait().unwrap(), item);
+            prop_assert_eq!(&batch.to_vec(&stand.transfer).unwrap(), item);
         }
         stand.device.synchronize().unwrap();
         prop_assert_eq!(stand.device.driver().take_violation(), None);

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::allocator::Allocator;
-use crate::pinned::tests::assert_unused;
+use crate::transfer::tests::assert_unused;
 
 const MIB: u64 = 1 << 20;
 
@@ -43,7 +43,7 @@ impl Stand {
 
     fn holds(&self, spillable: &Spillable<u32>, value: u32) {
         let access = spillable.access(&self.stream).unwrap();
-        let elements = self.transfer.to_vec(&access).unwrap().wait().unwrap();
+        let elements = access.to_vec(&self.transfer).unwrap();
         assert!(elements.iter().all(|&element| element == value), "{value}");
     }
 
@@ -254,7 +254,7 @@ fn many_threads_share_less_memory_than_they_need() {
                     let n = (thread * 5 + step * 3) % 8;
                     // Each holds one at a time, so that four of 12 MiB always fit.
                     let Ok(access) = buffers[n].access(&stream) else { continue };
-                    let first = stand.transfer.item(&access.slice(0..=0)).unwrap();
+                    let first = access.slice(0..=0).item(&stand.transfer).unwrap();
                     assert_eq!(first, u32::try_from(n).unwrap());
                 }
             });
@@ -325,7 +325,7 @@ proptest! {
                 Step::Read(n) if !model.is_empty() => {
                     let (spillable, expected) = &model[at(n, &model)];
                     let Ok(access) = spillable.access(&stand.stream) else { continue };
-                    prop_assert_eq!(stand.transfer.item(&access.slice(access.len() - 1..)).unwrap(), *expected);
+                    prop_assert_eq!(access.slice(access.len() - 1..).item(&stand.transfer).unwrap(), *expected);
                 }
                 Step::Spill(n) if !model.is_empty() => drop(model[at(n, &model)].0.spill().unwrap()),
                 Step::Drop(n) if !model.is_empty() => drop(model.remove(at(n, &model))),

@@ -1,10 +1,9 @@
 //! Making tensors of elements, and reading elements back on the host.
 
 use aquifer_device::{RequestError, Stream};
-use aquifer_kernels::{DType, Element, convert_host};
+use aquifer_kernels::{DType, Element};
 use aquifer_transfer::internal::zeroed;
 use aquifer_transfer::{Direction, Owned};
-use half::{bf16, f16};
 
 use super::Tensor;
 use super::memory::{DeviceMemory, Memory, target_of};
@@ -12,7 +11,7 @@ use super::pack::pack_on_host;
 use super::place::Place;
 use crate::buffer::Buffer;
 use crate::error::Error;
-use crate::layout::{Layout, LayoutError};
+use crate::layout::{Layout, other_length};
 use crate::transfer::Transfer;
 
 impl Tensor {
@@ -157,43 +156,6 @@ impl Tensor {
         })
     }
 
-    /// [`Tensor::empty`] in the place, with the dtype and shape of this one.
-    ///
-    /// # Errors
-    /// As [`Tensor::empty`].
-    #[track_caller]
-    pub fn empty_like(&self) -> Result<Tensor, Error> {
-        Tensor::empty(self.shape(), self.dtype, self.place())
-    }
-
-    /// [`Tensor::zeros`] in the place, with the dtype and shape of this one.
-    ///
-    /// # Errors
-    /// As [`Tensor::zeros`].
-    #[track_caller]
-    pub fn zeros_like(&self) -> Result<Tensor, Error> {
-        Tensor::zeros(self.shape(), self.dtype, self.place())
-    }
-
-    /// A tensor of ones in the place, with the dtype and shape of this one.
-    ///
-    /// # Errors
-    /// As [`Tensor::full`].
-    #[track_caller]
-    pub fn ones_like(&self) -> Result<Tensor, Error> {
-        full_of_ones(self.place(), self.dtype, self.shape())
-    }
-
-    /// [`Tensor::full`] in the place and with the shape of this one.
-    ///
-    /// # Errors
-    /// A value of another dtype than this one's, and as [`Tensor::full`].
-    #[track_caller]
-    pub fn full_like<T: Element>(&self, value: T) -> Result<Tensor, Error> {
-        self.check_dtype(T::DTYPE)?;
-        Tensor::full(self.shape(), value, self.place())
-    }
-
     /// The elements in row-major order. Waits on the host for the copy from a device, which is
     /// counted as a synchronisation, also where the device was quick.
     ///
@@ -254,26 +216,5 @@ fn check_len(layout: &Layout, has: usize) -> Result<(), Error> {
     if layout.len() == has {
         return Ok(());
     }
-    Err(LayoutError::OtherLength { from: vec![has], to: layout.shape().to_vec() }.into())
-}
-
-macro_rules! scalars {
-    ($($variant:ident $type:ty),*) => {
-        #[track_caller]
-        fn full_of_ones(place: Place, dtype: DType, shape: &[usize]) -> Result<Tensor, Error> {
-            match dtype {
-                $(DType::$variant => Tensor::full(shape, one::<$type>()?, place),)*
-                other => Err(Error::NoDType { name: other.name().to_owned() }),
-            }
-        }
-    };
-}
-
-scalars!(U8 u8, I32 i32, U32 u32, I64 i64, U64 u64, F16 f16, BF16 bf16, F32 f32, F64 f64);
-
-/// A one, which every dtype has.
-fn one<T: Element>() -> Result<T, Error> {
-    let mut one = T::zeroed();
-    convert_host(&[1], DType::U8, bytemuck::bytes_of_mut(&mut one), T::DTYPE)?;
-    Ok(one)
+    Err(other_length(&[has], layout.shape()).into())
 }

@@ -7,12 +7,11 @@ use std::sync::Arc;
 use aquifer_device::{Device, RequestError};
 use aquifer_kernels::{DType, Operand, Target};
 use aquifer_transfer::internal::{bytes_of, len_of, zeroed};
-use aquifer_transfer::{Owned, PinnedRead};
+use aquifer_transfer::{Owned, PinnedBuffer, PinnedPool};
 
 use super::place::Place;
 use crate::buffer::Buffer;
 use crate::error::Error;
-use crate::pinned::{PinnedBuffer, PinnedPool};
 use crate::transfer::Transfer;
 
 /// Memory that tensors share.
@@ -99,7 +98,7 @@ impl Memory {
             Memory::Host(memory) => Ok(memory.bytes()),
             // Tensors lend slices, and nothing would tell when they end; no graph writes the
             // memory.
-            Memory::Pinned(memory) => memory.buffer.read().map(PinnedRead::leak),
+            Memory::Pinned(memory) => Ok(memory.buffer.read()?.leak()),
             Memory::Device(_) => Err(Error::Request(RequestError::Unsupported { what: "memory of the host" })),
         }
     }

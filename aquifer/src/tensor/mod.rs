@@ -31,7 +31,7 @@ pub use place::Place;
 pub use to::To;
 
 pub use crate::layout::{Layout, LayoutError, MAX_DIMENSIONS};
-pub use crate::params::{Checkpoint, CheckpointFault, Load, ParamSet, Progress, TensorEntry};
+pub use crate::params::{Checkpoint, Load, ParamSet, Progress, TensorEntry};
 pub(crate) use transport::smaller;
 
 use crate::error::Error;
@@ -103,8 +103,9 @@ impl Tensor {
     pub(crate) fn new(memory: Memory, dtype: DType, layout: Layout) -> Result<Tensor, Error> {
         let has = usize::try_from(memory.len() / dtype.bytes()).unwrap_or(usize::MAX);
         if layout.end() > has {
-            let shape = layout.shape().to_vec();
-            return Err(LayoutError::StorageTooShort { shape, needed: layout.end(), has }.into());
+            let (shape, needed) = (layout.shape(), layout.end());
+            let problem = format!("a layout of {shape:?} needs {needed} elements, the storage has {has}");
+            return Err(LayoutError(problem).into());
         }
         Ok(Tensor { memory, dtype, layout })
     }

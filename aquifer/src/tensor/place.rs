@@ -5,10 +5,10 @@ use std::panic::Location;
 
 use aquifer_device::internal::CalledFrom;
 use aquifer_device::{Device, Stream};
+use aquifer_transfer::PinnedPool;
 
 use crate::allocator::Allocator;
 use crate::error::Error;
-use crate::pinned::PinnedPool;
 use crate::transfer::Transfer;
 
 /// The memory that a tensor is in, or goes to.

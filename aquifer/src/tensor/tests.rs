@@ -237,29 +237,11 @@ fn operations_compute_the_documented_results() {
     assert!(a.add(&row, stream).is_err(), "repeated only where it is asked for");
     let sum = a.add(&row.broadcast(&[2, 3]).unwrap(), stream).unwrap();
     assert_eq!(sum.to_vec::<f32>().unwrap(), [3.0, 5.0, 7.0, 6.0, 8.0, 10.0]);
-    assert_eq!(a.ones_like().unwrap().sum(stream).unwrap().item::<f32>().unwrap(), 6.0);
     assert!(matches!(a.item::<f32>(), Err(Error::NotOneElement { .. })));
     let mut shared = a.clone();
     shared.fill(7.0f32, stream).unwrap();
     assert_eq!(a.to_vec::<f32>().unwrap(), [7.0; 6]);
     assert!(matches!(shared.fill(7i32, stream), Err(Error::WrongDType { .. })));
-}
-
-#[test]
-fn like_constructors_inherit_place_and_dtype() {
-    let stand = stand();
-    for place in [Place::Host, Place::from(stand.transfer.pinned()), Place::from(&stand.transfer)] {
-        let tensor = Tensor::full(&[3, 2], bf16::from_f32(2.0), &place).unwrap();
-        assert!(bytes(&tensor).chunks(2).all(|two| two == bf16::from_f32(2.0).to_le_bytes()));
-        for like in [tensor.zeros_like(), tensor.ones_like(), tensor.empty_like(), tensor.full_like(bf16::ONE)] {
-            let like = like.unwrap();
-            assert_eq!((like.dtype(), like.shape()), (DType::BF16, &[3, 2][..]));
-            assert!(like.place().serves_as(&place) && place.serves_as(&like.place()), "{like:?}");
-        }
-        assert_eq!(bytes(&tensor.zeros_like().unwrap()), [0; 12]);
-        assert_eq!(bytes(&tensor.ones_like().unwrap()), bf16::ONE.to_le_bytes().repeat(6));
-        assert!(matches!(tensor.full_like(1.0f32), Err(Error::WrongDType { .. })));
-    }
 }
 
 #[test]
@@ -336,7 +318,7 @@ fn a_failed_move_leaves_everything_as_it_was() {
 #[test]
 fn memory_and_shape_must_fit() {
     let stand = stand();
-    assert!(matches!(Tensor::from_slice(&[1u8, 2], &[3]), Err(Error::Layout(LayoutError::OtherLength { .. }))));
+    assert!(matches!(Tensor::from_slice(&[1u8, 2], &[3]), Err(Error::Layout(_))));
     assert!(matches!(counting(&[2]).as_slice::<i32>(), Err(Error::WrongDType { .. })));
     let turned = counting(&[2, 2]).transpose(0, 1).unwrap();
     assert!(matches!(turned.as_slice::<f32>(), Err(Error::NotContiguous { .. })));

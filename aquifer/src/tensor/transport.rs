@@ -14,7 +14,7 @@ use std::sync::Arc;
 use aquifer_device::{RequestError, Stream};
 use aquifer_kernels::{DType, convert_host};
 use aquifer_transfer::internal::{bytes_of, len_of, zeroed};
-use aquifer_transfer::{Direction, Owned, Region};
+use aquifer_transfer::{Direction, Owned, PinnedPool, Region};
 
 use super::Tensor;
 use super::converted::Converted;
@@ -25,7 +25,6 @@ use super::to::To;
 use crate::buffer::Buffer;
 use crate::error::Error;
 use crate::layout::Layout;
-use crate::pinned::PinnedPool;
 use crate::transfer::{OnStreams, Pending, Transfer};
 
 /// The most bytes of converted or packed elements that go to pinned memory directly. More go
@@ -256,7 +255,7 @@ impl Tensor {
         let as_it_lies = sent.first.filter(|_| crossing == self.dtype).map(|first| self.byte_range(first, sent.count));
         match (&self.memory, as_it_lies) {
             (Memory::Pinned(own), Some(range)) if own.pool.device().id() == to.device().id() => {
-                to.upload(own.buffer.try_slice(range)?, buffer)
+                buffer.upload(own.buffer.try_slice(range)?, to)
             }
             (Memory::Pinned(own), None) if self.has_long_rows() && crossing == self.dtype && own.serves(to) => {
                 self.upload_rows(own, to, buffer)
@@ -270,7 +269,7 @@ impl Tensor {
             _ if buffer.bytes() <= PINNED_AT_ONCE => {
                 let mut staged = to.pinned().alloc::<u8>(buffer.len())?;
                 self.write_sent(sent, crossing, &mut staged.write()?)?;
-                to.upload(&staged, buffer)
+                buffer.upload(&staged, to)
             }
             _ => {
                 let memory = filled(crossing, sent.count, |bytes| self.write_sent(sent, crossing, bytes))?;
@@ -298,7 +297,7 @@ impl Tensor {
         let (from_strides, to_strides) = (in_bytes(merged.strides()), in_bytes(dense.strides()));
         let region = Region { extents: &extents, from_strides: &from_strides, to_strides: &to_strides };
         let from = own.buffer.try_slice(self.byte_range(merged.offset(), merged.span()))?;
-        to.upload(region.of(from), buffer)
+        buffer.upload(region.of(from), to)
     }
 
     pub(super) fn download(
@@ -317,13 +316,13 @@ impl Tensor {
         let arrived = match place {
             Place::Pinned(pool) if pool.device().id() == from.device().id() => {
                 let (mut host, pool) = (pool.alloc::<u8>(buffer.len())?, pool.clone());
-                let downloaded = from.download(&buffer, &mut host)?;
+                let downloaded = buffer.download(&mut host, &from)?;
                 downloaded.map(move |()| Memory::Pinned(PinnedHost { buffer: Arc::new(host), pool }))
             }
             _ => by_size!(crossing, T => {
                 let typed = buffer.reinterpret::<T>();
                 let typed = typed.ok_or(RequestError::Unsupported { what: super::ALIGNED })?;
-                from.to_vec(&typed)?.map(|elements| Memory::Host(Owned::new::<T, Vec<T>>(elements)))
+                Pending::arriving(from.download_new_vec(typed.device_part(), typed.len())?).map(|elements| Memory::Host(Owned::new::<T, Vec<T>>(elements)))
             }),
         };
         let place = place.clone();

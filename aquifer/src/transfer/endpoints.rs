@@ -1,24 +1,49 @@
-//! The ends of copies: [`Source`], [`DeviceSource`] and [`Target`].
+//! The ends of copies, [`Source`], [`DeviceSource`] and [`Target`], and what runs them.
 
 use std::fmt;
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use aquifer_device::RequestError;
-use aquifer_transfer::internal::{len_of, open_regular};
-use aquifer_transfer::{Elements, FileReport, InRegion, Owned, PinnedRead, Region, Transfer, TransferError};
+use aquifer_device::Stream;
+use aquifer_transfer::{
+    Elements, InRegion, Owned, PinnedBuffer, PinnedSlice, PinnedSliceMut, Region, Transfer, TransferError,
+};
 use bytemuck::Pod;
 
 use super::pending::Pending;
 use crate::buffer::{Buffer, View, ViewMut};
 use crate::error::Error;
-use crate::pinned::{PinnedBuffer, PinnedSlice, PinnedSliceMut};
 
 pub(crate) trait Sealed {}
 
 /// A copy that was begun, or not.
 type Begun<T> = Result<Pending<T>, Error>;
+
+/// What runs a copy: a [`Stream`], in order with the rest of its work, or a
+/// [`Transfer`](super::Transfer), on streams of its own. Streams that capture a graph take some
+/// copies ([`Allocator::graph`](crate::Allocator::graph)), and refuse others.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot run a copy",
+    label = "expected a reference to a `Stream` or to a `Transfer`"
+)]
+pub trait RunsCopies {
+    /// Copies to and from the buffer's memory.
+    #[doc(hidden)]
+    fn copies_of<T>(&self, buffer: &Buffer<T>) -> Result<Transfer, Error>;
+}
+
+impl RunsCopies for Stream {
+    fn copies_of<T>(&self, buffer: &Buffer<T>) -> Result<Transfer, Error> {
+        buffer.copies_on(self)
+    }
+}
+
+impl<R: RunsCopies + ?Sized> RunsCopies for &R {
+    fn copies_of<T>(&self, buffer: &Buffer<T>) -> Result<Transfer, Error> {
+        (**self).copies_of(buffer)
+    }
+}
 
 /// A source of uploads.
 ///
@@ -30,6 +55,25 @@ type Begun<T> = Result<Pending<T>, Error>;
 /// | [`FilePart`] | is read by threads, at several places at a time |
 ///
 /// [`Region::of`] makes a source of a region of any of them but the last.
+///
+/// ```
+/// use aquifer::prelude::*;
+/// use aquifer::transfer::{FilePart, Region};
+/// let device = aquifer::open("sim:24GiB")?;
+/// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+/// let mut buffer = memory.alloc_zeros::<u8>(4, &stream)?;
+/// // The second column of a 4 × 3 matrix.
+/// let column = Region { extents: &[4], from_strides: &[3], to_strides: &[1] };
+/// buffer.upload(column.of(&(1..12).collect::<Vec<u8>>()), &stream)?;
+/// assert_eq!(buffer.to_vec(&stream)?, [1, 4, 7, 10]);
+///
+/// let path = std::env::temp_dir().join(format!("aquifer-file-example-{}", std::process::id()));
+/// std::fs::write(&path, [1, 2, 3, 4, 5])?;
+/// buffer.upload(FilePart::new(&path).offset(1), &stream)?.wait()?;
+/// assert_eq!(buffer.to_vec(&stream)?, [2, 3, 4, 5]);
+/// # std::fs::remove_file(&path)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be uploaded to a buffer of `{T}`",
     label = "expected host memory of `{T}`: a slice, a `Vec`, a `&PinnedBuffer`, an `Owner`, or a `FilePart` for bytes",
@@ -37,18 +81,8 @@ type Begun<T> = Result<Pending<T>, Error>;
 )]
 #[allow(private_bounds, reason = "the bound seals the trait")]
 pub trait Source<T: Pod + Send + Sync>: Sized + Sealed {
-    /// The value of the complete copy.
-    type Report: Send + 'static;
-
     #[doc(hidden)]
-    fn elements(&self) -> Result<usize, Error>;
-
-    /// The memory that it names, and the region of it, for copies by the calling thread.
-    #[doc(hidden)]
-    fn on_host(&self) -> Result<(PinnedRead<'_, T>, Option<&Region<'_>>), Error>;
-
-    #[doc(hidden)]
-    fn upload_to(self, transfer: &Transfer, to: &mut Buffer<T>, region: Option<&Region<'_>>) -> Begun<Self::Report>;
+    fn upload_to(self, transfer: &Transfer, to: &mut Buffer<T>, region: Option<&Region<'_>>) -> Begun<()>;
 }
 
 /// A target of downloads.
@@ -61,6 +95,19 @@ pub trait Source<T: Pod + Send + Sync>: Sized + Sealed {
 /// [`Buffer::download_blocking`] takes `&mut [T]`.
 ///
 /// [`Region::of`] makes a target of a region of any of them; bytes between its elements stay.
+///
+/// ```
+/// use aquifer::prelude::*;
+/// use aquifer::transfer::Region;
+/// let device = aquifer::open("sim:24GiB")?;
+/// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+/// let buffer = memory.from_slice(&[1u32, 4, 7, 10], &stream)?;
+/// // To the first column of a 4 × 3 matrix.
+/// let column = Region { extents: &[4], from_strides: &[1], to_strides: &[3] };
+/// let back = buffer.download(column.of(vec![0; 10]), &stream)?.wait()?;
+/// assert_eq!(back, [1, 0, 0, 4, 0, 0, 7, 0, 0, 10]);
+/// # Ok::<(), aquifer::Error>(())
+/// ```
 #[diagnostic::on_unimplemented(
     message = "a copy that returns before it is done cannot write to `{Self}`",
     label = "expected a `Vec` by value, a `PinnedBuffer`, or a `&mut PinnedBuffer`",
@@ -77,6 +124,25 @@ pub trait Target<T: Pod + Send + Sync>: Sized + Sealed {
 
 /// Device memory to copy from: a reference to a [`Buffer`] or to a view, of any device, or
 /// [`Region::of`] one.
+///
+/// Elements of another device with gaps between them are packed on their device and unpacked on
+/// the target's; elements that a region repeats cross once.
+///
+/// ```
+/// use aquifer::prelude::*;
+/// use aquifer::device::sim::{SimConfig, SimDriver};
+/// use aquifer::transfer::Region;
+/// let devices = [0, 1].map(|ordinal| Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal))));
+/// let (one, two) = (Allocator::of(&devices[0])?, Allocator::of(&devices[1])?);
+/// let (here, there) = (devices[0].stream()?, devices[1].stream()?);
+/// let from = one.from_slice(&[1u32, 2, 3, 4, 5, 6], &here)?;
+/// let mut to = two.alloc::<u32>(2, &there)?;
+/// // The second column of a 2 × 3 matrix.
+/// let column = Region { extents: &[2], from_strides: &[3], to_strides: &[1] };
+/// to.copy_from(column.of(&from.slice(1..)), &there)?;
+/// assert_eq!(to.to_vec(&there)?, [2, 5]);
+/// # Ok::<(), aquifer::Error>(())
+/// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a reference to device memory",
     label = "expected a reference to a buffer or to a view, such as `&x` or `&x.slice(..4)`",
@@ -127,13 +193,6 @@ impl FilePart {
         FilePart { path: path.as_ref().to_owned(), offset: 0 }
     }
 
-    /// Bytes from the offset to the file's end.
-    fn len(&self) -> Result<u64, Error> {
-        let failed = |cause| TransferError::File { path: self.path.display().to_string(), cause: Arc::new(cause) };
-        let (_, len) = open_regular(&self.path).map_err(failed)?;
-        Ok(len.saturating_sub(self.offset))
-    }
-
     /// The file from a byte on.
     #[must_use]
     pub fn offset(self, offset: u64) -> FilePart {
@@ -143,21 +202,10 @@ impl FilePart {
 
 /// Sources of elements in host memory.
 macro_rules! sources {
-    ($($type:ty $([$len:ident])?: $from:ident => $upload:ident($end:expr), $read:expr;)*) => { $(
+    ($($type:ty $([$len:ident])?: $from:ident => $upload:ident($end:expr);)*) => { $(
         impl<T $(, const $len: usize)?> Sealed for $type {}
 
         impl<T: Pod + Send + Sync $(, const $len: usize)?> Source<T> for $type {
-            type Report = ();
-
-            fn elements(&self) -> Result<usize, Error> {
-                Ok(self.len())
-            }
-
-            fn on_host(&self) -> Result<(PinnedRead<'_, T>, Option<&Region<'_>>), Error> {
-                let $from = self;
-                Ok(($read.into(), None))
-            }
-
             fn upload_to(self, transfer: &Transfer, to: &mut Buffer<T>, region: Option<&Region<'_>>) -> Begun<()> {
                 let elements = elements::<T>(self.len(), to.len(), region);
                 let $from = self;
@@ -168,37 +216,23 @@ macro_rules! sources {
 }
 
 sources! {
-    PinnedSlice<'_, T>: from => upload_pinned(from.part()), from.read()?;
-    &PinnedBuffer<T>: from => upload_pinned(from.as_slice().part()), from.read()?;
-    &[T]: from => upload_borrowed(bytes_of(from)), *from;
-    &Vec<T>: from => upload_borrowed(bytes_of(from)), from.as_slice();
-    &[T; N] [N]: from => upload_borrowed(bytes_of(from)), from.as_slice();
-    Vec<T>: from => upload_owned(Owned::new::<T, _>(from)), from.as_slice();
-    Box<[T]>: from => upload_owned(Owned::new::<T, _>(from)), &**from;
-    Arc<[T]>: from => upload_owned(Owned::new::<T, _>(from)), &**from;
-    Owner<T>: from => upload_owned(from.0), bytemuck::cast_slice::<u8, T>(from.0.bytes());
+    PinnedSlice<'_, T>: from => upload_pinned(from.as_bytes());
+    &PinnedBuffer<T>: from => upload_pinned(from.as_bytes());
+    &[T]: from => upload_borrowed(bytes_of(from));
+    &Vec<T>: from => upload_borrowed(bytes_of(from));
+    &[T; N] [N]: from => upload_borrowed(bytes_of(from));
+    Vec<T>: from => upload_owned(Owned::new::<T, _>(from));
+    Box<[T]>: from => upload_owned(Owned::new::<T, _>(from));
+    Arc<[T]>: from => upload_owned(Owned::new::<T, _>(from));
+    Owner<T>: from => upload_owned(from.0);
 }
 
 impl Sealed for FilePart {}
 
 impl<T: Pod + Send + Sync> Source<T> for FilePart {
-    type Report = FileReport;
-
-    fn elements(&self) -> Result<usize, Error> {
-        let bytes = self.len()?;
-        Ok(len_of(bytes / (size_of::<T>() as u64).max(1), size_of::<T>() as u64)?)
-    }
-
-    fn on_host(&self) -> Result<(PinnedRead<'_, T>, Option<&Region<'_>>), Error> {
-        Err(RequestError::Unsupported { what: "memory as the source of a copy on the host" }.into())
-    }
-
-    fn upload_to(self, transfer: &Transfer, to: &mut Buffer<T>, region: Option<&Region<'_>>) -> Begun<FileReport> {
+    fn upload_to(self, transfer: &Transfer, to: &mut Buffer<T>, region: Option<&Region<'_>>) -> Begun<()> {
         match region {
-            None => {
-                let (copied, report) = transfer.upload_file(&self.path, self.offset, to.device_part())?;
-                Ok(Pending::arriving((copied, report)))
-            }
+            None => Ok(Pending::new(transfer.upload_file(&self.path, self.offset, to.device_part())?, ())),
             Some(_) => Err(TransferError::Region { reason: "files are read without gaps" }.into()),
         }
     }
@@ -207,19 +241,7 @@ impl<T: Pod + Send + Sync> Source<T> for FilePart {
 impl<E> Sealed for InRegion<'_, E> {}
 
 impl<T: Pod + Send + Sync, S: Source<T>> Source<T> for InRegion<'_, S> {
-    type Report = S::Report;
-
-    /// The number of elements that the region writes.
-    fn elements(&self) -> Result<usize, Error> {
-        let elements = self.region.extents.iter().fold(1, |all: usize, &extent| all.saturating_mul(extent));
-        Ok(len_of(elements as u64, size_of::<T>() as u64)?)
-    }
-
-    fn on_host(&self) -> Result<(PinnedRead<'_, T>, Option<&Region<'_>>), Error> {
-        Ok((self.end.on_host()?.0, Some(&self.region)))
-    }
-
-    fn upload_to(self, transfer: &Transfer, to: &mut Buffer<T>, _: Option<&Region<'_>>) -> Begun<S::Report> {
+    fn upload_to(self, transfer: &Transfer, to: &mut Buffer<T>, _: Option<&Region<'_>>) -> Begun<()> {
         self.end.upload_to(transfer, to, Some(&self.region))
     }
 }
@@ -242,7 +264,7 @@ macro_rules! targets {
 targets! {
     PinnedSliceMut<'_, T>: (), |transfer, from, to, region| {
         let elements = elements::<T>(from.len(), to.len(), region);
-        Ok(Pending::new(transfer.download_pinned(from.device_part(), to.part(), &elements)?, ()))
+        Ok(Pending::new(transfer.download_pinned(from.device_part(), to.into_bytes(), &elements)?, ()))
     };
     &mut PinnedBuffer<T>: (), |transfer, from, to, region| to.as_slice_mut().download_from(transfer, from, region);
     PinnedBuffer<T>: PinnedBuffer<T>, |transfer, from, to, region| {

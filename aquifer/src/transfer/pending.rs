@@ -6,9 +6,8 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use aquifer_device::Stream;
-use aquifer_transfer::{Arrival, Completion, Route, TransferError};
+use aquifer_transfer::{Arrival, Completion, TransferError};
 
-use crate::buffer::Buffer;
 use crate::error::Error;
 
 /// A transfer in flight, which yields a value when it is complete.
@@ -21,14 +20,13 @@ use crate::error::Error;
 ///
 /// ```
 /// use aquifer::prelude::*;
-/// use aquifer::transfer::Transfer;
 /// let device = aquifer::open("sim:24GiB")?;
-/// let transfer = Transfer::new(&Allocator::of(&device)?)?;
-/// let stream = device.stream()?;
+/// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
 ///
-/// let pending = transfer.to_device(vec![1.0f32, 2.0, 3.0], &stream)?; // returns at once
-/// let buffer: Buffer<f32> = pending.wait()?;
-/// let back = pollster::block_on(transfer.to_vec(&buffer)?)?;
+/// let mut buffer = memory.alloc::<f32>(3, &stream)?;
+/// let pending = buffer.upload(vec![1.0, 2.0, 3.0], &stream)?; // returns at once
+/// pending.wait()?;
+/// let back = pollster::block_on(buffer.download(vec![0.0; 3], &stream)?)?;
 /// assert_eq!(back, [1.0, 2.0, 3.0]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -227,18 +225,6 @@ pub trait OnStreams {
 impl OnStreams for () {
     fn ready_on(&self, _stream: &Stream) -> Result<(), Error> {
         Ok(())
-    }
-}
-
-impl OnStreams for Route {
-    fn ready_on(&self, _stream: &Stream) -> Result<(), Error> {
-        Ok(())
-    }
-}
-
-impl<T> OnStreams for Buffer<T> {
-    fn ready_on(&self, stream: &Stream) -> Result<(), Error> {
-        Ok(self.storage().ready_on(stream)?)
     }
 }
 

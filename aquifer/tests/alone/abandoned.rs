@@ -21,7 +21,8 @@ fn the_last_memory_of_a_transfer_in_flight_goes_back_to_the_device() {
             let transfer = Transfer::new(&allocator).unwrap();
             let stream = device.stream().unwrap();
             drop(allocator.alloc_bytes(100 * MIB, &stream).unwrap());
-            let pending = transfer.to_device(vec![1_u8; 32 << 20], &stream).unwrap();
+            let mut buffer = allocator.alloc::<u8>(32 << 20, &stream).unwrap();
+            let pending = buffer.upload(vec![1; 32 << 20], &transfer).unwrap().map(|()| buffer);
             if cancelled {
                 pending.cancel();
             }

@@ -1,15 +1,14 @@
 //! A download into memory that the host is reading.
 
-use aquifer::{Buffer, Error, PinnedBuffer};
-use aquifer::transfer::Transfer;
+use aquifer::{Buffer, Error, PinnedBuffer, Stream};
 
 fn wrong(
-    transfer: &Transfer,
+    stream: &Stream,
     device: &Buffer<f32>,
     mut host: PinnedBuffer<f32>,
 ) -> Result<f32, Error> {
     let values = host.read()?;
-    transfer.download(device, &mut host)?.wait()?;
+    device.download(&mut host, stream)?.wait()?;
     Ok(values[0])
 }
 

@@ -2,10 +2,9 @@
 
 use aquifer::{Buffer, Error};
 use aquifer_device::Stream;
-use aquifer::transfer::Transfer;
 
-fn wrong(transfer: &Transfer, stream: &Stream, device: &Buffer<f32>) -> Result<f32, Error> {
-    transfer.to_vec(device)?.then(stream, |_, values| values[0])
+fn wrong(stream: &Stream, device: &Buffer<f32>) -> Result<f32, Error> {
+    device.download(vec![0.0; 10], stream)?.then(stream, |_, values| values[0])
 }
 
 fn main() {}

@@ -1,15 +1,14 @@
 //! An upload from memory that the host is writing.
 
-use aquifer::{Buffer, Error, PinnedBuffer};
-use aquifer::transfer::Transfer;
+use aquifer::{Buffer, Error, PinnedBuffer, Stream};
 
 fn wrong(
-    transfer: &Transfer,
+    stream: &Stream,
     device: &mut Buffer<f32>,
     mut host: PinnedBuffer<f32>,
 ) -> Result<(), Error> {
     let mut values = host.write()?;
-    let pending = transfer.upload(&host, device)?;
+    let pending = device.upload(&host, stream)?;
     values[0] = 1.0;
     pending.wait()
 }

@@ -1,9 +1,9 @@
 //! Values that a device could turn into something invalid.
 
-use aquifer::{Error, PinnedBuffer};
-use aquifer::transfer::PinnedPool;
+use aquifer::PinnedBuffer;
+use aquifer::transfer::{PinnedPool, TransferError};
 
-fn wrong(pool: &PinnedPool) -> Result<PinnedBuffer<char>, Error> {
+fn wrong(pool: &PinnedPool) -> Result<PinnedBuffer<char>, TransferError> {
     pool.alloc(10)
 }
 

@@ -4,6 +4,7 @@ use std::fmt;
 
 use aquifer::device::{DeviceError, RequestError};
 use aquifer::memory::AllocError;
+use aquifer::transfer::TransferError;
 use aquifer_device::Code;
 use cudarc::driver::{DriverError, sys};
 
@@ -84,7 +85,7 @@ macro_rules! from_parts {
         })*
     };
 }
-from_parts!(DeviceError, RequestError, AllocError);
+from_parts!(DeviceError, RequestError, AllocError, TransferError);
 
 /// For functions that return cudarc's error. It has room for a code alone: out of memory stays
 /// that, and so does what the driver does not support; another failed driver call keeps

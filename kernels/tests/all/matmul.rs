@@ -56,6 +56,6 @@ fn it_costs_its_operations() {
         [ptr, ptr, ptr].into_iter().chain([m, k, n].map(aquifer_device::KernelArg::U64)).collect::<Vec<_>>()
     };
     let kernel = aquifer_kernels::find("matmul_f32").unwrap();
-    assert_eq!(kernel.operations(&args(100, 200, 300)), 12_000_000);
-    assert!(kernel.accesses(&args(u64::MAX, 2, 1)).is_err());
+    assert_eq!(kernel.launch(None, args(100, 200, 300), 1).unwrap().operations, 12_000_000);
+    assert!(kernel.launch(None, args(u64::MAX, 2, 1), 1).is_err());
 }

@@ -54,16 +54,12 @@ proptest! {
     fn any_arguments_are_answered(index in any::<prop::sample::Index>(), numbers in proptest::collection::vec(number(), 10)) {
         let kernel = &KERNELS[index.index(KERNELS.len())];
         let args: Vec<_> = kernel.params.iter().zip(numbers).map(|(&param, number)| arg(param, number)).collect();
-        let Ok(accesses) = kernel.accesses(&args) else {
-            prop_assert!(kernel.shape(&args, 132).is_err() && kernel.operations(&args) == 0);
-            return Ok(());
-        };
-        let shape = kernel.shape(&args, 132).unwrap();
-        prop_assert!(!shape.grid.contains(&0) && (1..=1024).contains(&shape.block.iter().product::<u32>()));
+        let Ok(launch) = kernel.launch(None, args.clone(), 132) else { return Ok(()) };
+        prop_assert!(!launch.grid.contains(&0) && (1..=1024).contains(&launch.block.iter().product::<u32>()));
         // Larger ones need too much host memory or time.
-        let touched: u128 = accesses.iter().map(|access| u128::from(access.bytes)).sum();
-        if touched < 1 << 20 && kernel.operations(&args) < 1 << 20 {
-            let mut memory = Watched { accesses: &accesses, outside: false.into() };
+        let touched: u128 = launch.accesses.iter().map(|access| u128::from(access.bytes)).sum();
+        if touched < 1 << 20 && launch.operations < 1 << 20 {
+            let mut memory = Watched { accesses: &launch.accesses, outside: false.into() };
             kernel.run(&mut memory, &args).unwrap();
             prop_assert!(!memory.outside.get(), "{} {:?}", kernel.name, args);
         }
@@ -74,12 +70,13 @@ proptest! {
 fn wrong_arguments_are_refused_by_name() {
     let fill = find("fill").unwrap();
     let args = [KernelArg::Ptr(DevicePtr(512)), KernelArg::U64(8), KernelArg::U64(0)];
-    assert_eq!(fill.accesses(&args).unwrap()[0].bytes, 8);
-    let few = fill.accesses(&args[..2]).unwrap_err().to_string();
+    let launch = |args: &[KernelArg]| fill.launch(None, args.to_vec(), 1);
+    assert_eq!(launch(&args).unwrap().accesses[0].bytes, 8);
+    let few = launch(&args[..2]).map(drop).unwrap_err().to_string();
     assert!(few.contains("fill: 2 arguments given, 3 declared"), "{few}");
-    let wrong = fill.accesses(&[args[0], args[1], KernelArg::F32(1.0)]).unwrap_err().to_string();
+    let wrong = launch(&[args[0], args[1], KernelArg::F32(1.0)]).map(drop).unwrap_err().to_string();
     assert!(wrong.contains("argument 2 is F32(1.0) where a U64 is declared"), "{wrong}");
-    let far = fill.accesses(&[args[0], KernelArg::U64(u64::MAX), args[2]]).unwrap_err().to_string();
+    let far = launch(&[args[0], KernelArg::U64(u64::MAX), args[2]]).map(drop).unwrap_err().to_string();
     assert!(far.contains("go past the last address"), "{far}");
 }
 
@@ -109,7 +106,7 @@ fn a_declaration_is_all_that_a_launch_needs() {
     let launch = find("fill").unwrap().launch(None, args, 1).unwrap();
     let (accesses, host) = (launch.accesses.clone(), launch.host.clone().unwrap());
     assert_eq!(accesses, [AccessRange { ptr: memory.ptr(), bytes: 32, kind: AccessKind::Write }]);
-    let mut watched = Watched { accesses: &accesses, outside: false.into() };
+    let mut watched = Watched { accesses: &launch.accesses, outside: false.into() };
     host(&mut watched, &launch.args).unwrap();
     assert!(!watched.outside.get());
 }

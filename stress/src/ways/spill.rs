@@ -27,7 +27,9 @@ pub(super) fn spill(stand: &mut Stand) -> Result<Story, Failure> {
     let mut caches = Vec::new();
     for number in 0..CACHES {
         let contents = vec![content(number); usize::try_from(bytes).unwrap_or(usize::MAX)];
-        caches.push(transfer.to_device(contents, &stand.stream)?.wait()?);
+        let mut cache = stand.allocator.alloc(contents.len(), &stand.stream)?;
+        cache.upload(contents, &transfer)?.wait()?;
+        caches.push(cache);
     }
     let wanted = in_steps(CACHES / 4 * 3 * bytes + spare);
     let refusal = stand.request(wanted)?;
@@ -39,7 +41,7 @@ pub(super) fn spill(stand: &mut Stand) -> Result<Story, Failure> {
     for (number, cache) in (0..).zip(&caches) {
         let mut contents = vec![0; usize::try_from(bytes).unwrap_or(usize::MAX)];
         let access = cache.access(&stand.stream)?;
-        transfer.download_blocking(&access, &mut contents)?;
+        access.download_blocking(&mut contents, &transfer)?;
         unharmed &= contents.iter().all(|&byte| byte == content(number));
     }
     let returns = spiller.stats().returns;

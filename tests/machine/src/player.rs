@@ -206,7 +206,7 @@ impl<'a> Player<'a> {
                     && let Some((pattern, _awake)) = self.contents(at)
                 {
                     let transfer = world.transfer.on(&stream);
-                    let found = transfer.and_then(|transfer| transfer.to_vec(&self.owned[at].buffer)?.wait());
+                    let found = transfer.and_then(|transfer| self.owned[at].buffer.to_vec(&transfer));
                     let lost = || self.owned[at].pattern = None;
                     world.allow(found).map_or_else(lost, |found| world.compare(&found, pattern));
                 }
@@ -359,12 +359,12 @@ impl<'a> Player<'a> {
                 world.report(format!("{} cannot be written: {error}", path.display()));
                 return;
             }
-            let sent = transfer.and_then(|transfer| transfer.upload(FilePart::new(&path), &mut owned.buffer));
+            let sent = transfer.and_then(|transfer| owned.buffer.upload(FilePart::new(&path), &transfer));
             // The upload has opened it.
             drop(fs::remove_file(path));
-            sent.map(|pending| pending.map(drop))
+            sent
         } else {
-            transfer.and_then(|transfer| transfer.upload(contents, &mut owned.buffer))
+            transfer.and_then(|transfer| owned.buffer.upload(contents, &transfer))
         };
         let Some(coming) = world.allow(coming) else { return };
         owned.pattern = Some(pattern);

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use aquifer::device::sim::{Fault, SimConfig};
 use aquifer::kernels::Kernels;
 use aquifer::memory::{AllocError, Config};
-use aquifer::transfer::{StagingConfig, Transfer, TransferConfig};
+use aquifer::transfer::{Transfer, TransferConfig};
 use aquifer::{Allocator, Device, Error};
 use aquifer_allocator::{MappingChange, PinnedMapping, Registration};
 use aquifer_device::fork::Mutex;
@@ -92,8 +92,8 @@ impl World {
         };
         let (memory, second) = (open(&plan.options)?, open(&plan.second)?);
         // Sizes that the machine does not choose.
-        let staging = StagingConfig::default().chunk_bytes(plan.chunk_bytes).chunks(4).threads(plan.copiers);
-        let transfer = Transfer::with_config(&memory, TransferConfig::default().staging(staging));
+        let config = TransferConfig::default().chunk_bytes(plan.chunk_bytes).chunks(4).threads(plan.copiers);
+        let transfer = Transfer::with_config(&memory, config);
         let kernels = plan.is_patterned.then(|| Kernels::load(&device)).transpose().map_err(|error| text(&error))?;
         let (found, pinned_ranges) =
             (Arc::<Mutex<Option<String>>>::default(), Arc::<Mutex<Vec<Range<u64>>>>::default());

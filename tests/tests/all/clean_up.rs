@@ -165,7 +165,7 @@ fn everything(driver: &Subject, seed: u64, with_device: bool) -> Vec<Box<dyn Any
     let pinned = transfer.pinned().alloc_zeroed::<u8>(1 << 20).unwrap();
     let registered = transfer.pinned().register(vec![0_u8; 1 << 20]).unwrap();
     let mut target = allocator.alloc::<u8>(1 << 20, one).unwrap();
-    drop(transfer.upload(&pinned, &mut target).unwrap());
+    drop(target.upload(&pinned, &transfer).unwrap());
     let pool = allocator.create_pool(PoolOptions::default()).unwrap();
     let capture = captured.begin_capture().unwrap();
     let route = allocator.capture(captured, &pool).unwrap();

@@ -25,7 +25,7 @@ fn every_error_after_the_first_names_the_first() {
     let allocated = allocator.alloc_bytes(100 * MIB, &stream).unwrap_err();
     assert!(matches!(&allocated, AllocError::Device(error) if error.is_device_lost()), "{allocated}");
     assert!(allocated.to_string().ends_with(&named), "{allocated}");
-    let pinned = transfer.pinned().alloc::<u8>(32 << 20).unwrap_err();
+    let pinned = Error::from(transfer.pinned().alloc::<u8>(32 << 20).unwrap_err());
     assert!(matches!(&pinned, Error::Device(_)) && pinned.to_string().ends_with(&named), "{pinned}");
     // The loss kept this stream's last event from being recorded.
     let tick = stream.tick();
@@ -48,7 +48,7 @@ fn cached_memory_of_a_lost_device_is_refused_and_may_be_freed() {
             let handles = [allocator.alloc_bytes(MIB, &stream), allocator.alloc_aligned(MIB, 1 << 20, &stream)];
             let pooled = [pool.alloc_bytes(MIB, &stream), pool.alloc_bytes_zeroed(MIB, &stream)];
             let pointer = allocator.alloc_raw(MIB, &stream).and_then(|ptr| allocator.free_raw(ptr));
-            let pinned = transfer.pinned().alloc::<u8>(1000).map(drop);
+            let pinned = transfer.pinned().alloc::<u8>(1000).map(drop).map_err(Error::from);
             let device = handles.into_iter().chain(pooled).map(|one| one.map(drop)).chain([pointer]);
             device.map(|one| one.map_err(Error::from)).chain([pinned]).collect::<Vec<_>>()
         };

@@ -333,9 +333,9 @@ fn spilled_buffers_come_back_as_they_went() {
     let spillable = spiller.add(buffer, 0).unwrap();
     assert_eq!(spillable.spill().unwrap(), 8192);
     let resident = spillable.access(&bench.stream).unwrap();
-    transfer.to_vec(&resident.slice(..4096)).unwrap().wait().unwrap();
+    resident.slice(..4096).to_vec(&transfer).unwrap();
     bench.finds_nothing();
-    transfer.to_vec(&*resident).unwrap().wait().unwrap();
+    resident.to_vec(&transfer).unwrap();
     bench.finds(&["never written"]);
 }
 
@@ -361,7 +361,7 @@ fn copies_that_another_thread_enqueues_name_the_place_that_asked_for_them() {
     let bench = bench("");
     let transfer = Transfer::new(&bench.allocator).unwrap();
     let buffer: Buffer<u8> = bench.allocator.alloc(usize::try_from(MIB).unwrap(), &bench.stream).unwrap();
-    let pending = transfer.to_vec(&buffer).unwrap();
+    let pending = buffer.download(vec![0; buffer.len()], &transfer).unwrap();
     let called = before();
     pending.wait().unwrap();
     let found = bench.found();

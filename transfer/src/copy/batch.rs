@@ -13,7 +13,7 @@ use crate::counters::Direction;
 use crate::enqueue::enqueue_parts;
 use crate::error::TransferError;
 use crate::host_memory;
-use crate::pinned::{HostPart, PinnedBlock, PinnedRead};
+use crate::pinned::{HostPart, PinnedBuffer, PinnedRead};
 use crate::runtime::Transfer;
 
 /// The least pinned memory for packing, in bytes.
@@ -55,7 +55,7 @@ struct Group {
 /// Pinned memory for packed uploads.
 #[derive(Debug)]
 struct PackedUploads {
-    block: PinnedBlock,
+    block: PinnedBuffer,
     used: usize,
 }
 
@@ -82,7 +82,7 @@ enum Endpoint {
 
 /// The downloads of a batch. Clones are handles of the same.
 #[derive(Clone, Debug, Default)]
-pub struct BatchResults(Arc<OnceLock<PinnedBlock>>);
+pub struct BatchResults(Arc<OnceLock<PinnedBuffer>>);
 
 impl BatchResults {
     /// The bytes of a download, by the offset that [`Batch::download`] returned. Waits for the
@@ -91,7 +91,7 @@ impl BatchResults {
     /// # Errors
     /// [`TransferError::NotRun`], and errors of the driver.
     pub fn read(&self, offset: usize, bytes: usize) -> Result<PinnedRead<'_>, TransferError> {
-        self.0.get().ok_or(TransferError::NotRun)?.part(offset..offset.saturating_add(bytes))?.read()
+        self.0.get().ok_or(TransferError::NotRun)?.try_slice(offset..offset.saturating_add(bytes))?.read()
     }
 }
 
@@ -180,9 +180,9 @@ impl Batch {
     pub fn run(self) -> Result<Completion, TransferError> {
         let _place = self.transfer.called_here();
         let transfer = &self.transfer;
-        let packed: Vec<_> = self.packed.iter().map(|packed| packed.block.all().host()).collect();
-        let mut results = transfer.pinned().alloc(self.downloaded, 1)?;
-        let part = [results.all_mut().host()];
+        let packed: Vec<_> = self.packed.iter().map(|packed| packed.block.as_slice().host()).collect();
+        let mut results = transfer.pinned().alloc(self.downloaded)?;
+        let part = [results.as_slice_mut().host()];
         let mut ticks = Vec::new();
         for group in &self.groups {
             let host = match group.direction {
@@ -218,7 +218,7 @@ impl Batch {
         let alignment = if adjacent { 1 } else { PACKED_ALIGNMENT };
         let room = self.packed.last().map(|packed| (packed.used.next_multiple_of(alignment), packed.block.bytes()));
         if room.is_none_or(|(start, len)| len < start + bytes.len()) {
-            let block = self.transfer.pinned().alloc(bytes.len().max(PACKED_BYTES), 1)?;
+            let block = self.transfer.pinned().alloc(bytes.len().max(PACKED_BYTES))?;
             self.packed.push(PackedUploads { block, used: 0 });
         }
         let buffer = self.packed.len() - 1;
@@ -321,7 +321,7 @@ fn enqueue_pieces(
             enqueue_parts(stream, &batched, &single)
         }
     })?;
-    pieces.iter().for_each(|piece| transfer.shared().counters.count_all(direction as usize, piece.copies, piece.bytes));
+    pieces.iter().for_each(|piece| transfer.shared().counters.count_all(direction, piece.copies, piece.bytes));
     Ok(tick)
 }
 

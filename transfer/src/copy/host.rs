@@ -15,15 +15,15 @@ use super::memory::{Destination, LentRange, Owned};
 use super::packed::{OnDevice, Packed};
 use super::region::{Elements, Plan};
 use crate::completion::Completion;
-use crate::counters::{Direction, ON_HOST};
+use crate::counters::Direction;
 use crate::enqueue::{covered_tick, enqueue_rows};
 use crate::error::TransferError;
 use crate::host_memory;
 use crate::job::{Job, JobProgress};
-use crate::pinned::{HostPart, PinnedPart, PinnedPartMut};
+use crate::pinned::{HostPart, PinnedSlice, PinnedSliceMut};
 use crate::rows::Rows;
 use crate::runtime::Transfer;
-use crate::staging::{DeviceEndpoint, FileReport, FileSource, HostEndpoint, HostSource, InRows};
+use crate::staging::{DeviceEndpoint, HostEndpoint, HostSource, InRows, open_file};
 
 /// The calling thread copies up to this many bytes: about 25 µs at 10 GB/s, as long as handing the
 /// copy to other threads takes.
@@ -40,7 +40,7 @@ impl Transfer {
     /// place twice; a stream that captures; errors of the driver.
     pub fn upload_pinned(
         &self,
-        from: PinnedPart<'_>,
+        from: PinnedSlice<'_>,
         to: DevicePart<'_>,
         elements: &Elements<'_>,
     ) -> Result<Completion, TransferError> {
@@ -96,20 +96,13 @@ impl Transfer {
         }
     }
 
-    /// Begins to fill device memory from a file, from `offset` on. The report is known once that is
-    /// complete.
+    /// Begins to fill device memory from a file, from `offset` on.
     ///
     /// # Errors
-    /// A file that is missing or too short, a stream that captures, and errors of the driver.
-    pub fn upload_file(
-        &self,
-        path: &Path,
-        offset: u64,
-        to: DevicePart<'_>,
-    ) -> Result<(Completion, Arrival<FileReport>), TransferError> {
-        let source = FileSource::open(path, offset, to.bytes, self.staging().config().direct_io)?;
-        let report = source.report().clone();
-        Ok((self.upload_source(Arc::new(source), to)?, Box::new(move || Ok(*report.lock()))))
+    /// A file that is missing, not a regular file, or too short; a stream that captures, and errors
+    /// of the driver.
+    pub fn upload_file(&self, path: &Path, offset: u64, to: DevicePart<'_>) -> Result<Completion, TransferError> {
+        self.upload_source(Arc::new(open_file(path, offset, to.bytes)?), to)
     }
 
     /// Begins to fill device memory from a source of its length, which threads of the staging ring
@@ -130,7 +123,7 @@ impl Transfer {
     pub fn download_pinned(
         &self,
         from: DevicePart<'_>,
-        to: PinnedPartMut<'_>,
+        to: PinnedSliceMut<'_>,
         elements: &Elements<'_>,
     ) -> Result<Completion, TransferError> {
         self.copy_pinned(Direction::Download, to.host(), from, elements)
@@ -195,8 +188,8 @@ impl Transfer {
         self.refuse_captured()?;
         let Some(plan) = self.plan(from, elements, from.bytes, to.len() as u64)? else { return Ok(()) };
         if plan.bytes() <= UNSTAGED_BYTES {
-            let mut host = self.pinned().alloc(to.len(), 1)?;
-            self.download_pinned(from, host.all_mut(), elements)?.wait()?;
+            let mut host = self.pinned().alloc(to.len())?;
+            self.download_pinned(from, host.as_slice_mut(), elements)?.wait()?;
             to.copy_from_slice(&host.read()?);
             return Ok(());
         }
@@ -207,26 +200,6 @@ impl Transfer {
         let job = self.stage_plan(HostEndpoint::Target(Arc::new(lent)), from, &plan)?;
         job.wait();
         self.staged(job).wait()
-    }
-
-    /// Copies host memory to pinned memory. The calling thread waits until no copy uses `to`,
-    /// and then copies: the result is complete when this returns. The pool may be of another
-    /// device.
-    ///
-    /// # Errors
-    /// Ends of different lengths, a region that reaches beyond either end or writes a place twice,
-    /// and errors of the driver.
-    pub fn copy_on_host(
-        &self,
-        from: &[u8],
-        to: PinnedPartMut<'_>,
-        elements: &Elements<'_>,
-    ) -> Result<(), TransferError> {
-        if let Some(plan) = Plan::of(elements, from.len() as u64, to.host().bytes as u64)? {
-            plan.rows.copy_bytes(plan.size, from, &mut to.into_write()?);
-            self.shared().counters.count_all(ON_HOST, 1, plan.bytes());
-        }
-        Ok(())
     }
 
     /// Checks a copy to or from memory of the device.
@@ -260,13 +233,13 @@ impl Transfer {
     fn upload_small(&self, from: &[u8], to: DevicePart<'_>, plan: &Plan) -> Result<Completion, TransferError> {
         let bytes = host_memory::len_of(plan.bytes(), 1)?;
         if plan.rows.is_dense() {
-            let host = self.pinned().alloc_from(&from[..bytes], 1)?;
-            return self.enqueue_pinned(Direction::Upload, to, host.all().host(), &plan.rows, plan.size);
+            let host = self.pinned().alloc_from(&from[..bytes])?;
+            return self.enqueue_pinned(Direction::Upload, to, host.as_slice().host(), &plan.rows, plan.size);
         }
         let packed = Packed::new(plan, OnDevice::To);
-        let mut host = self.pinned().alloc(bytes, 1)?;
+        let mut host = self.pinned().alloc(bytes)?;
         packed.gathering().copy_bytes(plan.size, from, &mut host.write()?);
-        self.enqueue_pinned(Direction::Upload, to, host.all().host(), &packed.scattering(), plan.size)
+        self.enqueue_pinned(Direction::Upload, to, host.as_slice().host(), &packed.scattering(), plan.size)
     }
 
     /// Packs the elements into pinned memory; `take` gets them when that is complete.
@@ -276,8 +249,8 @@ impl Transfer {
         plan: &Plan,
         take: impl FnOnce(&[u8]) -> Result<R, TransferError> + Send + 'static,
     ) -> Result<(Completion, Arrival<R>), TransferError> {
-        let mut host = self.pinned().alloc(host_memory::len_of(plan.bytes(), 1)?, 1)?;
-        let part = host.all_mut().host();
+        let mut host = self.pinned().alloc(host_memory::len_of(plan.bytes(), 1)?)?;
+        let part = host.as_slice_mut().host();
         let copied = if plan.rows.is_dense() {
             self.enqueue_pinned(Direction::Download, from, part, &plan.rows, plan.size)?
         } else {

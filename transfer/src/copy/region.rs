@@ -16,17 +16,16 @@ use crate::rows::{Dimension, Rows, group_rows, merge};
 ///
 /// ```
 /// use aquifer::prelude::*;
-/// use aquifer::transfer::{Region, Transfer};
+/// use aquifer::transfer::Region;
 /// let device = aquifer::open("sim:24GiB")?;
-/// let transfer = Transfer::new(&Allocator::of(&device)?)?;
-/// let stream = device.stream()?;
-/// let host = transfer.pinned().alloc_from(&[1u32, 2, 3, 4, 5, 6])?;
+/// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+/// let host = memory.pinned_from_slice(&[1u32, 2, 3, 4, 5, 6])?;
 /// // The rows of a 2 × 3 matrix become the columns of a 3 × 2 one.
-/// let mut transposed: Buffer<u32> = transfer.allocator().alloc(6, &stream)?;
+/// let mut transposed = memory.alloc::<u32>(6, &stream)?;
 /// let region = Region { extents: &[2, 3], from_strides: &[3, 1], to_strides: &[1, 2] };
-/// let _ = transfer.upload(region.of(&host), &mut transposed)?;
-/// assert_eq!(transfer.to_vec(&transposed)?.wait()?, [1, 4, 2, 5, 3, 6]);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// transposed.upload(region.of(&host), &stream)?;
+/// assert_eq!(transposed.to_vec(&stream)?, [1, 4, 2, 5, 3, 6]);
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region<'a> {

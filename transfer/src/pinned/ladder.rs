@@ -16,14 +16,12 @@
 //! * a failed call puts back all memory that it took.
 
 use std::collections::BTreeSet;
-use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Instant;
 
 use aquifer_device::{Device, DeviceError, Operation, RequestError, Tick, fork};
 
 use super::class;
-use super::config::PinnedConfig;
 use super::source::SlabMemory;
 use super::state::{PoolBlock, PoolState, TakePlan};
 use crate::error::TransferError;
@@ -37,7 +35,6 @@ pub(super) type Reclaim = Arc<dyn Fn() -> bool + Send + Sync>;
 /// The shared state of all handles of a pool.
 pub(super) struct SharedPool {
     pub(super) device: Device,
-    register_threads: Option<NonZeroUsize>,
     /// The staging ring's memory, if a ring takes its chunks from the pool.
     pub(super) cache: Mutex<Option<Reclaim>>,
     pub(super) state: Mutex<PoolState>,
@@ -46,16 +43,9 @@ pub(super) struct SharedPool {
 }
 
 impl SharedPool {
-    pub(super) fn new(device: &Device, config: PinnedConfig) -> SharedPool {
-        let PinnedConfig { limit_bytes, register_threads } = config;
-        let state = Mutex::new(PoolState::new(limit_bytes));
-        SharedPool {
-            device: device.for_memory(),
-            register_threads,
-            cache: Mutex::new(None),
-            state,
-            moved: Condvar::default(),
-        }
+    pub(super) fn new(device: &Device) -> SharedPool {
+        let (cache, state) = (Mutex::new(None), Mutex::new(PoolState::new()));
+        SharedPool { device: device.for_memory(), cache, state, moved: Condvar::default() }
     }
 
     /// An unused block of at least `bytes` bytes, not 0.
@@ -136,7 +126,7 @@ impl SharedPool {
             return None;
         }
         let begun = Instant::now();
-        let memory = SlabMemory::obtain(self.register_threads, &self.device, bytes);
+        let memory = SlabMemory::obtain(&self.device, bytes);
         let mut state = self.state.lock();
         let added = memory.map(|memory| state.add(memory, class, begun.elapsed()));
         state.end_growth(bytes);
@@ -159,10 +149,10 @@ impl SharedPool {
     pub(super) fn release(&self, bytes: u64) -> Result<u64, TransferError> {
         let removed = self.state.lock().begin_release(bytes);
         let (mut released, mut failure) = (0, None);
-        for mut slab in removed {
+        for slab in removed {
             let begun = Instant::now();
             // After a failure the rest stays.
-            let gone = failure.is_none() && give_back(&mut slab.memory, &self.device, &mut failure);
+            let gone = failure.is_none() && give_back(&slab.memory, &self.device, &mut failure);
             released += if gone { slab.memory.bytes() } else { 0 };
             self.state.lock().end_release(slab, gone, begun.elapsed());
             self.moved.notify_all();
@@ -266,7 +256,7 @@ fn unless_lost(error: TransferError) -> Result<(), TransferError> {
 
 /// Releases an unused slab, or notes the error. Returns whether it is released.
 #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
-fn give_back(memory: &mut SlabMemory, device: &Device, failure: &mut Option<DeviceError>) -> bool {
+fn give_back(memory: &SlabMemory, device: &Device, failure: &mut Option<DeviceError>) -> bool {
     // SAFETY: the slab left the pool unused: no buffer holds a part of it, and the ticks of former
     // buffers are done.
     unsafe { memory.release(device) }.map_err(|error| *failure = Some(error)).is_ok()
@@ -286,9 +276,9 @@ impl Drop for SharedPool {
             tracing::debug!(%error, "the device could not be asked about the memory of a pool that is gone");
         }
         let state = self.state.get_mut();
-        for mut slab in state.begin_release(u64::MAX) {
-            let at_once = calls && failure.is_none() && !slab.memory.waits_for_device();
-            if !at_once || !give_back(&mut slab.memory, &self.device, &mut failure) {
+        for slab in state.begin_release(u64::MAX) {
+            let at_once = calls && failure.is_none();
+            if !at_once || !give_back(&slab.memory, &self.device, &mut failure) {
                 // SAFETY: nothing of it is in use.
                 unsafe { slab.memory.release_later(&self.device, Vec::new()) };
             }

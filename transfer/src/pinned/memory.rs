@@ -4,7 +4,7 @@
 //! * **N1** its bytes are initialised, and stay where they are until the last `Arc` is gone and no
 //!   copy uses them;
 //! * **N2** the host touches the bytes only after it waited for the copies that conflict. Meanwhile
-//!   borrows keep new copies away ([`super::PinnedBlock`]), and launches of graphs that conflict
+//!   borrows keep new copies away ([`super::PinnedBuffer`]), and launches of graphs that conflict
 //!   are refused ([`super::PinnedRead`]);
 //! * memory of a pool goes back to it with the ticks of its copies; registered memory goes to the
 //!   device, which drops it once it is not registered any more.
@@ -13,6 +13,7 @@
 //! pool, timelines.
 
 use std::any::Any;
+use std::fmt;
 use std::sync::Arc;
 
 use aquifer_device::fork::Mutex;
@@ -79,16 +80,6 @@ impl PinnedMemory {
         Arc::new(PinnedMemory { pool: pool.clone(), ptr, bytes, origin, uses: Uses::default() })
     }
 
-    /// The first byte.
-    pub(crate) fn ptr(&self) -> HostPtr {
-        self.ptr
-    }
-
-    /// Its length.
-    pub(super) fn bytes(&self) -> usize {
-        self.bytes
-    }
-
     /// Identity of the device whose copies may use it.
     pub(crate) fn device_id(&self) -> u32 {
         self.pool.device.id()
@@ -130,8 +121,7 @@ impl PinnedMemory {
         TransferError::UsedByGraph { address: self.ptr.0 as u64, bytes: self.bytes as u64, advice }
     }
 
-    /// The caller's own vector, no longer pinned; `None` if the memory is not a registered
-    /// `Vec<T>`.
+    /// The caller's own vector, no longer pinned; `None` if the memory was not registered.
     ///
     /// # Safety
     /// All copies that use it are done, and no view of it exists.
@@ -139,7 +129,7 @@ impl PinnedMemory {
     pub(super) unsafe fn unregister<T: 'static>(&mut self) -> Result<Option<Vec<T>>, TransferError> {
         let Origin::Registered(owner) = &mut self.origin else { return Ok(None) };
         let owner = owner.get_mut();
-        if !owner.as_ref().is_some_and(|owner| owner.is::<Vec<T>>()) {
+        if owner.is_none() {
             return Ok(None);
         }
         // SAFETY: it is registered while there is an owner, and the caller promises that it is
@@ -150,6 +140,10 @@ impl PinnedMemory {
 }
 
 impl<'a> HostPart<'a> {
+    pub(crate) fn all(memory: &'a Arc<PinnedMemory>) -> HostPart<'a> {
+        HostPart { memory, ptr: memory.ptr, bytes: memory.bytes }
+    }
+
     /// Waits until the host may access all of the memory, and reports the part that it is about
     /// to touch to the driver.
     ///
@@ -166,6 +160,12 @@ impl<'a> HostPart<'a> {
             memory.pool.device.driver().host_access(ptr, bytes, kind)?;
         }
         Ok(borrow)
+    }
+}
+
+impl fmt::Debug for HostPart<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostPart").field("ptr", &self.ptr).field("bytes", &self.bytes).finish_non_exhaustive()
     }
 }
 

@@ -2,22 +2,21 @@
 //!
 //! A [`PinnedPool`] rounds a request (`class`) and takes an unused block of its heap (`state`). If
 //! there is none, it gets more memory from the system or from the staging ring (`ladder`,
-//! `source`). A [`PinnedBlock`] owns the block, and copies take parts of it
-//! ([`PinnedPart`], [`PinnedPartMut`]). The memory itself (`memory`) knows the ticks of those
+//! `source`). A [`PinnedBuffer`] owns the block, and copies take parts of it
+//! ([`PinnedSlice`], [`PinnedSliceMut`]). The memory itself (`memory`) knows the ticks of those
 //! copies and the borrows of the host (`uses`, `borrow`), and goes back to the pool with the ticks
 //! (`deferred`).
 
-mod block;
 mod borrow;
+mod buffer;
 mod class;
-mod config;
 mod deferred;
 mod ladder;
 mod memory;
-mod part;
 mod pool;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
+mod slices;
 mod source;
 mod state;
 mod stats;
@@ -25,11 +24,10 @@ mod stats;
 mod tests;
 mod uses;
 
-pub use block::PinnedBlock;
 pub use borrow::{PinnedRead, PinnedWrite};
-pub use config::PinnedConfig;
+pub use buffer::{PinnedBuffer, Returned};
 pub(crate) use memory::{HostPart, PinnedMemory};
-pub use part::{PinnedPart, PinnedPartMut};
 pub use pool::PinnedPool;
+pub use slices::{PinnedSlice, PinnedSliceMut};
 pub use stats::{HostMemoryStats, TimeStat};
 pub(crate) use uses::HostAccess;

@@ -7,8 +7,7 @@ use aquifer_device::fork::Mutex;
 use aquifer_device::{Code, Device, HostPtr};
 use bytemuck::Pod;
 
-use super::block::PinnedBlock;
-use super::config::PinnedConfig;
+use super::buffer::{PinnedBuffer, Returned};
 use super::ladder::SharedPool;
 use super::memory::{Origin, PinnedMemory};
 use super::stats::HostMemoryStats;
@@ -34,18 +33,17 @@ const ALREADY_REGISTERED: Code = Code(712);
 /// [`PinnedPool::empty_cache`], when the limit or the system is short of it, and when the pool and
 /// its last buffer are gone. The last of these to be dropped releases memory that the driver is
 /// done with, and does not wait. The device takes memory that copies still use, or that cannot go
-/// because of a capture in progress or [`PinnedConfig::register_threads`]. It goes back when a pool
-/// of the device next gets more memory ([`Device::settle_host`]), at the next [`Device::settle`],
-/// or when the device is closed.
+/// because of a capture in progress. It goes back when a pool of the device next gets more memory
+/// ([`Device::settle_host`]), at the next [`Device::settle`], or when the device is closed.
 ///
 /// ```
-/// use aquifer_transfer::{PinnedConfig, PinnedPool};
+/// use aquifer_transfer::PinnedPool;
 /// let device = aquifer::open("sim:24GiB")?;
-/// let pool = PinnedPool::new(&device, PinnedConfig::default())?;
-/// let mut block = pool.alloc_from(&[1, 2, 3], 1)?;
-/// block.write()?[0] = 4;
-/// assert_eq!(block.read()?, [4, 2, 3]);
-/// drop(block);
+/// let pool = PinnedPool::new(&device);
+/// let mut buffer = pool.alloc_from(&[1.0_f32, 2.0, 3.0])?;
+/// buffer.write()?[0] = 4.0;
+/// assert_eq!(buffer.read()?, [4.0, 2.0, 3.0]);
+/// drop(buffer);
 /// assert_eq!((pool.stats().active_bytes.current, pool.empty_cache()?), (0, 2 << 20));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -54,12 +52,9 @@ pub struct PinnedPool(Arc<SharedPool>);
 
 impl PinnedPool {
     /// A pool for copies to and from `device`. Takes no memory from the system yet, and makes no
-    /// driver call.
-    ///
-    /// # Errors
-    /// None today; a configuration that cannot work is refused here.
-    pub fn new(device: &Device, config: PinnedConfig) -> Result<PinnedPool, TransferError> {
-        Ok(PinnedPool(Arc::new(SharedPool::new(device, config))))
+    /// driver call. Without a limit but the system's: see [`PinnedPool::set_limit`].
+    pub fn new(device: &Device) -> PinnedPool {
+        PinnedPool(Arc::new(SharedPool::new(device)))
     }
 
     /// The device of the copies.
@@ -85,58 +80,76 @@ impl PinnedPool {
         self.0.state.lock().reserved()
     }
 
-    /// `bytes` bytes of pinned memory, aligned to `alignment`, and to 512 bytes, or to 4096
-    /// from 32 KiB on. The contents are those of earlier use. Makes no driver call while the pool
-    /// has unused memory of that size.
+    /// Pinned memory for `len` values of `T`, aligned to 512 bytes, or to 4096 from 32 KiB on. Its
+    /// contents are those of earlier use. Makes no driver call while the pool has unused memory of
+    /// that size.
     ///
     /// # Errors
     /// [`TransferError::OutOfPinned`], also when the driver refuses more;
     /// [`aquifer_device::RequestError::LengthOverflow`]; errors of the driver.
-    pub fn alloc(&self, bytes: usize, alignment: usize) -> Result<PinnedBlock, TransferError> {
-        host_memory::bytes_of(bytes, 1)?;
-        Ok(PinnedBlock(PinnedMemory::alloc(&self.0, bytes, alignment)?))
+    pub fn alloc<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
+        let bytes = host_memory::bytes_of(len, size_of::<T>() as u64)?;
+        Ok(PinnedBuffer::new(PinnedMemory::alloc(&self.0, bytes, align_of::<T>())?, len))
     }
 
     /// As [`PinnedPool::alloc`], every byte being zero.
     ///
     /// # Errors
     /// As [`PinnedPool::alloc`].
-    pub fn alloc_zeroed(&self, bytes: usize, alignment: usize) -> Result<PinnedBlock, TransferError> {
-        let mut block = self.alloc(bytes, alignment)?;
-        block.write()?.fill(0);
-        Ok(block)
+    pub fn alloc_zeroed<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, TransferError> {
+        let mut buffer = self.alloc(len)?;
+        buffer.write()?.fill(T::zeroed());
+        Ok(buffer)
     }
 
-    /// As [`PinnedPool::alloc`], holding a copy of `bytes`.
+    /// As [`PinnedPool::alloc`], holding a copy of `values`.
     ///
     /// # Errors
     /// As [`PinnedPool::alloc`].
-    pub fn alloc_from(&self, bytes: &[u8], alignment: usize) -> Result<PinnedBlock, TransferError> {
-        let mut block = self.alloc(bytes.len(), alignment)?;
-        block.write()?.copy_from_slice(bytes);
-        Ok(block)
+    pub fn alloc_from<T: Pod>(&self, values: &[T]) -> Result<PinnedBuffer<T>, TransferError> {
+        let mut buffer = self.alloc(values.len())?;
+        buffer.write()?.copy_from_slice(values);
+        Ok(buffer)
     }
 
-    /// Pins the caller's memory where it is, without a copy. [`PinnedBlock::into_vec`] gives
-    /// it back. It counts towards no limit and no statistic of the pool. A block that is dropped
+    /// Pins the caller's memory where it is, without a copy. [`PinnedBuffer::into_vec`] gives
+    /// it back. A `Box<[T]>` becomes a `Vec` at no cost. It counts towards no limit and no
+    /// statistic of the pool.
+    ///
+    /// Locking takes time for each page, and unlocking makes the driver wait for the device: this
+    /// is for memory that is copied often, or is too large to exist twice. The system locks whole
+    /// pages, so two small pieces in one page cannot both be registered. A buffer that is dropped
     /// leaves its memory to the device, which drops it at its next
     /// [`aquifer_device::Device::settle`], or when a pool of the device gets more memory and more
     /// than 64 MiB of such memory are done.
     ///
+    /// ```
+    /// use aquifer::prelude::*;
+    /// use aquifer::transfer::PinnedPool;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let pool = PinnedPool::new(&device);
+    /// let weights = vec![1.5_f32; 1 << 20];
+    /// let address = weights.as_ptr();
+    /// let buffer = pool.register(weights)?;
+    /// let weights = buffer.into_vec()?;
+    /// assert_eq!((weights.as_ptr(), weights[9]), (address, 1.5));
+    /// # Ok::<(), aquifer::Error>(())
+    /// ```
+    ///
     /// # Errors
-    /// [`TransferError::AlreadyPinned`] when a page of it is pinned already; errors of the
-    /// driver. They return the memory.
-    pub fn register<T: Pod + Send>(&self, mut memory: Vec<T>) -> Result<PinnedBlock, (Vec<T>, TransferError)> {
-        let bytes = size_of_val(memory.as_slice());
+    /// [`TransferError::AlreadyPinned`] when a page of it is
+    /// pinned already; errors of the driver. They return the memory.
+    pub fn register<T: Pod + Send>(&self, mut memory: Vec<T>) -> Result<PinnedBuffer<T>, Box<Returned<Vec<T>>>> {
+        let (len, bytes) = (memory.len(), size_of_val(memory.as_slice()));
         if bytes == 0 {
-            return Ok(PinnedBlock(PinnedMemory::empty(&self.0, align_of::<T>())));
+            return Ok(PinnedBuffer::new(PinnedMemory::empty(&self.0, align_of::<T>()), len));
         }
         match self.page_lock(memory.as_mut_ptr().cast(), bytes) {
             Ok(ptr) => {
                 let origin = Origin::Registered(Mutex::new(Some(Box::new(memory))));
-                Ok(PinnedBlock(PinnedMemory::new(&self.0, ptr, bytes, origin)))
+                Ok(PinnedBuffer::new(PinnedMemory::new(&self.0, ptr, bytes, origin), len))
             }
-            Err(error) => Err((memory, error)),
+            Err(error) => Err(Box::new(Returned { memory, error })),
         }
     }
 

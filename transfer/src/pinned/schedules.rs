@@ -13,7 +13,7 @@ use aquifer_device::{AccessKind, Device, DevicePtr, Stream};
 use aquifer_sim::{SimConfig, SimDriver};
 use shuttle::thread;
 
-use super::{HostPart, PinnedConfig, PinnedPool};
+use super::{HostPart, PinnedPool};
 
 const BYTES: usize = 4096;
 
@@ -36,7 +36,8 @@ impl World {
     fn new(limit: u64) -> Arc<World> {
         let sim = SimDriver::new(SimConfig::new(1 << 24));
         let device = Device::new(sim.clone());
-        let pool = PinnedPool::new(&device, PinnedConfig::default().limit_bytes(limit)).unwrap();
+        let pool = PinnedPool::new(&device);
+        pool.set_limit(Some(limit));
         let memory = device.alloc(16 * BYTES as u64).unwrap();
         Arc::new(World { sim, device, pool, memory })
     }
@@ -56,9 +57,9 @@ impl World {
     fn load(&self, place: u64, rounds: u8) {
         let stream = self.device.stream().unwrap();
         for round in 0..rounds {
-            let Ok(mut buffer) = self.pool.alloc(BYTES, 1) else { continue };
+            let Ok(mut buffer) = self.pool.alloc::<u8>(BYTES) else { continue };
             buffer.write().unwrap().fill(round);
-            self.upload(buffer.all().host(), place, &stream);
+            self.upload(buffer.as_slice().host(), place, &stream);
         }
     }
 
@@ -122,12 +123,12 @@ fn blocks_that_become_available_during_a_request_are_not_missed() {
         let world = World::new(8 * BYTES as u64);
         let stream = world.device.stream().unwrap();
         world.sim.stall(stream.raw(), Duration::from_millis(1)).unwrap();
-        world.upload(world.pool.alloc_zeroed(BYTES, 1).unwrap().all().host(), 0, &stream);
+        world.upload(world.pool.alloc_zeroed::<u8>(BYTES).unwrap().as_slice().host(), 0, &stream);
         let learns = spawn(&world, |world| {
             world.device.synchronize().unwrap();
             world.pool.stats();
         });
-        drop(world.pool.alloc(8 * BYTES, 1).unwrap());
+        drop(world.pool.alloc::<u8>(8 * BYTES).unwrap());
         join([learns]);
         world.check_over();
     });
@@ -137,8 +138,8 @@ fn blocks_that_become_available_during_a_request_are_not_missed() {
 fn a_buffer_that_several_threads_upload_is_written_after_all_of_them() {
     explore(|| {
         let world = World::new(1 << 30);
-        let mut buffer = world.pool.alloc_zeroed(BYTES, 1).unwrap();
-        let shared = Arc::new(buffer.all().host().memory.clone());
+        let mut buffer = world.pool.alloc_zeroed::<u8>(BYTES).unwrap();
+        let shared = Arc::new(buffer.as_slice().host().memory.clone());
         let threads = [0, 1].map(|place| {
             let memory = shared.clone();
             spawn(&world, move |world| {
@@ -159,8 +160,8 @@ fn a_buffer_that_several_threads_upload_is_written_after_all_of_them() {
 fn a_launch_and_a_borrow_of_the_host_see_each_other() {
     explore(|| {
         let world = World::new(1 << 30);
-        let mut buffer = world.pool.alloc_zeroed(BYTES, 1).unwrap();
-        let memory = buffer.all().host().memory.clone();
+        let mut buffer = world.pool.alloc_zeroed::<u8>(BYTES).unwrap();
+        let memory = buffer.as_slice().host().memory.clone();
         let launches = spawn(&world, move |world| {
             let stream = world.device.stream().unwrap();
             stream.fill(world.memory, 7, BYTES as u64).unwrap();

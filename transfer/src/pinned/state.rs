@@ -81,14 +81,14 @@ const GROWTH_MOST: u64 = 32 << 20;
 const GUARDED: u64 = 32 << 20;
 
 impl PoolState {
-    pub(super) fn new(limit: Option<u64>) -> PoolState {
+    pub(super) fn new() -> PoolState {
         PoolState {
             heap: Heap::new(false),
             slabs: BTreeMap::new(),
             deferred: DeferredBlocks::default(),
             growing: 0,
             leaving: 0,
-            limit,
+            limit: None,
             available: 0,
             stats: HostMemoryStats::default(),
             most_active: 0,

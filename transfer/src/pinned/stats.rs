@@ -17,9 +17,9 @@ use aquifer_allocator::Stat;
 ///
 /// ```
 /// use aquifer::prelude::*;
-/// use aquifer::transfer::{PinnedConfig, PinnedPool};
+/// use aquifer::transfer::PinnedPool;
 /// let device = aquifer::open("sim:24GiB")?;
-/// let pool = PinnedPool::new(&device, PinnedConfig::default())?;
+/// let pool = PinnedPool::new(&device);
 /// let buffer = pool.alloc::<f32>(10 * 1024)?;
 /// let stats = pool.stats();
 /// assert_eq!((stats.active_bytes.current, stats.allocated_bytes.current), (40_960, 2 << 20));

@@ -16,7 +16,6 @@
 //! thread touches its host end. An error of a source, a target or the driver fails its transfer
 //! alone, and the chunks serve other transfers. When the device is lost, all transfers fail.
 
-mod config;
 mod endpoints;
 mod file;
 mod ring;
@@ -28,10 +27,12 @@ mod tests;
 mod windows;
 mod workers;
 
-pub use config::{DirectIo, PAGE, StagingConfig, StagingStats};
 pub use endpoints::HostSource;
 pub(crate) use endpoints::{HostTarget, InRows};
-pub use file::FileReport;
-pub(crate) use file::FileSource;
+pub use file::FileSource;
+pub(crate) use file::open as open_file;
 pub(crate) use staged_transfer::{DeviceEndpoint, HostEndpoint};
 pub(crate) use workers::Staging;
+
+#[cfg(test)]
+pub(crate) use tests::cores as cores_of_tests;

@@ -21,9 +21,9 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::config::{PAGE, Sizes};
 use super::task::{Flight, Followup, JobId, Piece, Submission, Task, TaskResult, Way};
 use super::windows::{self, Windows};
+use crate::config::{PAGE, Sizes};
 use crate::error::TransferError;
 
 #[derive(Debug)]

@@ -11,9 +11,9 @@
 //! Tasks are performed without the lock. It is a leaf: nothing else is locked, and no driver is
 //! called, under it.
 
-use super::config::Sizes;
 use super::ring::Ring;
 use super::task::{Followup, Submission, Task, TaskResult};
+use crate::config::Sizes;
 use crate::error::TransferError;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 

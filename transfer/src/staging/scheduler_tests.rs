@@ -8,9 +8,9 @@ use std::thread;
 
 use aquifer_device::fork::parking_lot::Mutex as PlainMutex;
 
-use super::super::config::PAGE;
 use super::super::task::Way;
 use super::*;
+use crate::config::PAGE;
 
 /// Reports the end of a job to the thread that submitted it.
 type Notify = mpsc::Sender<bool>;

@@ -12,9 +12,9 @@ use shuttle::sync::Mutex;
 use shuttle::sync::atomic::{AtomicUsize, Ordering};
 use shuttle::thread;
 
-use super::super::config::PAGE;
 use super::super::task::Way;
 use super::*;
+use crate::config::PAGE;
 
 /// Explores `model` at random, and with few but well-placed switches.
 fn explore(model: impl Fn() + Send + Sync + 'static) {

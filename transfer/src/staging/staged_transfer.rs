@@ -8,22 +8,22 @@ use aquifer_device::fork::Mutex;
 use aquifer_device::internal::{ExpectedWork, caller};
 use aquifer_device::{AccessKind, CopyEnd, DeviceError, DevicePtr, ErrorKind, HostPtr, RawStream, Stream, Tick};
 
-use super::config::PAGE;
 use super::endpoints::{HostSource, HostTarget};
 use super::task::{self, Submission, Way};
+use crate::config::PAGE;
 use crate::copy::DevicePart;
 use crate::enqueue::{covered_tick, enqueue_block, hold_off_captures};
 use crate::error::TransferError;
 use crate::foreign_code::guarded;
 use crate::job::Job;
-use crate::pinned::PinnedBlock;
+use crate::pinned::PinnedBuffer;
 use crate::rows::{RowBlock, Rows};
 
 /// The advice where the runtime's own stream captures.
 const CAPTURES_NOW: &str = "a stream of transfers must not be captured while it has transfers: wait for them before";
 
 /// A chunk of the ring.
-pub(super) type Chunk = PinnedBlock;
+pub(super) type Chunk = PinnedBuffer;
 /// A piece of a job, and the chunk that it goes through.
 pub(super) type Piece = task::Piece<Arc<StagedTransfer>, Chunk>;
 
@@ -173,7 +173,7 @@ pub(super) fn fill(piece: &mut Piece) -> Result<(), TransferError> {
     let Piece { work: transfer, range, chunk, .. } = piece;
     transfer.check_wanted()?;
     let HostEndpoint::Source(source) = &transfer.host else { return Ok(()) };
-    let mut into = chunk.all_mut().into_part(0..bytes)?.into_write()?;
+    let mut into = chunk.as_slice_mut().into_slice(..bytes)?.into_write()?;
     guarded("the source of a transfer", || source.read(range.start, &mut into))
 }
 
@@ -199,7 +199,7 @@ pub(super) fn store(piece: &Piece) -> Result<(), TransferError> {
     let Piece { work: transfer, range, chunk, .. } = piece;
     transfer.check_wanted()?;
     let HostEndpoint::Target(target) = &transfer.host else { return Ok(()) };
-    let from = chunk.part(0..piece.bytes())?.read()?;
+    let from = chunk.try_slice(..piece.bytes())?.read()?;
     guarded("the target of a transfer", || target.write(range.start, &from))
 }
 
@@ -220,8 +220,8 @@ fn enqueue(piece: &mut Piece, way: Way, stream: &Stream) -> Result<(), TransferE
     let on_device = transfer.device.reserved.access(stream)?;
     let _held_off = (way == Way::Down).then(hold_off).transpose()?;
     let (part, kind) = match way {
-        Way::Up => (chunk.part(0..bytes)?.host(), AccessKind::Read),
-        Way::Down => (chunk.all_mut().into_part(0..bytes)?.host(), AccessKind::Write),
+        Way::Up => (chunk.try_slice(..bytes)?.host(), AccessKind::Read),
+        Way::Down => (chunk.as_slice_mut().into_slice(..bytes)?.host(), AccessKind::Write),
     };
     let in_chunk = part.memory.access(stream, kind)?;
     let enqueued = transfer.device.rows.blocks(range.clone(), |block| {

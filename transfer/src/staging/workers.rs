@@ -8,11 +8,11 @@ use aquifer_device::fork::{self, Mutex};
 use aquifer_device::internal::{defer_panics_here, enqueues_expected_work};
 use aquifer_device::{Operation, Stream, executor};
 
-use super::config::{StagingConfig, StagingStats};
 use super::ring::CHUNK_BYTES_LEAST;
 use super::scheduler::{Executor, Scheduler};
 use super::staged_transfer::{Chunk, DeviceEndpoint, HostEndpoint, Piece, StagedTransfer, fill, send, store};
 use super::task::{Followup, Task, TaskResult, Way};
+use crate::config::{StagingStats, TransferConfig};
 use crate::error::TransferError;
 use crate::foreign_code::{self, DRIVER, guarded};
 use crate::job::Job;
@@ -25,19 +25,13 @@ pub(crate) struct Staging(pub(super) Arc<Workers>);
 
 impl Staging {
     /// A ring of memory of `pool`.
-    pub(crate) fn new(pool: &PinnedPool, config: StagingConfig) -> Staging {
+    pub(crate) fn new(pool: &PinnedPool, config: TransferConfig) -> Staging {
         let scheduler = Scheduler::new(config.sizes());
-        let workers = Workers { pool: pool.clone(), config, scheduler, work: Mutex::default() };
-        let workers = Arc::new(workers);
+        let workers = Arc::new(Workers { pool: pool.clone(), scheduler, work: Mutex::default() });
         let idle = Arc::downgrade(&workers);
         // Chunks that copies still use go back with the ticks of these copies.
         pool.set_cache(move || idle.upgrade().is_some_and(|workers| !workers.scheduler.strip_idle().is_empty()));
         Staging(workers)
-    }
-
-    /// The configuration.
-    pub(crate) fn config(&self) -> &StagingConfig {
-        &self.0.config
     }
 
     /// Begins to copy all bytes between a host end and a device end of one length, by copies on
@@ -91,7 +85,6 @@ impl Drop for Staging {
 /// A ring with its worker threads, each of which keeps it alive.
 pub(super) struct Workers {
     pool: PinnedPool,
-    config: StagingConfig,
     pub(super) scheduler: Scheduler<Arc<StagedTransfer>, Chunk>,
     /// The bytes that the threads moved, and their time by activity.
     work: Mutex<StagingStats>,
@@ -107,7 +100,7 @@ impl Workers {
         if !is_smallest && self.pool.limit().is_some_and(|limit| wanted as u64 > limit / 2) {
             return Err(self.pool.refusal(bytes as u64));
         }
-        self.pool.alloc(bytes, 1)
+        self.pool.alloc(bytes)
     }
 
     /// Reads a source or writes a target, and counts the time.

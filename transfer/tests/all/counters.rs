@@ -9,7 +9,7 @@ use aquifer::{Allocator, Tensor};
 use aquifer_device::{Device, Operation};
 use aquifer_sim::{SimConfig, SimDriver};
 
-use super::{content, runtime, small};
+use super::{content, runtime, small, to_device};
 
 /// A copy that was done before the wait, and one that a task awaited, blocked no thread.
 #[test]
@@ -17,17 +17,17 @@ fn transfers_that_blocked_no_thread_overlap_fully() {
     let device = Device::new(SimDriver::new(SimConfig::default()));
     let transfer = Transfer::new(&Allocator::new(&device, Config::default()).unwrap()).unwrap();
     let stream = device.stream().unwrap();
-    let pending = transfer.to_device(vec![1u8; 1000], &stream).unwrap();
+    let pending = to_device(&transfer, vec![1u8; 1000], &stream).unwrap();
     device.synchronize().unwrap();
     pending.wait().unwrap();
     let first = transfer.counters();
     assert_eq!((first.overlap(), first.synchronisations), (Some(1.0), 0));
-    pollster::block_on(transfer.to_device(vec![1u8; 1000], &stream).unwrap()).unwrap();
+    pollster::block_on(to_device(&transfer, vec![1u8; 1000], &stream).unwrap()).unwrap();
     let second = transfer.counters();
     assert_eq!((second.overlap(), second.synchronisations), (Some(1.0), 0));
     assert!(second.time_in_flight > first.time_in_flight);
     // An empty copy was not in flight.
-    transfer.to_device(Vec::<u8>::new(), &stream).unwrap().wait().unwrap();
+    to_device(&transfer, Vec::<u8>::new(), &stream).unwrap().wait().unwrap();
     assert_eq!(transfer.counters().time_in_flight, second.time_in_flight);
 }
 
@@ -37,7 +37,7 @@ fn reading_one_element_always_counts_as_waiting() {
     let sim = SimDriver::new(SimConfig::default());
     let memory = Allocator::new(&Device::new(sim.clone()), Config::default()).unwrap();
     let (transfer, stream) = (memory.transfer().unwrap(), memory.device().stream().unwrap());
-    let buffer = transfer.to_device(vec![1u8; 1000], &stream).unwrap().wait().unwrap();
+    let buffer = to_device(&transfer, vec![1u8; 1000], &stream).unwrap().wait().unwrap();
     let tensor = Tensor::from_buffer(&buffer, &[1000]).unwrap().select(0, 7).unwrap();
     let before = transfer.counters().synchronisations;
     let over = AtomicBool::new(false);
@@ -48,7 +48,7 @@ fn reading_one_element_always_counts_as_waiting() {
             }
         });
         for _ in 0..500 {
-            transfer.item(&buffer.slice(0..=0)).unwrap();
+            buffer.slice(0..=0).item(&transfer).unwrap();
             tensor.item::<u8>().unwrap();
         }
         over.store(true, Ordering::Relaxed);
@@ -70,7 +70,7 @@ fn small_uploads_cost_two_driver_calls_each_and_leave_few_events() {
         let on = transfer.on(&stream).unwrap();
         let (before, mut events) = (transfer.device().driver_calls(), 0);
         for nth in 1..=UPLOADS {
-            drop(on.upload(content(4096, nth), &mut buffer).unwrap());
+            drop(buffer.upload(content(4096, nth), &on).unwrap());
             if waits > 0 && nth % waits == 0 {
                 stream.synchronize().unwrap();
             }
@@ -79,7 +79,7 @@ fn small_uploads_cost_two_driver_calls_each_and_leave_few_events() {
         let calls = transfer.device().driver_calls().since(&before);
         let others = calls.total() - calls.of(Operation::SynchronizeStream);
         assert!(others * 100 <= UPLOADS as u64 * 215 && events <= 80, "waits {waits}: {events} events, {calls:?}");
-        assert_eq!(transfer.to_vec(&buffer).unwrap().wait().unwrap(), content(4096, UPLOADS));
+        assert_eq!(buffer.to_vec(&transfer).unwrap(), content(4096, UPLOADS));
         assert_eq!(sim.take_violations(), []);
     }
 }

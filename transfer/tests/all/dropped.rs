@@ -87,7 +87,7 @@ fn an_upload_goes_on_beside_a_capture_of_its_stream() {
                 drop(capture.end().unwrap());
             }
         }
-        assert!(transfer.to_vec(&buffer).unwrap().wait().unwrap() == [3; BYTES], "{way}");
+        assert!(buffer.to_vec(&transfer).unwrap() == [3; BYTES], "{way}");
         assert_eq!(sim.take_violations(), [], "{way}");
     }
 }
@@ -113,7 +113,7 @@ fn waiting_for_a_stream_or_the_device_covers_what_threads_have_yet_to_enqueue() 
         let own = transfer.device().per_thread_stream();
         for (nth, on) in [&stream, &stream, &own].into_iter().enumerate() {
             let wanted = content(BYTES, nth);
-            drop(transfer.on(on).unwrap().upload(wanted.clone(), &mut buffer).unwrap());
+            drop(buffer.upload(wanted.clone(), &transfer.on(on).unwrap()).unwrap());
             if nth == 0 {
                 transfer.device().synchronize().unwrap()
             } else {
@@ -134,16 +134,16 @@ fn a_thread_that_has_access_to_memory_waits_for_no_upload() {
     under_schedules(|transfer, stream, buffer| {
         let [side, other] = [(); 2].map(|()| transfer.device().stream().unwrap());
         let mut written = transfer.allocator().alloc::<u8>(BYTES, &other).unwrap();
-        let downloads = [&stream, &side].map(|on| transfer.on(on).unwrap().to_vec(&buffer).unwrap());
+        let downloads = [&stream, &side].map(|on| buffer.download(vec![0; BYTES], &transfer.on(on).unwrap()).unwrap());
         let mut waits = || {
-            drop(transfer.on(&other).unwrap().upload(content(BYTES, 1), &mut written)?);
+            drop(written.upload(content(BYTES, 1), &transfer.on(&other).unwrap())?);
             other.synchronize()?;
             transfer.device().synchronize()?;
             Ok::<_, Error>(())
         };
         with(&stream, [read(&buffer)], |_, _| waits()).unwrap();
         downloads.into_iter().for_each(|download| assert!(download.wait().unwrap() == [1; BYTES]));
-        assert!(transfer.to_vec(&written).unwrap().wait().unwrap() == content(BYTES, 1));
+        assert!(written.to_vec(&transfer).unwrap() == content(BYTES, 1));
     });
 }
 
@@ -157,7 +157,7 @@ fn a_request_that_splits_frames_waits_for_no_upload() {
     let refused = transfer.allocator().alloc::<u8>(2 << 30, &stream).unwrap_err();
     assert!(refused.is_out_of_memory(), "{refused}");
     source.open();
-    assert!(transfer.to_vec(&buffer).unwrap().wait().unwrap() == [3; BYTES]);
+    assert!(buffer.to_vec(&transfer).unwrap() == [3; BYTES]);
 }
 
 #[test]
@@ -165,12 +165,12 @@ fn an_upload_outlives_its_stream_its_runtime_and_a_sleep() {
     under_schedules(|transfer, stream, mut buffer| {
         let wanted = content(BYTES, 1);
         let allocator = transfer.allocator().clone();
-        drop(transfer.on(&stream).unwrap().upload(wanted.clone(), &mut buffer).unwrap());
+        drop(buffer.upload(wanted.clone(), &transfer.on(&stream).unwrap()).unwrap());
         drop((transfer, stream));
         allocator.sleep(SleepOptions::all(Contents::SaveToHost).waiting(std::time::Duration::MAX)).unwrap();
         allocator.wake().unwrap();
         let reader = Transfer::new(&allocator).unwrap();
-        assert!(reader.to_vec(&buffer).unwrap().wait().unwrap() == wanted);
+        assert!(buffer.to_vec(&reader).unwrap() == wanted);
     });
 }
 
@@ -184,7 +184,7 @@ fn a_failure_that_no_caller_asked_for_is_reported_by_the_next_access_once() {
         source.open();
         upload(&transfer, &source, &buffer)
     };
-    let readable = || transfer.to_vec(&buffer).map(|pending| drop(pending.wait().unwrap()));
+    let readable = || buffer.to_vec(&transfer).map(drop);
     drop(failing());
     transfer.synchronize().unwrap();
     let error = readable().unwrap_err();
@@ -218,5 +218,5 @@ fn a_loss_of_the_device_during_a_dropped_upload_is_reported() {
     sim.inject(Fault::Nth { operation: Some(Operation::CopyToDevice), nth: 1, code: Code::ILLEGAL_ADDRESS });
     source.open();
     assert!(stream.synchronize().unwrap_err().is_device_lost());
-    assert!(transfer.to_vec(&buffer).unwrap_err().is_device_lost());
+    assert!(buffer.to_vec(&transfer).unwrap_err().is_device_lost());
 }

@@ -12,14 +12,25 @@ mod regions;
 
 use std::sync::Arc;
 
-use aquifer::Allocator;
-use aquifer::transfer::{StagingConfig, Transfer, TransferConfig};
-use aquifer_device::Device;
+use aquifer::transfer::{Transfer, TransferConfig};
+use aquifer::{Allocator, Buffer, Error, Pending};
+use aquifer_device::{Device, Stream};
 use aquifer_sim::{SimConfig, SimDriver};
+use bytemuck::Pod;
+
+/// New device memory, and a copy of these values to it.
+fn to_device<T: Pod + Send + Sync>(
+    by: &Transfer,
+    values: Vec<T>,
+    stream: &Stream,
+) -> Result<Pending<Buffer<T>>, Error> {
+    let mut buffer = by.allocator().alloc(values.len(), stream)?;
+    Ok(buffer.upload(values, by)?.map(|()| buffer))
+}
 
 /// A ring of few small chunks.
-fn small() -> StagingConfig {
-    StagingConfig::default().chunk_bytes(64 << 10).chunks(3).threads(3).bytes_max(1 << 20)
+fn small() -> TransferConfig {
+    TransferConfig::default().chunk_bytes(64 << 10).chunks(3).threads(3).ring_bytes_max(1 << 20)
 }
 
 fn sim() -> SimConfig {
@@ -27,15 +38,15 @@ fn sim() -> SimConfig {
 }
 
 /// A runtime on a device of its own.
-fn runtime(config: StagingConfig) -> (Arc<SimDriver>, Transfer) {
+fn runtime(config: TransferConfig) -> (Arc<SimDriver>, Transfer) {
     // As on a GPU: the next request gets what was just freed.
     runtime_with(config, "quarantine_mb:0")
 }
 
-fn runtime_with(config: StagingConfig, options: &str) -> (Arc<SimDriver>, Transfer) {
+fn runtime_with(config: TransferConfig, options: &str) -> (Arc<SimDriver>, Transfer) {
     let sim = SimDriver::new(sim());
     let allocator = Allocator::new(&Device::new(sim.clone()), options).unwrap();
-    (sim, Transfer::with_config(&allocator, TransferConfig::default().staging(config)).unwrap())
+    (sim, Transfer::with_config(&allocator, config).unwrap())
 }
 
 fn content(bytes: usize, seed: usize) -> Vec<u8> {

@@ -4,13 +4,13 @@ use std::sync::{Arc, Mutex};
 
 use aquifer::kernels::DType;
 use aquifer::memory::Config;
-use aquifer::transfer::{PinnedConfig, StagingConfig, Transfer, TransferConfig};
+use aquifer::transfer::{Transfer, TransferConfig};
 use aquifer::{Allocator, Error, Tensor};
 use aquifer_device::{Device, DevicePtr, RequestError};
 use aquifer_sim::{SimConfig, SimDriver};
 use aquifer_transfer::{DevicePart, HostSource, TransferError};
 
-use super::{content, runtime, sim, small};
+use super::{content, runtime, sim, small, to_device};
 
 /// The ring gives up its idle chunks before a request fails.
 #[test]
@@ -18,13 +18,11 @@ fn an_idle_ring_gives_its_memory_back() {
     for stays in [false, true] {
         let sim = SimDriver::new(sim());
         let allocator = Allocator::new(&Device::new(sim.clone()), Config::default()).unwrap();
-        let config = TransferConfig::default()
-            .pinned(PinnedConfig::default().limit_bytes(32 << 20))
-            .staging(StagingConfig::default().chunk_bytes(4 << 20).chunks(6).threads(2));
+        let config = TransferConfig::default().pinned_limit(32 << 20).chunk_bytes(4 << 20).chunks(6).threads(2);
         let transfer = Transfer::with_config(&allocator, config).unwrap();
         let stream = transfer.device().stream().unwrap();
         let content = content(64 << 20, 1);
-        let uploaded = transfer.to_device(content.clone(), &stream).unwrap().wait().unwrap();
+        let uploaded = to_device(&transfer, content.clone(), &stream).unwrap().wait().unwrap();
         if stays {
             assert!(transfer.pinned().alloc::<u8>(24 << 20).is_ok());
         } else {
@@ -34,7 +32,7 @@ fn an_idle_ring_gives_its_memory_back() {
         }
         assert_eq!(transfer.staging_stats().chunks, 0);
         // The next one makes its own again.
-        assert!(transfer.to_vec(&uploaded).unwrap().wait().unwrap() == content);
+        assert!(uploaded.to_vec(&transfer).unwrap() == content);
         assert_eq!(sim.take_violations(), []);
     }
 }
@@ -65,9 +63,7 @@ fn a_busy_ring_leaves_memory_to_small_copies() {
     for limit in [512 << 10, 1 << 20, 4 << 20, 8 << 20, 30 << 20_u64] {
         let sim = SimDriver::new(sim());
         let allocator = Allocator::new(&Device::new(sim.clone()), Config::default()).unwrap();
-        let config = TransferConfig::default()
-            .pinned(PinnedConfig::default().limit_bytes(limit))
-            .staging(StagingConfig::default().chunk_bytes(2 << 20).chunks(16).threads(4));
+        let config = TransferConfig::default().pinned_limit(limit).chunk_bytes(2 << 20).chunks(16).threads(4);
         let transfer = Transfer::with_config(&allocator, config).unwrap();
         let stream = transfer.device().stream().unwrap();
         let source = Arc::new(Gate { bytes: 64 << 20, readers: Mutex::new(0), open: Mutex::new(false) });
@@ -78,14 +74,14 @@ fn a_busy_ring_leaves_memory_to_small_copies() {
             std::thread::yield_now();
         }
         for n in 0..200u8 {
-            let small = transfer.to_device(vec![n; 100_000], &stream).unwrap().wait().unwrap();
-            assert_eq!(transfer.item(&small.slice(99_999..=99_999)).unwrap(), n);
+            let small = to_device(&transfer, vec![n; 100_000], &stream).unwrap().wait().unwrap();
+            assert_eq!(small.slice(99_999..=99_999).item(&transfer).unwrap(), n);
         }
         let ring = transfer.staging_stats();
         assert!(ring.chunks >= 2 && ring.chunks * ring.chunk_bytes <= limit / 2, "{limit}: {ring:?}");
         *source.open.lock().unwrap() = true;
         uploaded.wait().unwrap();
-        assert_eq!(transfer.item(&large.slice(1 << 20..=1 << 20)).unwrap(), 3);
+        assert_eq!(large.slice(1 << 20..=1 << 20).item(&transfer).unwrap(), 3);
         assert_eq!(sim.take_violations(), []);
     }
 }
@@ -95,8 +91,8 @@ fn a_per_thread_stream_is_replaced() {
     let (sim, transfer) = runtime(small());
     let own = transfer.device().per_thread_stream();
     let content = content(300_000, 8);
-    let pending = transfer.on(&own).unwrap().to_device(content.clone(), &own).unwrap();
-    let back = transfer.on(&own).unwrap().to_vec(&pending.wait().unwrap()).unwrap().wait().unwrap();
+    let pending = to_device(&transfer.on(&own).unwrap(), content.clone(), &own).unwrap();
+    let back = pending.wait().unwrap().to_vec(&transfer.on(&own).unwrap()).unwrap();
     assert!(back == content && sim.violations().is_empty());
 }
 
@@ -111,7 +107,7 @@ fn reading_device_memory_larger_than_host_memory_is_an_error() {
     let allocator = Allocator::new(&device, Config::parse("backing:segments").unwrap()).unwrap();
     let transfer = Transfer::new(&allocator).unwrap();
     let buffer = allocator.alloc::<u32>(usize::try_from(bytes / 4).unwrap(), &device.stream().unwrap()).unwrap();
-    let error = transfer.to_vec(&buffer).map(drop).unwrap_err();
+    let error = buffer.to_vec(&transfer).map(drop).unwrap_err();
     assert!(
         matches!(error, Error::Transfer(TransferError::OutOfHostMemory { bytes: asked, .. }) if asked == bytes),
         "{error}"

@@ -21,11 +21,9 @@ fn the_slice_of_an_owner_is_taken_once() {
     let (_, transfer) = runtime(small());
     let stream = transfer.device().stream().unwrap();
     let fickle = || Fickle(content(LEN, 3), Default::default());
-    let buffer = transfer.to_device(Owner::new(fickle()), &stream).unwrap().wait().unwrap();
-    assert_eq!(transfer.to_vec(&buffer).unwrap().wait().unwrap(), content(LEN, 3));
+    let mut buffer = transfer.allocator().alloc(LEN, &stream).unwrap();
+    buffer.upload(Owner::new(fickle()), &transfer).unwrap().wait().unwrap();
+    assert_eq!(buffer.to_vec(&transfer).unwrap(), content(LEN, 3));
     let tensor = aquifer::Tensor::from_owner::<u8, _>(fickle(), &[LEN]).unwrap();
     assert_eq!(tensor.to(&transfer).unwrap().wait().unwrap().to_vec::<u8>().unwrap(), content(LEN, 3));
-    let mut pinned = transfer.pinned().alloc::<u8>(LEN).unwrap();
-    transfer.copy_on_host(Owner::new(fickle()), &mut pinned).unwrap().wait().unwrap();
-    assert_eq!(pinned.read().unwrap(), content(LEN, 3));
 }

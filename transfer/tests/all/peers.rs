@@ -9,6 +9,8 @@ use aquifer_device::{AccessKind, Code, Device, Operation, RequestError, Stream};
 use aquifer_sim::{Fault, SimConfig, SimDriver};
 use aquifer_transfer::{DevicePart, Elements};
 
+use super::to_device;
+
 /// Copies by two runtimes, and waits.
 fn copy_from(transfer: &Transfer, peer: &Transfer, from: &Buffer<u32>, to: &mut Buffer<u32>) -> Result<Route, Error> {
     let part = |buffer: &Buffer<u32>| (buffer.storage().clone(), buffer.ptr(), buffer.bytes());
@@ -53,12 +55,12 @@ impl World {
 fn copied(ways: usize) -> ([World; 2], Buffer<u32>, Result<Vec<u32>, Error>) {
     let [one, two] = [0, 1].map(World::new);
     let content = vec![7u32; LEN];
-    let from = one.transfer.to_device(content, &one.stream).unwrap().wait().unwrap();
+    let from = to_device(&one.transfer, content, &one.stream).unwrap().wait().unwrap();
     let mut to = two.transfer.allocator().alloc(LEN, &two.stream).unwrap();
     one.fails(Operation::Wait);
     [Operation::SynchronizeEvent, Operation::Synchronize].into_iter().take(ways).for_each(|way| two.fails(way));
     let copied = copy_from(&two.transfer, &one.transfer, &from, &mut to);
-    let result = copied.and_then(|_| two.transfer.to_vec(&to)?.wait());
+    let result = copied.and_then(|_| to.to_vec(&two.transfer));
     ([one, two], from, result)
 }
 
@@ -68,7 +70,7 @@ fn a_copy_that_waits_for_one_end_does_not_hold_the_other() {
         let [one, two] = [0, 1].map(World::new);
         let mut buffers = [&one, &two].map(|world| {
             let zeros = vec![0u32; LEN];
-            world.transfer.to_device(zeros, &world.stream).unwrap().wait().unwrap()
+            to_device(&world.transfer, zeros, &world.stream).unwrap().wait().unwrap()
         });
         for source in [0, 1] {
             let [first, second] = &mut buffers;
@@ -119,18 +121,18 @@ fn the_source_of_a_copy_that_nothing_can_wait_for_is_never_freed() {
         assert!(matches!(result, Err(Error::Device(_))), "{result:?}");
         if writes {
             one.transfer.allocator().kernels().unwrap().fill(&one.stream, &mut from, 9u32).unwrap();
-            assert_eq!(one.transfer.to_vec(&from).unwrap().wait().unwrap(), vec![9; LEN]);
+            assert_eq!(from.to_vec(&one.transfer).unwrap(), vec![9; LEN]);
         }
         drop(from);
         two.transfer.synchronize().unwrap();
         assert!(is_kept(&one));
-        let small = one.transfer.to_device(vec![7u32; 10], &one.stream).unwrap().wait().unwrap();
+        let small = to_device(&one.transfer, vec![7u32; 10], &one.stream).unwrap().wait().unwrap();
         let mut to = two.transfer.allocator().alloc(10, &two.stream).unwrap();
         copy_from(&two.transfer, &one.transfer, &small, &mut to).unwrap();
         assert_eq!((one.sim.violations(), two.sim.violations()), (vec![], vec![]));
     }
     let [one, two] = [0, 1].map(World::new);
-    let from = one.transfer.to_device(vec![7u32; LEN], &one.stream).unwrap().wait().unwrap();
+    let from = to_device(&one.transfer, vec![7u32; LEN], &one.stream).unwrap().wait().unwrap();
     let mut to = two.transfer.allocator().alloc(LEN, &two.stream).unwrap();
     two.sim.inject(Fault::Rate { operation: Some(Operation::Record), rate: 1.0, code: Code(999) });
     two.fails(Operation::Synchronize);
@@ -148,7 +150,7 @@ fn the_source_of_a_copy_that_nothing_can_wait_for_is_never_freed() {
 fn regions_cross_between_devices_as_within_one() {
     let worlds = [0, 1].map(World::new);
     let [World { transfer: one, stream, .. }, World { transfer: two, stream: elsewhere, .. }] = &worlds;
-    let from = one.to_device((0..1000u32).collect::<Vec<_>>(), stream).unwrap().wait().unwrap();
+    let from = to_device(one, (0..1000u32).collect::<Vec<_>>(), stream).unwrap().wait().unwrap();
     let regions = [
         Region { extents: &[10, 10], from_strides: &[10, 1], to_strides: &[10, 1] },
         Region { extents: &[10, 10], from_strides: &[100, 1], to_strides: &[10, 1] },
@@ -161,7 +163,7 @@ fn regions_cross_between_devices_as_within_one() {
     ];
     for region in &regions {
         let [mut expected, mut crossed] = [(one, stream), (two, elsewhere)]
-            .map(|(transfer, stream)| transfer.to_device(vec![7u32; 1000], stream).unwrap().wait().unwrap());
+            .map(|(transfer, stream)| to_device(transfer, vec![7u32; 1000], stream).unwrap().wait().unwrap());
         one.copy(region.of(&from), &mut expected).unwrap().wait().unwrap();
         let counted = || [one, two].map(|transfer| transfer.counters().on_device);
         let [at_source, mut here] = counted();
@@ -172,8 +174,8 @@ fn regions_cross_between_devices_as_within_one() {
         here.copies += elements.min(1);
         here.bytes += elements * 4;
         assert_eq!(counted(), [at_source, here], "{region:?}");
-        let content = two.to_vec(&crossed).unwrap().wait().unwrap();
-        assert_eq!(content, one.to_vec(&expected).unwrap().wait().unwrap(), "{region:?}");
+        let content = crossed.to_vec(&two).unwrap();
+        assert_eq!(content, expected.to_vec(&one).unwrap(), "{region:?}");
     }
     let mut to = from.share();
     let beyond = Region { extents: &[11], from_strides: &[100], to_strides: &[1] };

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use aquifer::Allocator;
-use aquifer::transfer::{Region, Transfer, TransferConfig, TransferError};
+use aquifer::transfer::{Region, Transfer, TransferError};
 use aquifer::{Error, Pending};
 use aquifer_device::RequestError;
 use aquifer_device::{Code, Device};
@@ -12,7 +12,7 @@ use aquifer_sim::{Fault, SimDriver};
 use bytemuck::Pod;
 use proptest::prelude::*;
 
-use super::{content, sim, small};
+use super::{content, sim, small, to_device};
 
 /// Extents and strides.
 #[derive(Clone, Debug)]
@@ -89,8 +89,7 @@ fn world(seed: u64) -> (Arc<SimDriver>, Transfer) {
     let sim = SimDriver::new(sim().seed(seed));
     let device = Device::new(sim.clone());
     let allocator = Allocator::new(&device, "quarantine_mb:0").unwrap();
-    let config = TransferConfig::default().staging(small());
-    (sim, Transfer::with_config(&allocator, config).unwrap())
+    (sim, Transfer::with_config(&allocator, small()).unwrap())
 }
 
 /// Copies a region to the device and back to the host in each way, and checks all bytes.
@@ -106,29 +105,29 @@ fn round_trips<T: Pod + Send + Sync + PartialEq + std::fmt::Debug>(
     let before: Vec<T> = (0..to_len).map(|at| element(at + 77_777)).collect();
     let expected = shape.model(&from, &before);
     let region = shape.region();
-    let source = transfer.to_device(from.clone(), &stream).unwrap().wait().unwrap();
+    let source = to_device(&transfer, from.clone(), &stream).unwrap().wait().unwrap();
     for way in 0..3 {
-        let mut target = transfer.to_device(before.clone(), &stream).unwrap().wait().unwrap();
+        let mut target = to_device(&transfer, before.clone(), &stream).unwrap().wait().unwrap();
         let mut back = before.clone();
         match way {
             0 => {
-                drop(transfer.upload(region.of(from.clone()), &mut target).unwrap());
-                back = transfer.download(&source, region.of(back)).unwrap().wait().unwrap();
+                drop(target.upload(region.of(from.clone()), &transfer).unwrap());
+                back = source.download(region.of(back), &transfer).unwrap().wait().unwrap();
             }
             1 => {
-                drop(transfer.upload(region.of(&from), &mut target).unwrap());
+                drop(target.upload(region.of(&from), &transfer).unwrap());
                 let mut pinned = transfer.pinned().alloc_from(&before).unwrap();
-                drop(transfer.download(&source, region.of(&mut pinned)).unwrap());
+                drop(source.download(region.of(&mut pinned), &transfer).unwrap());
                 back.copy_from_slice(&pinned.read().unwrap());
             }
             _ => {
                 let pinned = transfer.pinned().alloc_from(&from).unwrap();
-                drop(transfer.upload(region.of(&pinned), &mut target).unwrap());
-                back = transfer.download(&source, region.of(back)).unwrap().wait().unwrap();
+                drop(target.upload(region.of(&pinned), &transfer).unwrap());
+                back = source.download(region.of(back), &transfer).unwrap().wait().unwrap();
             }
         }
         assert!(back == expected, "way {way} to the host");
-        let there = transfer.to_vec(&target).unwrap().wait().unwrap();
+        let there = target.to_vec(&transfer).unwrap();
         assert!(there == expected, "way {way} to the device");
     }
     let stats = transfer.counters();
@@ -156,24 +155,24 @@ fn an_empty_region_is_complete_at_once() {
         Shape { extents: vec![0, 5], from: vec![5, 1], to: vec![5, 1] },
         Shape { extents: vec![5, 0], from: vec![9, 0], to: vec![9, 0] },
     ] {
-        let mut target = transfer.to_device(vec![3u8; 4], &stream).unwrap().wait().unwrap();
+        let mut target = to_device(&transfer, vec![3u8; 4], &stream).unwrap().wait().unwrap();
         let mut pinned = transfer.pinned().alloc_zeroed::<u8>(1).unwrap();
         let region = shape.region();
-        assert!(transfer.upload(region.of(vec![1u8]), &mut target).unwrap().is_done().unwrap());
-        assert!(transfer.upload(region.of(&pinned), &mut target).unwrap().is_done().unwrap());
-        assert!(transfer.download(&target, region.of(&mut pinned)).unwrap().is_done().unwrap());
-        transfer.upload(region.of(&[1u8]), &mut target).unwrap().wait().unwrap();
-        assert_eq!(transfer.download(&target, region.of(vec![7])).unwrap().wait().unwrap(), [7]);
-        assert_eq!(transfer.to_vec(&target).unwrap().wait().unwrap(), [3; 4]);
+        assert!(target.upload(region.of(vec![1u8]), &transfer).unwrap().is_done().unwrap());
+        assert!(target.upload(region.of(&pinned), &transfer).unwrap().is_done().unwrap());
+        assert!(target.download(region.of(&mut pinned), &transfer).unwrap().is_done().unwrap());
+        target.upload(region.of(&[1u8]), &transfer).unwrap().wait().unwrap();
+        assert_eq!(target.download(region.of(vec![7]), &transfer).unwrap().wait().unwrap(), [7]);
+        assert_eq!(target.to_vec(&transfer).unwrap(), [3; 4]);
     }
     // Elements without bytes, however many.
     let shape = Shape { extents: vec![1000, 1000], from: vec![1000, 1], to: vec![1000, 1] };
-    let mut target = transfer.to_device(vec![(); 1_000_000], &stream).unwrap().wait().unwrap();
+    let mut target = to_device(&transfer, vec![(); 1_000_000], &stream).unwrap().wait().unwrap();
     let mut pinned = transfer.pinned().alloc_zeroed::<()>(1_000_000).unwrap();
-    transfer.upload(shape.region().of(&pinned), &mut target).unwrap().wait().unwrap();
-    transfer.download(&target, shape.region().of(&mut pinned)).unwrap().wait().unwrap();
-    transfer.upload(shape.region().of(vec![(); 1_000_000]), &mut target).unwrap().wait().unwrap();
-    let back = transfer.download(&target, shape.region().of(vec![(); 1_000_000])).unwrap().wait().unwrap();
+    target.upload(shape.region().of(&pinned), &transfer).unwrap().wait().unwrap();
+    target.download(shape.region().of(&mut pinned), &transfer).unwrap().wait().unwrap();
+    target.upload(shape.region().of(vec![(); 1_000_000]), &transfer).unwrap().wait().unwrap();
+    let back = target.download(shape.region().of(vec![(); 1_000_000]), &transfer).unwrap().wait().unwrap();
     assert_eq!(back.len(), 1_000_000);
     assert_eq!(sim.take_violations(), []);
 }
@@ -183,7 +182,7 @@ fn regions_that_do_not_fit_are_refused_before_any_copy() {
     let (sim, transfer) = world(1);
     let (_, other) = world(2);
     let stream = transfer.device().stream().unwrap();
-    let mut target = transfer.to_device(vec![3u32; 1000], &stream).unwrap().wait().unwrap();
+    let mut target = to_device(&transfer, vec![3u32; 1000], &stream).unwrap().wait().unwrap();
     let mut elsewhere = other.allocator().alloc::<u32>(1000, other.device().default_stream()).unwrap();
     let pinned = transfer.pinned().alloc_zeroed::<u32>(1000).unwrap();
     let (from, uploaded) = (vec![1u32; 1000], transfer.counters().uploads.copies);
@@ -193,10 +192,10 @@ fn regions_that_do_not_fit_are_refused_before_any_copy() {
     for shape in [&long, &twice] {
         let region = shape.region();
         for refused in [
-            transfer.upload(region.of(from.clone()), &mut target).err(),
-            transfer.upload(region.of(&pinned), &mut target).err(),
-            transfer.upload(region.of(&from), &mut target).err(),
-            transfer.download(&target, region.of(from.clone())).err(),
+            target.upload(region.of(from.clone()), &transfer).err(),
+            target.upload(region.of(&pinned), &transfer).err(),
+            target.upload(region.of(&from), &transfer).err(),
+            target.download(region.of(from.clone()), &transfer).err(),
         ] {
             let expected = |error: &Error| {
                 matches!(
@@ -210,10 +209,10 @@ fn regions_that_do_not_fit_are_refused_before_any_copy() {
     }
     let region = fits.region();
     for refused in [
-        transfer.upload(region.of(from.clone()), &mut elsewhere).err(),
-        transfer.upload(region.of(&pinned), &mut elsewhere).err(),
-        transfer.upload(region.of(&from), &mut elsewhere).err(),
-        transfer.download(&elsewhere, region.of(from.clone())).err(),
+        elsewhere.upload(region.of(from.clone()), &transfer).err(),
+        elsewhere.upload(region.of(&pinned), &transfer).err(),
+        elsewhere.upload(region.of(&from), &transfer).err(),
+        elsewhere.download(region.of(from.clone()), &transfer).err(),
     ] {
         assert!(matches!(refused, Some(Error::Request(RequestError::WrongDevice { .. }))), "{refused:?}");
     }
@@ -236,9 +235,9 @@ fn every_driver_call_of_a_region_may_fail() {
         let stream = transfer.device().stream()?;
         // After a failed upload the download reads all of it.
         let mut buffer = transfer.allocator().alloc_zeros::<u8>(to_len, &stream)?;
-        let uploaded = transfer.upload(shape.region().of(from.clone()), &mut buffer)?;
+        let uploaded = buffer.upload(shape.region().of(from.clone()), &transfer)?;
         let there = Shape { from: shape.to.clone(), ..shape.clone() };
-        let back = transfer.download(&buffer, there.region().of(vec![0; to_len]))?.wait()?;
+        let back = buffer.download(there.region().of(vec![0; to_len]), &transfer)?.wait()?;
         uploaded.wait()?;
         assert!(back == expected);
         Ok(())
@@ -274,17 +273,17 @@ fn a_region_can_be_cancelled_dropped_and_forgotten() {
     for how in 0..3 {
         let (sim, transfer) = world(how);
         let stream = transfer.device().stream().unwrap();
-        let mut buffer = transfer.to_device(vec![0u8; to_len], &stream).unwrap().wait().unwrap();
+        let mut buffer = to_device(&transfer, vec![0u8; to_len], &stream).unwrap().wait().unwrap();
         let mut back = transfer.pinned().alloc_zeroed::<u8>(to_len).unwrap();
         back.write().unwrap().fill(9);
-        end(how, transfer.upload(shape.region().of(content(from_len, 1)), &mut buffer).unwrap());
-        end(how, transfer.download(&buffer, there.region().of(vec![9; to_len])).unwrap());
-        end(how, transfer.download(&buffer, there.region().of(&mut back)).unwrap());
+        end(how, buffer.upload(shape.region().of(content(from_len, 1)), &transfer).unwrap());
+        end(how, buffer.download(there.region().of(vec![9; to_len]), &transfer).unwrap());
+        end(how, buffer.download(there.region().of(&mut back), &transfer).unwrap());
         // After any outcome the host and the device may use the memory at once, and bytes between
         // the elements are unchanged.
         let gaps = |bytes: &[u8], gap| bytes.chunks(1001).all(|row| row.get(1000).is_none_or(|&byte| byte == gap));
         assert!(gaps(&back.read().unwrap(), 9));
-        let now = transfer.to_vec(&buffer).unwrap().wait().unwrap();
+        let now = buffer.to_vec(&transfer).unwrap();
         assert!(gaps(&now, 0));
         if how > 0 {
             let expected = shape.model(&content(from_len, 1), &vec![0; to_len]);

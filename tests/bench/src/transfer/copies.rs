@@ -27,8 +27,6 @@ const ROW: usize = 4 << 10;
 struct Ends {
     /// Twice as long as the copy, for rows with gaps.
     pinned: PinnedBuffer<u8>,
-    /// The destination of copies on the host.
-    aside: PinnedBuffer<u8>,
     /// Twice as long, too.
     ordinary: Vec<u8>,
     /// Twice as long, too.
@@ -56,23 +54,23 @@ const METHODS: &[Method] = &[
     }),
     ("upload", "pinned", |meter, ends| {
         let from = ends.pinned.slice(..ends.len());
-        Ok(meter.transfer.upload(from, &mut ends.buffer)?.wait()?)
+        Ok(ends.buffer.upload(from, &meter.transfer)?.wait()?)
     }),
     ("upload", "staged", |meter, ends| {
         let from = Owner::new(FirstHalf(ends.shared.clone()));
-        Ok(meter.transfer.upload(from, &mut ends.buffer)?.wait()?)
+        Ok(ends.buffer.upload(from, &meter.transfer)?.wait()?)
     }),
     ("upload", "staged rows", |meter, ends| {
         let region = Region { extents: &[ends.len() / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
-        Ok(meter.transfer.upload(region.of(ends.shared.clone()), &mut ends.buffer)?.wait()?)
+        Ok(ends.buffer.upload(region.of(ends.shared.clone()), &meter.transfer)?.wait()?)
     }),
     ("upload", "rows", |meter, ends| {
         let region = Region { extents: &[ends.len() / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
-        Ok(meter.transfer.upload(region.of(&ends.pinned), &mut ends.buffer)?.wait()?)
+        Ok(ends.buffer.upload(region.of(&ends.pinned), &meter.transfer)?.wait()?)
     }),
     ("upload", "file", |meter, ends| {
         let Some(file) = &ends.file else { return Ok(()) };
-        meter.transfer.upload(FilePart::new(file.path()), &mut ends.buffer)?.wait()?;
+        ends.buffer.upload(FilePart::new(file.path()), &meter.transfer)?.wait()?;
         Ok(())
     }),
     ("download", "driver pinned", |meter, ends| {
@@ -87,21 +85,21 @@ const METHODS: &[Method] = &[
     }),
     ("download", "pinned", |meter, ends| {
         let to = ends.pinned.slice_mut(..ends.len());
-        Ok(meter.transfer.download(&ends.buffer, to)?.wait()?)
+        Ok(ends.buffer.download(to, &meter.transfer)?.wait()?)
     }),
     ("download", "staged", |meter, ends| {
         let len = ends.len();
-        Ok(meter.transfer.download_blocking(&ends.buffer, &mut ends.ordinary[..len])?)
+        Ok(ends.buffer.download_blocking(&mut ends.ordinary[..len], &meter.transfer)?)
     }),
     ("download", "staged rows", |meter, ends| {
         let region = Region { extents: &[ends.len() / ROW, ROW], from_strides: &[ROW, 1], to_strides: &[2 * ROW, 1] };
         let to = std::mem::take(&mut ends.ordinary);
-        ends.ordinary = meter.transfer.download(&ends.buffer, region.of(to))?.wait()?;
+        ends.ordinary = ends.buffer.download(region.of(to), &meter.transfer)?.wait()?;
         Ok(())
     }),
     ("download", "rows", |meter, ends| {
         let region = Region { extents: &[ends.len() / ROW, ROW], from_strides: &[ROW, 1], to_strides: &[2 * ROW, 1] };
-        Ok(meter.transfer.download(&ends.buffer, region.of(&mut ends.pinned))?.wait()?)
+        Ok(ends.buffer.download(region.of(&mut ends.pinned), &meter.transfer)?.wait()?)
     }),
     ("on device", "copy", |meter, ends| {
         let len = ends.len();
@@ -124,21 +122,10 @@ const METHODS: &[Method] = &[
         meter.transfer.copy(region.of(from), &mut ends.buffer)?.wait()?;
         Ok(())
     }),
-    (ON_HOST, "copy", |meter, ends| {
-        let from = ends.pinned.slice(..ends.len());
-        Ok(meter.transfer.copy_on_host(from, &mut ends.aside)?.wait()?)
-    }),
-    (ON_HOST, "rows", |meter, ends| {
-        let region = Region { extents: &[ends.len() / ROW, ROW], from_strides: &[2 * ROW, 1], to_strides: &[ROW, 1] };
-        Ok(meter.transfer.copy_on_host(region.of(&ends.pinned), &mut ends.aside)?.wait()?)
-    }),
 ];
 
 /// The direction of copies from the memory of another device.
 const PEER: &str = "from peer";
-
-/// The direction of copies by the calling thread, on every device.
-const ON_HOST: &str = "on host";
 
 /// Methods with work of the host, which has no cost on a simulated device.
 const HOST_METHODS: [&str; 3] = ["staged", "staged rows", "file"];
@@ -153,19 +140,14 @@ pub(super) fn run(meter: &Meter) -> Result<Vec<Row>, Failure> {
             if is_left_out || (direction == PEER && ends.peer.is_none()) {
                 continue;
             }
-            let by_host = direction == ON_HOST;
-            let ns = if by_host {
-                meter.time_on_host(|| Ok(()), || copy(meter, &mut ends))?
-            } else {
-                meter.time(|| copy(meter, &mut ends))?
-            };
+            let ns = meter.time(|| copy(meter, &mut ends))?;
             let peer = meter.peer.as_ref().filter(|_| direction == PEER);
             let speed = rate(bytes, ns);
             if method == "driver pinned" {
                 reference = (direction, speed);
             }
             let compared = reference.0 == direction && method != "driver pinned" && reference.1 > 0.0;
-            let row = meter.row(by_host).with("direction", direction).with("method", method).with("bytes", bytes);
+            let row = meter.row(false).with("direction", direction).with("method", method).with("bytes", bytes);
             let row = row.us("us", ns).with("gb_per_s", speed);
             let row = row.with("of_driver_pinned", compared.then(|| speed / reference.1));
             let row = row.with("peer", peer.map(|peer| &*peer.name));
@@ -182,7 +164,6 @@ impl Ends {
         let file = if meter.is_modelled() { None } else { Some(Temporary::new(&ordinary[..len / 2])?) };
         Ok(Ends {
             pinned: meter.pinned(2 * bytes)?,
-            aside: meter.pinned(bytes)?,
             shared: ordinary.as_slice().into(),
             ordinary,
             buffer: meter.buffer(bytes)?,

@@ -33,12 +33,12 @@ pub(super) fn run(meter: &Meter) -> Result<Vec<Row>, Failure> {
     let (from, mut to) = (meter.pinned(bytes)?, meter.pinned(bytes)?);
     let (mut target, mut source) = (meter.buffer(bytes)?, meter.buffer(bytes)?);
     // Memory that was never written may not be read.
-    meter.transfer.upload(&from, &mut source)?.wait()?;
+    source.upload(&from, &meter.transfer)?.wait()?;
     let kernels = meter.transfer.allocator().kernels()?;
     let transfer = &meter.transfer;
 
-    let up = meter.time(|| Ok(transfer.upload(&from, &mut target)?.wait()?))?;
-    let down = meter.time(|| Ok(transfer.download(&source, &mut to)?.wait()?))?;
+    let up = meter.time(|| Ok(target.upload(&from, &transfer)?.wait()?))?;
+    let down = meter.time(|| Ok(source.download(&mut to, &transfer)?.wait()?))?;
     let busy = Duration::from_secs_f64(up.max(down) / 1e9);
     let kernel = meter.time(|| {
         keep_busy(&kernels, &meter.stream, busy)?;
@@ -47,17 +47,17 @@ pub(super) fn run(meter: &Meter) -> Result<Vec<Row>, Failure> {
 
     let beside_up = meter.time(|| {
         keep_busy(&kernels, &meter.stream, busy)?;
-        transfer.upload(&from, &mut target)?.wait()?;
+        target.upload(&from, &transfer)?.wait()?;
         Ok(meter.stream.synchronize()?)
     })?;
     let beside_down = meter.time(|| {
         keep_busy(&kernels, &meter.stream, busy)?;
-        transfer.download(&source, &mut to)?.wait()?;
+        source.download(&mut to, &transfer)?.wait()?;
         Ok(meter.stream.synchronize()?)
     })?;
     let both = meter.time(|| {
-        let up = transfer.upload(&from, &mut target)?;
-        let down = transfer.download(&source, &mut to)?;
+        let up = target.upload(&from, &transfer)?;
+        let down = source.download(&mut to, &transfer)?;
         Ok(Pending::join(up, down).wait().map(drop)?)
     })?;
 

@@ -48,7 +48,7 @@ pub(super) fn bandwidth(meter: &Meter) -> Result<Vec<Row>, Failure> {
     let mut rows = Vec::new();
     let (mut target, mut source) = (meter.buffer(bytes)?, meter.buffer(bytes)?);
     // Memory that was never written may not be read.
-    meter.transfer.upload(&meter.pinned(bytes)?, &mut source)?.wait()?;
+    source.upload(&meter.pinned(bytes)?, &meter.transfer)?.wait()?;
     let len = usize::try_from(bytes).unwrap_or(usize::MAX);
     let device = meter.transfer.device();
     let mut host = [HostBuffer::new(device, len)?, HostBuffer::new(device, len)?];
@@ -78,7 +78,7 @@ pub(super) fn bandwidth(meter: &Meter) -> Result<Vec<Row>, Failure> {
         let ns = meter.time(|| {
             beside.take().map(Pending::wait).transpose()?;
             let mut start = |up: bool| {
-                if up { meter.transfer.upload(&from, &mut target) } else { meter.transfer.download(&source, &mut to) }
+                if up { target.upload(&from, &meter.transfer) } else { source.download(&mut to, &meter.transfer) }
             };
             let measured = start(up)?;
             beside = both.then(|| start(!up)).transpose()?;
@@ -105,7 +105,7 @@ impl Caches {
     fn new(meter: &Meter, count: usize, len: usize) -> Result<Caches, Failure> {
         let mut device = meter.buffer((count * len) as u64)?;
         let host = vec![1; count * len];
-        meter.transfer.upload(host.clone(), &mut device)?.wait()?;
+        device.upload(host.clone(), &meter.transfer)?.wait()?;
         let pinned = HostBuffer::new(meter.transfer.device(), count * len)?;
         // No two neighbours stay neighbours, and an odd step visits each block of a power of two once.
         let mapping = (0..count).map(|block| (block, (block * 5 + 3) % count)).collect();

@@ -43,7 +43,7 @@ pub(super) fn run(meter: &Meter) -> Result<Vec<Row>, Failure> {
 fn uploads(meter: &Meter, mut buffers: Vec<Buffer<u8>>) -> Result<[f64; 2], Failure> {
     let len = buffers[0].len();
     let (pinned, ordinary) = (meter.pinned(len as u64)?, vec![1u8; len]);
-    let single = meter.time(|| wait(buffers.iter_mut().map(|buffer| meter.transfer.upload(&pinned, buffer))))?;
+    let single = meter.time(|| wait(buffers.iter_mut().map(|buffer| buffer.upload(&pinned, &meter.transfer))))?;
     let batched = meter.time(|| {
         let mut batch = meter.transfer.batch();
         buffers.iter_mut().try_for_each(|buffer| batch.upload(&ordinary, buffer))?;
@@ -57,7 +57,7 @@ fn downloads(meter: &Meter, buffers: &[Buffer<u8>]) -> Result<[f64; 2], Failure>
     let pinned = buffers.iter().map(|buffer| meter.pinned(buffer.bytes()));
     let mut pinned = pinned.collect::<Result<Vec<_>, _>>()?;
     let single = meter.time(|| {
-        wait(buffers.iter().zip(&mut pinned).map(|(buffer, pinned)| meter.transfer.download(buffer, pinned)))
+        wait(buffers.iter().zip(&mut pinned).map(|(buffer, pinned)| buffer.download(pinned, &meter.transfer)))
     })?;
     let batched = meter.time(|| {
         let mut batch = meter.transfer.batch();

@@ -27,7 +27,7 @@ fn launch(function: CUfunction, shared: u32, arguments: &mut [*mut c_void]) -> u
 #[test]
 fn every_kernel_is_in_the_module_that_it_names_as_it_is_declared() {
     let _card = Card::new();
-    for kernel in KERNELS {
+    for kernel in KERNELS.iter() {
         let (answer, module) = load(kernel.module.ptx());
         assert_eq!(answer, 0, "{}", kernel.name);
         let (found, function) = function(module, kernel.name);

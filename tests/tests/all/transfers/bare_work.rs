@@ -13,7 +13,7 @@ use aquifer_tests::prelude::*;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use super::Bench;
+use super::{Bench, to_device, to_vec};
 
 /// Small, copied by the caller; staged by threads, twice; of more than a granule.
 const SIZES: [u64; 4] = [4 << 10, 300 << 10, 512 << 10, 3 << 20];
@@ -119,14 +119,15 @@ impl Program {
                 let memory = allocator.alloc_exportable(bytes, HandleKind::PosixFd, &one).unwrap();
                 Held { ptr: memory.ptr(), bytes, stream: one, ready: None, _own: Box::new(memory) }
             }
-            11 => of_buffer(transfer.to_device(host(), &one).unwrap().wait().unwrap(), &one, false),
+            11 => of_buffer(to_device(&transfer, host(), &one).unwrap().wait().unwrap(), &one, false),
             12 => {
-                let begun = transfer.to_device(host(), &one).unwrap();
+                let begun = to_device(&transfer, host(), &one).unwrap();
                 begun.then(&other, |stream, buffer| of_buffer(buffer, stream, true)).unwrap()
             }
             13 => {
                 let pinned = transfer.pinned().alloc_from(&host()).unwrap();
-                let begun = transfer.on(&one).unwrap().to_device(&pinned, &one).unwrap();
+                let mut buffer: Buffer<u8> = allocator.alloc(len, &one).unwrap();
+                let begun = buffer.upload(&pinned, &one).unwrap().map(|()| buffer);
                 begun.then(&other, |stream, buffer| of_buffer(buffer, stream, true)).unwrap()
             }
             14 | 15 => return self.prefetch(len, &one, long, keep),
@@ -233,7 +234,7 @@ impl Program {
         stream.fill(*ptr, self.byte, *bytes).unwrap();
         stream.copy(ptr.offset(bytes / 2), *ptr, bytes / 2).unwrap();
         if let Some(buffer) = ready {
-            let read = self.bench.transfer.to_vec(buffer).unwrap();
+            let read = to_vec(&self.bench.transfer, buffer).unwrap();
             if !long {
                 assert!(read.wait().unwrap().iter().all(|&byte| byte == self.byte), "a download misses bare work");
             }

@@ -6,7 +6,7 @@ use aquifer_tests::prelude::*;
 use aquifer_tests::random::pattern;
 use proptest::prelude::*;
 
-use super::{Bench, host};
+use super::{Bench, host, to_device};
 
 /// Uploads to 20 buffers in a batch; each holds its number.
 fn upload_numbered(bench: &Bench, batch: &mut TransferBatch) -> Vec<Buffer<u8>> {
@@ -99,7 +99,7 @@ fn elements_without_bytes_are_as_many_as_they_were() {
     let download = batch.download(&buffer).unwrap();
     batch.run().unwrap().wait().unwrap();
     assert_eq!(download.to_vec().unwrap().len(), 5);
-    assert_eq!(transfer.to_vec(&buffer).unwrap().wait().unwrap().len(), 5);
+    assert_eq!(buffer.to_vec(&transfer).unwrap().len(), 5);
     assert_eq!(transfer.pinned().register(vec![(); 5]).unwrap().into_vec().unwrap().len(), 5);
     assert_eq!(transfer.pinned().alloc::<()>(5).unwrap().into_vec().unwrap().len(), 5);
     let refused = aquifer::transfer::Spiller::new(transfer, 0).unwrap().add(buffer, 0).map(drop).unwrap_err();
@@ -129,8 +129,8 @@ fn small_blocks_are_copied_within_the_device_by_one_call() {
     let bench = Bench::new();
     let stream = bench.device.stream().unwrap();
     let bytes: Vec<u8> = (0..100u8).flat_map(|block| [block; 1000]).collect();
-    let from = bench.transfer.to_device(bytes, &stream).unwrap().wait().unwrap();
-    let to = bench.transfer.to_device(vec![255u8; 100_000], &stream).unwrap().wait().unwrap();
+    let from = to_device(&bench.transfer, bytes, &stream).unwrap().wait().unwrap();
+    let to = to_device(&bench.transfer, vec![255u8; 100_000], &stream).unwrap().wait().unwrap();
     let mut batch = bench.transfer.batch();
     // Every other block, from the last one on, to the same number of blocks side by side.
     for (number, block) in (0..100).rev().step_by(2).enumerate() {

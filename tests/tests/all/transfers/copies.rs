@@ -8,6 +8,7 @@ use aquifer_tests::random::pattern;
 
 use super::interpreter::{Begun, Interpreter, pick};
 use super::op::LENGTHS;
+use super::{to_device, to_pinned, to_vec};
 
 /// Something that lends no slice, but panics.
 struct Panicking(usize);
@@ -65,7 +66,7 @@ impl Interpreter {
         let Some((device, pinned)) = self.pair(device, pinned) else { return };
         let transfer = self.on(on);
         let ((buffer, content), (source, bytes)) = (&mut self.devices[device], &self.pinned[pinned]);
-        let begun = transfer.upload(source, buffer);
+        let begun = buffer.upload(source, &transfer);
         *content = begun.is_ok().then(|| bytes.clone()).flatten();
         note(&mut self.uploaded, begun.is_ok(), buffer.len() as u64);
         self.begin(begun.map(Begun::Nothing));
@@ -76,7 +77,7 @@ impl Interpreter {
         let Some((device, pinned)) = self.pair(device, pinned) else { return };
         let transfer = self.on(on);
         let ((buffer, bytes), (target, content)) = (&self.devices[device], &mut self.pinned[pinned]);
-        let begun = transfer.download(buffer, target);
+        let begun = buffer.download(target, &transfer);
         *content = begun.is_ok().then(|| bytes.clone()).flatten();
         self.begin(begun.map(Begun::Nothing));
     }
@@ -103,17 +104,13 @@ impl Interpreter {
         let (mut target, content) = self.pinned.swap_remove(to);
         let (source, bytes) = &self.pinned[if from == self.pinned.len() { to } else { from }];
         let len = source.len();
-        let copied = match width {
-            None => self.bench.transfer.copy_on_host(source, &mut target),
-            Some(width) => {
-                let extents = [len / (2 * width), width];
-                let region = Region { extents: &extents, from_strides: &[2 * width, 1], to_strides: &[width, 1] };
-                self.bench.transfer.copy_on_host(region.of(source), &mut target)
-            }
-        };
-        // A dropped copy would not report a fault of the work that it comes after.
-        let copied =
-            if self.faults { copied.and_then(|pending| pending.wait().map(|()| None)) } else { copied.map(Some) };
+        let copied = source.read().and_then(|from| {
+            let mut to = target.write()?;
+            let (width, pitch) = width.map_or((len, len), |width| (width, 2 * width));
+            let rows = from.chunks_exact(pitch.max(1));
+            to.chunks_exact_mut(width.max(1)).zip(rows).for_each(|(to, from)| to.copy_from_slice(&from[..width]));
+            Ok(())
+        });
         let content = match (copied.is_ok(), content, bytes) {
             (true, Some(mut content), Some(bytes)) => {
                 let (width, pitch) = width.map_or((bytes.len(), bytes.len()), |width| (width, 2 * width));
@@ -126,9 +123,7 @@ impl Interpreter {
             _ => None,
         };
         self.pinned.push((target, content));
-        if let Some(Some(pending)) = self.done(copied) {
-            self.begin(Ok(Begun::OnHost(pending)));
-        }
+        self.done(copied.map_err(Error::from));
     }
 
     /// One value everywhere.
@@ -147,7 +142,7 @@ impl Interpreter {
         let Some(device) = pick(&self.devices, device) else { return };
         let (buffer, content) = &mut self.devices[device];
         let bytes = pattern(seed, buffer.len());
-        let begun = self.bench.transfer.upload(bytes.clone(), buffer);
+        let begun = buffer.upload(bytes.clone(), &self.bench.transfer);
         // Threads may still meet a fault or a cancellation, which only a wait shows.
         *content = (begun.is_ok() && !self.faults).then_some(bytes);
         note(&mut self.uploaded, begun.is_ok(), buffer.len() as u64);
@@ -157,7 +152,7 @@ impl Interpreter {
     /// From ordinary memory to a new buffer, which another stream may take over.
     pub(super) fn begin_to_device(&mut self, length: usize, seed: u64, then: bool) {
         let bytes = pattern(seed, LENGTHS[length]);
-        let begun = self.bench.transfer.to_device(bytes.clone(), &self.streams[0]);
+        let begun = to_device(&self.bench.transfer, bytes.clone(), &self.streams[0]);
         note(&mut self.uploaded, begun.is_ok(), bytes.len() as u64);
         let stream = &self.streams[1];
         let given = begun.and_then(|begun| if then { begun.then(stream, |_, buffer| buffer) } else { begun.wait() });
@@ -171,7 +166,7 @@ impl Interpreter {
         let Some(device) = pick(&self.devices, device) else { return };
         let (buffer, content) = &self.devices[device];
         let content = content.clone();
-        let begun = self.bench.transfer.to_vec(buffer);
+        let begun = to_vec(&self.bench.transfer, buffer);
         self.begin(begun.map(|begun| Begun::Bytes(begun, content)));
     }
 
@@ -180,7 +175,7 @@ impl Interpreter {
         let Some(device) = pick(&self.devices, device) else { return };
         let (buffer, content) = &self.devices[device];
         let content = content.clone();
-        let begun = self.bench.transfer.to_pinned(buffer);
+        let begun = to_pinned(&self.bench.transfer, buffer);
         self.begin(begun.map(|begun| Begun::Host(begun, content)));
     }
 
@@ -188,7 +183,7 @@ impl Interpreter {
     pub(super) fn upload_panicking(&mut self, device: usize) {
         let Some(device) = pick(&self.devices, device) else { return };
         let (buffer, content) = &mut self.devices[device];
-        let begun = self.bench.transfer.upload(Owner::new(Panicking(buffer.len())), buffer);
+        let begun = buffer.upload(Owner::new(Panicking(buffer.len())), &self.bench.transfer);
         *content = None;
         let bytes = vec![7; buffer.len()];
         if let Some(begun) = self.done(begun) {
@@ -206,7 +201,7 @@ impl Interpreter {
         let (pitch, len) = (2 * width, buffer.len());
         let height = len / pitch;
         let region = Region { extents: &[height, width], from_strides: &[pitch, 1], to_strides: &[pitch, 1] };
-        let begun = self.bench.transfer.upload(region.of(source), buffer);
+        let begun = buffer.upload(region.of(source), &self.bench.transfer);
         *content = match (begun.is_ok(), content.take(), bytes) {
             (true, Some(mut content), Some(bytes)) => {
                 for row in 0..height {
@@ -227,7 +222,7 @@ impl Interpreter {
         let height = buffer.len() / (width + 1);
         let bytes = pattern(seed, height * width);
         let region = Region { extents: &[height, width], from_strides: &[width, 1], to_strides: &[width + 1, 1] };
-        let begun = self.bench.transfer.upload(region.of(bytes.clone()), buffer);
+        let begun = buffer.upload(region.of(bytes.clone()), &self.bench.transfer);
         // As with all of it: threads may still meet a fault.
         *content = content.take().filter(|_| begun.is_ok() && !self.faults);
         for (to, from) in content.iter_mut().flat_map(|content| content.chunks_mut(width + 1)).zip(bytes.chunks(width))
@@ -243,7 +238,7 @@ impl Interpreter {
         let (buffer, content) = &self.devices[device];
         let height = buffer.len() / (width + 1);
         let region = Region { extents: &[height, width], from_strides: &[width + 1, 1], to_strides: &[width, 1] };
-        let begun = self.bench.transfer.download(buffer, region.of(vec![0; height * width]));
+        let begun = buffer.download(region.of(vec![0; height * width]), &self.bench.transfer);
         let content = content.as_ref().map(|content| {
             let rows = content.chunks_exact(width + 1).flat_map(|row| &row[..width]);
             rows.copied().collect::<Vec<u8>>()
@@ -258,8 +253,8 @@ impl Interpreter {
         let input = pattern(seed, buffer.len());
         let mut output = vec![0; input.len()];
         let transfer = &self.bench.transfer;
-        let uploaded = transfer.upload(&input, buffer);
-        let copied = uploaded.and_then(|_in_flight| transfer.download_blocking(buffer, &mut output));
+        let uploaded = buffer.upload(&input, &transfer);
+        let copied = uploaded.and_then(|_in_flight| buffer.download_blocking(&mut output, &transfer));
         *content = (copied.is_ok() || !self.faults).then(|| input.clone());
         if self.done(copied).is_some() {
             assert!(input == output, "what was copied there and back differs");

@@ -1,11 +1,11 @@
 //! Steps with buffers elsewhere: spilled on request or because memory runs out, or on a second
 //! device.
 
-use aquifer::Pending;
 use aquifer::memory::AllocError;
 use aquifer_tests::random::pattern;
 
 use super::interpreter::{Begun, Interpreter, differ, pick};
+use super::to_vec;
 
 /// More than is free on the device with any buffer live, and not more than it has.
 const PRESSURE_BYTES: u64 = 255 << 20;
@@ -42,11 +42,11 @@ impl Interpreter {
         let begun = match (spillable.access(&self.streams[stream]), seed) {
             (Ok(mut access), Some(seed)) => {
                 let bytes = pattern(seed, access.len());
-                let begun = transfer.upload(bytes.clone(), access.buffer_mut());
+                let begun = access.buffer_mut().upload(bytes.clone(), &transfer);
                 *content = (begun.is_ok() && !self.faults).then_some(bytes);
                 begun.map(Begun::Nothing)
             }
-            (Ok(access), None) => transfer.to_vec(&access).map(|begun| Begun::Bytes(begun, content.clone())),
+            (Ok(access), None) => to_vec(&transfer, &access).map(|begun| Begun::Bytes(begun, content.clone())),
             (Err(error), _) => Err(error),
         };
         self.begin(begun);
@@ -56,7 +56,7 @@ impl Interpreter {
     pub(super) fn check_spillable(&mut self) {
         for (number, (spillable, content)) in self.spillable.iter().enumerate() {
             let access = self.done(spillable.access(&self.streams[0])).unwrap();
-            let bytes = self.done(self.bench.transfer.to_vec(&access).and_then(Pending::wait));
+            let bytes = self.done(access.to_vec(&self.bench.transfer));
             assert!(!differ(bytes.as_deref(), content), "spillable memory {number} differs");
         }
     }
@@ -87,7 +87,7 @@ impl Interpreter {
 
     pub(super) fn check_peer(&mut self, index: usize) {
         let (buffer, content) = &self.on_peer[index];
-        let bytes = self.done(self.peer.transfer.to_vec(buffer).and_then(Pending::wait));
+        let bytes = self.done(buffer.to_vec(&self.peer.transfer));
         assert!(!differ(bytes.as_deref(), content), "memory {index} of the other device differs");
     }
 }

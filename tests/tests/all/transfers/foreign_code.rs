@@ -6,12 +6,11 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread;
 
-use aquifer::transfer::StagingConfig;
 use aquifer::transfer::{Batch, Owner, Prefetcher, Spiller, Transfer, TransferConfig};
 use aquifer::{Pending, Tensor};
 use aquifer_tests::prelude::*;
 
-use super::Bench;
+use super::{Bench, to_device, to_vec};
 
 /// Bytes that go through the ring.
 const STAGED: usize = 1 << 20;
@@ -21,7 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 fn with_one_thread() -> Bench {
     let mut bench = Bench::new();
-    let config = TransferConfig::default().staging(StagingConfig::default().threads(1));
+    let config = TransferConfig::default().threads(1);
     bench.transfer = Transfer::with_config(bench.transfer.allocator(), config).unwrap();
     bench
 }
@@ -61,8 +60,8 @@ fn waits(bench: &Bench, dropped: &Sender<()>) -> impl AsRef<[u8]> + Send + Sync 
     Page(
         vec![1; STAGED],
         Some(move || {
-            let buffer = transfer.to_device(vec![2u8; STAGED], &stream).unwrap().wait().unwrap();
-            assert_eq!(pollster::block_on(transfer.to_vec(&buffer).unwrap()).unwrap()[0], 2);
+            let buffer = to_device(&transfer, vec![2u8; STAGED], &stream).unwrap().wait().unwrap();
+            assert_eq!(pollster::block_on(to_vec(&transfer, &buffer).unwrap()).unwrap()[0], 2);
             transfer.synchronize().unwrap();
             dropped.send(()).unwrap();
         }),
@@ -75,21 +74,18 @@ fn owners_that_wait_for_transfers_when_dropped_block_no_transfer() {
         let bench = with_one_thread();
         let (transfer, (tell, dropped)) = (bench.transfer.clone(), channel());
         let mut buffer = bench.alloc(STAGED as u64);
-        drop(transfer.to_device(Owner::new(waits(&bench, &tell)), &bench.stream).unwrap().wait().unwrap());
-        transfer.upload(Owner::new(waits(&bench, &tell)), &mut buffer).unwrap().wait().unwrap();
-        drop(transfer.upload(Owner::new(waits(&bench, &tell)), &mut buffer).unwrap());
-        transfer.upload(Owner::new(waits(&bench, &tell)), &mut buffer).unwrap().cancel();
+        buffer.upload(Owner::new(waits(&bench, &tell)), &transfer).unwrap().wait().unwrap();
+        drop(buffer.upload(Owner::new(waits(&bench, &tell)), &transfer).unwrap());
+        buffer.upload(Owner::new(waits(&bench, &tell)), &transfer).unwrap().cancel();
         let tensor = Tensor::from_owner::<u8, _>(waits(&bench, &tell), &[STAGED]).unwrap();
         let moved = tensor.to(&transfer).unwrap();
         drop(tensor);
         drop(moved.wait().unwrap());
         let mut pinned = transfer.pinned().alloc::<u8>(STAGED).unwrap();
-        transfer.copy_on_host(Owner::new(waits(&bench, &tell)), &mut pinned).unwrap().wait().unwrap();
         // Held back by a download, so that another thread begins it.
-        drop(transfer.download(&buffer, &mut pinned).unwrap());
-        drop(transfer.copy_on_host(Owner::new(waits(&bench, &tell)), &mut pinned).unwrap());
+        drop(buffer.download(&mut pinned, &transfer).unwrap());
         transfer.synchronize().unwrap();
-        for _ in 0..7 {
+        for _ in 0..4 {
             dropped.recv_timeout(PATIENCE).unwrap();
         }
         drop((transfer, buffer, pinned));
@@ -111,7 +107,7 @@ fn waiting_for_a_transfer_does_not_wait_for_the_drop_of_its_owner() {
                 tell.send(()).unwrap();
             })
         });
-        drop(bench.send(Owner::new(needs)));
+        drop(bench.send(STAGED, Owner::new(needs)));
         bench.transfer.synchronize().unwrap();
         drop(held);
         dropped.recv_timeout(PATIENCE).unwrap();
@@ -123,7 +119,7 @@ fn waiting_for_a_transfer_does_not_wait_for_the_drop_of_its_owner() {
 fn an_owner_of_the_standard_library_is_dropped_before_the_transfer_is_complete() {
     let bench = with_one_thread();
     let owner: Arc<[u8]> = vec![1; STAGED].into();
-    drop(bench.send(owner.clone()));
+    drop(bench.send(STAGED, owner.clone()));
     assert_eq!(Arc::strong_count(&owner), 1);
     bench.finish();
 }
@@ -134,7 +130,7 @@ fn an_owner_that_panics_when_dropped_fails_nothing() {
         let bench = with_one_thread();
         for _ in 0..3 {
             let panics = Page(vec![1; STAGED], Some(|| panic!("an owner's")));
-            drop(bench.send(Owner::new(panics)));
+            drop(bench.send(STAGED, Owner::new(panics)));
         }
         bench.finish();
     });
@@ -167,16 +163,16 @@ fn wakers_that_wait_for_transfers_block_no_transfer() {
         let (transfer, stream) = (bench.transfer.clone(), bench.stream.clone());
         let (tell, woken) = channel();
         let waits = move || {
-            let buffer = transfer.to_device(vec![2u8; STAGED], &stream).unwrap().wait().unwrap();
+            let buffer = to_device(&transfer, vec![2u8; STAGED], &stream).unwrap().wait().unwrap();
             // Awaited, so woken as this one was.
-            assert_eq!(pollster::block_on(transfer.to_vec(&buffer).unwrap()).unwrap()[0], 2);
+            assert_eq!(pollster::block_on(to_vec(&transfer, &buffer).unwrap()).unwrap()[0], 2);
             pollster::block_on(transfer.enqueued_on(&stream).unwrap()).unwrap();
         };
         let waker = Waker::from(Arc::new(Woken(waits, tell)));
         for len in [1000, STAGED] {
-            let sent = bench.transfer.to_device(vec![7u8; len], &bench.stream).unwrap();
+            let sent = to_device(&bench.transfer, vec![7u8; len], &bench.stream).unwrap();
             let buffer = await_with(sent, &waker, &woken);
-            let bytes = await_with(bench.transfer.to_vec(&buffer).unwrap(), &waker, &woken);
+            let bytes = await_with(to_vec(&bench.transfer, &buffer).unwrap(), &waker, &woken);
             assert_eq!(bytes, vec![7; len]);
         }
         drop(waker);
@@ -191,7 +187,7 @@ fn a_waker_may_wait_for_another_one_of_the_same_stream() {
         let bench = Bench::new();
         let on_stream = bench.transfer.on(&bench.stream).unwrap();
         bench.driver.stall(&bench.stream, Duration::from_millis(1)).unwrap();
-        let mut pendings = [(); 2].map(|()| on_stream.to_device(vec![7u8; 1000], &bench.stream).unwrap());
+        let mut pendings = [(); 2].map(|()| to_device(&on_stream, vec![7u8; 1000], &bench.stream).unwrap());
         let ((tell_first, first), (tell_second, second)) = (channel(), channel());
         let (later, ran) = channel();
         let ran = Mutex::new(ran);

@@ -17,7 +17,6 @@ pub(super) type Content = Option<Vec<u8>>;
 pub(super) enum Begun {
     Nothing(Pending<()>),
     /// A copy between pinned memory.
-    OnHost(Pending<()>),
     Bytes(Pending<Vec<u8>>, Content),
     Host(Pending<PinnedBuffer<u8>>, Content),
 }
@@ -73,8 +72,8 @@ impl Interpreter {
     }
 
     /// Whether an operation took place. Without faults it must.
-    pub(super) fn done<T>(&self, result: Result<T, Error>) -> Option<T> {
-        match result {
+    pub(super) fn done<T, E: Into<Error>>(&self, result: Result<T, E>) -> Option<T> {
+        match result.map_err(Into::<Error>::into) {
             Ok(value) => Some(value),
             Err(error) if self.faults => {
                 assert!(!error.is_device_lost(), "{error}");
@@ -158,7 +157,7 @@ impl Interpreter {
         }
         for begun in &self.begun {
             let is_done = match begun {
-                Begun::Nothing(pending) | Begun::OnHost(pending) => pending.is_done(),
+                Begun::Nothing(pending) => pending.is_done(),
                 Begun::Bytes(pending, _) => pending.is_done(),
                 Begun::Host(pending, _) => pending.is_done(),
             };
@@ -184,11 +183,6 @@ impl Interpreter {
 
     fn end(&mut self, begun: Begun, how: How) {
         match (begun, how) {
-            (Begun::OnHost(pending), How::Cancel) => {
-                // Small copies, too, wait for others before they begin.
-                pending.cancel();
-                self.forget_longer_than(0);
-            }
             (Begun::Nothing(pending), How::Cancel) => {
                 pending.cancel();
                 self.forget_long();
@@ -200,7 +194,7 @@ impl Interpreter {
                 self.forgotten |= matches!(begun, Begun::Host(..) | Begun::Bytes(..));
                 std::mem::forget(begun);
             }
-            (Begun::Nothing(pending) | Begun::OnHost(pending), how) => {
+            (Begun::Nothing(pending), how) => {
                 self.done(finish(pending, how));
             }
             (Begun::Bytes(pending, content), how) => {
@@ -216,12 +210,9 @@ impl Interpreter {
 
     /// A cancelled long upload may be partial, and so may copies of it: forgets their content.
     fn forget_long(&mut self) {
-        self.forget_longer_than(256 << 10);
-    }
-
-    fn forget_longer_than(&mut self, len: usize) {
+        let len = 256 << 10;
         let begun = self.begun.iter_mut().filter_map(|begun| match begun {
-            Begun::Nothing(_) | Begun::OnHost(_) => None,
+            Begun::Nothing(_) => None,
             Begun::Bytes(_, content) | Begun::Host(_, content) => Some(content),
         });
         let device = self.devices.iter_mut().chain(&mut self.on_peer).map(|(_, content)| content);
@@ -299,7 +290,7 @@ impl Interpreter {
 
     fn check(&mut self, device: usize) {
         let (buffer, content) = &self.devices[device];
-        let bytes = self.done(self.bench.transfer.to_vec(buffer).and_then(Pending::wait));
+        let bytes = self.done(buffer.to_vec(&self.bench.transfer));
         assert!(!differ(bytes.as_deref(), content), "device memory {device} differs");
     }
 

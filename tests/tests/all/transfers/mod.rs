@@ -14,12 +14,29 @@ mod reported_page_locked;
 mod sleep;
 mod tensors;
 
-use aquifer::transfer::{Source, StagingConfig};
+use aquifer::transfer::Source;
 use aquifer::transfer::{Transfer, TransferConfig};
+use aquifer::{Error, Pending, PinnedBuffer};
 use aquifer_tests::prelude::*;
 
 /// Names the variable that says how many threads the staging ring has.
 pub(crate) const STAGING_THREADS: &str = "AQUIFER_TEST_STAGING_THREADS";
+
+/// New device memory, and a copy of these bytes to it.
+fn to_device(by: &Transfer, bytes: Vec<u8>, stream: &Stream) -> Result<Pending<Buffer<u8>>, Error> {
+    let mut buffer = by.allocator().alloc(bytes.len(), stream)?;
+    Ok(buffer.upload(bytes, by)?.map(|()| buffer))
+}
+
+/// A copy to new pinned memory.
+fn to_pinned(by: &Transfer, from: &Buffer<u8>) -> Result<Pending<PinnedBuffer<u8>>, Error> {
+    from.download(by.pinned().alloc(from.len())?, by)
+}
+
+/// A copy to a new vector, which nothing waits for yet.
+fn to_vec(by: &Transfer, from: &Buffer<u8>) -> Result<Pending<Vec<u8>>, Error> {
+    from.download(vec![0; from.len()], by)
+}
 
 /// A device with a transfer runtime.
 struct Bench {
@@ -39,8 +56,8 @@ impl Bench {
         let device = driver.device();
         let allocator = Allocator::new(&device, Config::default()).unwrap();
         let threads = std::env::var(STAGING_THREADS).ok().and_then(|threads| threads.parse().ok());
-        let staging = threads.map_or(StagingConfig::default(), |threads| StagingConfig::default().threads(threads));
-        let transfer = Transfer::with_config(&allocator, TransferConfig::default().staging(staging)).unwrap();
+        let config = threads.map_or(TransferConfig::default(), |threads| TransferConfig::default().threads(threads));
+        let transfer = Transfer::with_config(&allocator, config).unwrap();
         let stream = device.stream().unwrap();
         Bench { driver, device, transfer, stream }
     }
@@ -54,14 +71,16 @@ impl Bench {
         self.transfer.allocator().buffer_of(zeroed, &self.stream).unwrap()
     }
 
-    /// Sends bytes to a new buffer and waits for them.
-    fn send(&self, bytes: impl Source<u8>) -> Buffer<u8> {
-        self.transfer.to_device(bytes, &self.stream).unwrap().wait().unwrap()
+    /// Sends `len` bytes to a new buffer and waits for them.
+    fn send(&self, len: usize, bytes: impl Source<u8>) -> Buffer<u8> {
+        let mut buffer = self.transfer.allocator().alloc(len, &self.stream).unwrap();
+        buffer.upload(bytes, &self.transfer).unwrap().wait().unwrap();
+        buffer
     }
 
     /// The bytes of a buffer.
     fn read(&self, buffer: &Buffer<u8>) -> Vec<u8> {
-        self.transfer.to_vec(buffer).unwrap().wait().unwrap()
+        buffer.to_vec(&self.transfer).unwrap()
     }
 
     /// Gives everything back, and panics if something is missing or was touched out of order.

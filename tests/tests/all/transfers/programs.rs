@@ -10,9 +10,9 @@ use aquifer_tests::random::pattern;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use super::Bench;
 use super::interpreter::Interpreter;
 use super::op::op;
+use super::{Bench, to_vec};
 
 /// The least number of programs that spill and bring back on every driver.
 const FEWEST: u64 = 24;
@@ -53,7 +53,7 @@ fn a_copy_that_no_event_covers_is_done_some_time() {
     bench.driver.inject(Fault::Nth { operation: Some(Operation::Record), nth: 1, code: Code::OUT_OF_MEMORY });
     // On the stream that the memory was allocated for, so that the event after the copy is the
     // first one.
-    let pending = bench.transfer.on(&bench.stream).unwrap().upload(&host, &mut buffer).unwrap();
+    let pending = buffer.upload(&host, &bench.transfer.on(&bench.stream).unwrap()).unwrap();
     let mut asked = 0;
     while !pending.is_done().unwrap() {
         asked += 1;
@@ -74,26 +74,23 @@ fn all_that_was_begun_can_be_waited_for() {
     let page_locked = transfer.pinned().alloc_from(&pattern(3, 4096)).unwrap();
     bench.driver.stall(&bench.stream, Duration::from_millis(30)).unwrap();
     // Threads go on with these, one of them after the stall; one is left out.
-    drop(transfer.upload(pattern(1, 8 << 20), &mut one).unwrap());
-    drop(own.upload(pattern(2, 8 << 20), &mut two).unwrap());
-    transfer.to_vec(&two).unwrap().cancel();
-    drop(own.upload(&page_locked, &mut three).unwrap());
+    drop(one.upload(pattern(1, 8 << 20), &transfer).unwrap());
+    drop(two.upload(pattern(2, 8 << 20), &own).unwrap());
+    to_vec(transfer, &two).unwrap().cancel();
+    drop(three.upload(&page_locked, &own).unwrap());
     let tick = bench.stream.tick();
     tick.cover().unwrap();
-    let back = transfer.to_vec(&one).unwrap();
+    let back = to_vec(transfer, &one).unwrap();
     transfer.synchronize().unwrap();
     assert!(back.is_done().unwrap());
     assert!(tick.is_done().unwrap());
     let waits = transfer.counters().synchronisations;
     transfer.synchronize().unwrap();
     assert_eq!(transfer.counters().synchronisations, waits, "all is complete");
-    assert!(
-        back.wait().unwrap() == pattern(1, 8 << 20)
-            && transfer.to_vec(&two).unwrap().wait().unwrap() == pattern(2, 8 << 20)
-    );
+    assert!(back.wait().unwrap() == pattern(1, 8 << 20) && two.to_vec(&transfer).unwrap() == pattern(2, 8 << 20));
     // The wait does not report a transfer that fails.
     bench.driver.inject(Fault::Nth { operation: Some(Operation::CopyToDevice), nth: 1, code: Code(999) });
-    let failing = transfer.upload(pattern(4, 8 << 20), &mut one).unwrap();
+    let failing = one.upload(pattern(4, 8 << 20), &transfer).unwrap();
     transfer.synchronize().unwrap();
     assert!(failing.is_done().unwrap());
     failing.wait().unwrap_err();
@@ -112,7 +109,7 @@ fn waiting_for_all_that_was_begun_is_counted_where_there_is_something_to_wait_fo
     let mut buffer = bench.alloc(4096);
     let page_locked = transfer.pinned().alloc_from(&pattern(3, 4096)).unwrap();
     bench.driver.stall(&bench.stream, Duration::from_secs(1)).unwrap();
-    drop(own.upload(&page_locked, &mut buffer).unwrap());
+    drop(buffer.upload(&page_locked, &own).unwrap());
     let tick = bench.stream.tick();
     tick.cover().unwrap();
     transfer.synchronize().unwrap();

@@ -7,7 +7,7 @@ use aquifer::transfer::{Region, TransferError};
 use aquifer_tests::prelude::*;
 use aquifer_tests::random::pattern;
 
-use super::Bench;
+use super::{Bench, to_device, to_pinned, to_vec};
 
 /// A copy that should not block did, because its memory was pageable, and no error said so.
 #[test]
@@ -18,15 +18,15 @@ fn waits_are_counted_and_copies_that_need_none_do_not_wait() {
     bench.driver.stall(&bench.stream, Duration::from_secs(1)).unwrap();
     let before = bench.transfer.counters().synchronisations;
     let on = bench.transfer.on(&bench.stream).unwrap();
-    let pending = on.upload(&host, &mut buffer).unwrap();
+    let pending = buffer.upload(&host, &on).unwrap();
     if Subject::is_simulated() {
         assert!(!pending.is_done().unwrap(), "the call returned although the stream is busy");
     }
     assert_eq!(bench.transfer.counters().synchronisations, before);
     pending.wait().unwrap();
     // What does wait is counted.
-    bench.transfer.item(&buffer.slice(7..=7)).unwrap();
-    let many = bench.transfer.item(&buffer).unwrap_err();
+    buffer.slice(7..=7).item(&bench.transfer).unwrap();
+    let many = buffer.item(&bench.transfer).unwrap_err();
     assert!(matches!(many, Error::NotOneElement { .. }), "{many:?}");
     assert!(bench.transfer.counters().synchronisations > before);
     drop((host, buffer));
@@ -41,10 +41,10 @@ fn errors_name_both_devices() {
     let host = one.transfer.pinned().alloc_from(&[1u8; 64]).unwrap();
     let mut buffer = two.alloc(64);
     for error in [
-        one.transfer.upload(&host, &mut buffer).unwrap_err(),
-        two.transfer.upload(&host, &mut buffer).unwrap_err(),
+        buffer.upload(&host, &one.transfer).unwrap_err(),
+        buffer.upload(&host, &two.transfer).unwrap_err(),
         one.transfer.on(&two.stream).unwrap_err(),
-        one.transfer.to_pinned(&buffer).unwrap_err(),
+        to_pinned(&one.transfer, &buffer).unwrap_err(),
     ] {
         let text = error.to_string();
         let Error::Request(RequestError::WrongDevice { devices, .. }) = error else { panic!("{text}") };
@@ -75,16 +75,16 @@ fn copies_and_kernels_under_an_access_guard_of_the_same_thread_are_refused() {
     let (same, host) = (buffer.share(), bench.transfer.pinned().alloc_from(&[1u8; 1 << 20]).unwrap());
     let access = AccessGuard::acquire(&bench.stream, &[(same.storage(), AccessKind::Read)]).unwrap();
     for refused in [
-        bench.transfer.upload(&host, &mut buffer).map(drop).unwrap_err(),
-        bench.transfer.upload(vec![1; 1 << 20], &mut buffer).map(drop).unwrap_err(),
-        bench.transfer.to_vec(&buffer).map(drop).unwrap_err(),
+        buffer.upload(&host, &bench.transfer).map(drop).unwrap_err(),
+        buffer.upload(vec![1; 1 << 20], &bench.transfer).map(drop).unwrap_err(),
+        to_vec(&bench.transfer, &buffer).map(drop).unwrap_err(),
     ] {
         assert!(matches!(refused, Error::Alloc(AllocError::AccessHeld)), "{refused}");
     }
     let kernel = bench.transfer.allocator().kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap_err();
     assert_eq!(kernel.to_string(), format!("kernel fill: {}", AllocError::AccessHeld));
     drop(access);
-    bench.transfer.upload(&host, &mut buffer).unwrap().wait().unwrap();
+    buffer.upload(&host, &bench.transfer).unwrap().wait().unwrap();
     drop((buffer, same, host));
     bench.finish();
 }
@@ -98,12 +98,12 @@ fn copies_come_after_the_work_that_wrote_their_source() {
     for round in 0..20u8 {
         kernels.spin(&bench.stream, Duration::from_micros(50)).unwrap();
         kernels.fill(&bench.stream, &mut buffer, round).unwrap();
-        let back = bench.transfer.to_pinned(&buffer).unwrap().wait().unwrap();
+        let back = to_pinned(&bench.transfer, &buffer).unwrap().wait().unwrap();
         assert!(back.read().unwrap().iter().all(|&byte| byte == round));
     }
     // And the other way round: work comes after the copy that brings its input.
     let host = bench.transfer.pinned().alloc_from(&[42u8; 1 << 16]).unwrap();
-    drop(bench.transfer.upload(&host, &mut buffer).unwrap());
+    drop(buffer.upload(&host, &bench.transfer).unwrap());
     {
         let _access = AccessGuard::acquire(&bench.stream, &[(buffer.storage(), AccessKind::Read)]).unwrap();
         let mut bytes = [0; 4];
@@ -122,11 +122,11 @@ fn transfers_on_a_capturing_stream_are_refused_and_the_capture_goes_on() {
     let mut buffer = bench.alloc(64);
     let on = bench.transfer.on(&bench.stream).unwrap();
     let capture = bench.stream.begin_capture().unwrap();
-    assert!(on.upload(&host, &mut buffer).is_err());
-    assert!(on.to_vec(&buffer).is_err());
-    assert!(on.upload(vec![1u8; 64], &mut buffer).is_err());
+    assert!(buffer.upload(&host, &on).is_err());
+    assert!(to_vec(&on, &buffer).is_err());
+    assert!(buffer.upload(vec![1u8; 64], &on).is_err());
     drop(capture.end().unwrap());
-    on.upload(&host, &mut buffer).unwrap().wait().unwrap();
+    buffer.upload(&host, &on).unwrap().wait().unwrap();
     drop((host, buffer, on));
     bench.finish();
 }
@@ -151,18 +151,18 @@ fn transfers_that_were_accepted_do_not_fail_because_streams_capture_later() {
     for _ in 0..4 {
         let mut buffer = bench.alloc(len);
         write(&buffer);
-        let mut upload = Some(bench.transfer.upload(bytes.clone(), &mut buffer).unwrap());
+        let mut upload = Some(buffer.upload(bytes.clone(), &bench.transfer).unwrap());
         captured(&mut || upload.take().unwrap().wait().unwrap());
         assert_eq!(bench.read(&buffer), bytes);
         write(&buffer);
-        let mut download = Some(bench.transfer.to_vec(&buffer).unwrap());
+        let mut download = Some(to_vec(&bench.transfer, &buffer).unwrap());
         captured(&mut || assert!(download.take().unwrap().wait().unwrap().iter().all(|&byte| byte == 1)));
         // Without waiting.
-        drop(bench.transfer.upload(bytes.clone(), &mut buffer).unwrap());
+        drop(buffer.upload(bytes.clone(), &bench.transfer).unwrap());
         captured(&mut || std::thread::sleep(Duration::from_millis(5)));
         assert_eq!(bench.read(&buffer), bytes);
         // Memory of a stream that works.
-        let mut made = Some(bench.transfer.to_device(bytes.clone(), &bench.stream).unwrap());
+        let mut made = Some(to_device(&bench.transfer, bytes.clone(), &bench.stream).unwrap());
         let mut made_buffer = None;
         captured(&mut || made_buffer = Some(made.take().unwrap().wait().unwrap()));
         assert_eq!(bench.read(&made_buffer.unwrap()), bytes);
@@ -180,7 +180,7 @@ fn no_part_of_a_transfer_gets_into_a_graph() {
     for round in 0..60 {
         bench.transfer.allocator().kernels().unwrap().fill(&bench.stream, &mut buffer, 1u8).unwrap();
         bench.stream.synchronize().unwrap();
-        let upload = on.upload(vec![7u8; 1 << 20], &mut buffer).unwrap();
+        let upload = buffer.upload(vec![7u8; 1 << 20], &on).unwrap();
         std::thread::sleep(Duration::from_micros(20 * round));
         let capture = bench.stream.begin_capture().unwrap();
         std::thread::sleep(Duration::from_micros(300));
@@ -215,7 +215,7 @@ fn no_copy_of_another_thread_gets_into_a_graph() {
             (0..400).map(|_| capture()).collect()
         });
         while !captures.is_finished() {
-            match on.upload(&host, &mut buffer) {
+            match buffer.upload(&host, &on) {
                 Ok(upload) => drop(upload),
                 Err(error) => assert!(error.to_string().contains("captur"), "{error}"),
             }
@@ -243,7 +243,7 @@ fn a_lost_device_wakes_all_waiting_tasks_with_the_error() {
     let mut waiting = Vec::new();
     bench.driver.inject(Fault::Nth { operation: Some(Operation::SynchronizeEvent), nth: 1, code: Code(719) });
     for _ in 0..4 {
-        match bench.transfer.to_pinned(&buffer) {
+        match to_pinned(&bench.transfer, &buffer) {
             Ok(pending) => waiting.push(std::thread::spawn(move || pollster::block_on(pending))),
             // Those that came before were quick to lose it.
             Err(error) => assert!(error.is_device_lost(), "{error}"),
@@ -319,7 +319,7 @@ fn first_batch_leaves_the_stream_busy() -> bool {
 fn a_region_that_overlaps_its_source_is_refused() {
     let bench = Bench::new();
     let bytes = pattern(5, 24);
-    let buffer = bench.send(bytes.clone());
+    let buffer = bench.send(bytes.len(), bytes.clone());
     let copy = |from: std::ops::Range<usize>, to: std::ops::Range<usize>, strides: [[usize; 2]; 2]| {
         let region = Region { extents: &[4, 2], from_strides: &strides[0], to_strides: &strides[1] };
         let (from, mut to) = (buffer.slice(from), buffer.slice(to).share());
@@ -356,7 +356,7 @@ fn a_blocked_device_blocks_no_other_118550() {
         begins.recv().unwrap();
         for round in 0..10 {
             let sent = pattern(round, 10_000);
-            let buffer = other.send(sent.clone());
+            let buffer = other.send(sent.len(), sent.clone());
             assert_eq!(other.read(&buffer), sent);
             let host = held_up.transfer.pinned().alloc_from(&sent).unwrap();
             assert_eq!(host.read().unwrap(), sent);

@@ -3,7 +3,7 @@
 use aquifer_tests::prelude::*;
 use aquifer_tests::random::pattern;
 
-use super::Bench;
+use super::{Bench, to_pinned};
 
 /// A pinned buffer was written or reused while a copy from it was in flight.
 #[test]
@@ -14,7 +14,7 @@ fn page_locked_memory_in_flight_is_neither_written_nor_reused_130785() {
     for round in 0..4 {
         let mut buffer = bench.alloc(1 << 20);
         host.write().unwrap().fill(round);
-        drop(bench.transfer.upload(&host, &mut buffer).unwrap());
+        drop(buffer.upload(&host, &bench.transfer).unwrap());
         if round == 2 {
             // Dropped in flight, and asked for again.
             drop(std::mem::replace(&mut host, bench.transfer.pinned().alloc::<u8>(1 << 20).unwrap()));
@@ -36,7 +36,7 @@ fn page_locked_memory_in_flight_needs_no_new_events_68906_69299() {
     let mut buffer = bench.alloc(4096);
     let mut round = |seed| {
         let host = bench.transfer.pinned().alloc_from(&pattern(seed, 4096)).unwrap();
-        bench.transfer.upload(&host, &mut buffer).unwrap().wait().unwrap();
+        buffer.upload(&host, &bench.transfer).unwrap().wait().unwrap();
     };
     (0..10).for_each(&mut round);
     let before = bench.device.driver_calls();
@@ -60,7 +60,7 @@ fn page_locked_memory_comes_back_without_questions_or_threads_135524() {
     bench.driver.stall(&bench.stream, Duration::from_secs(1)).unwrap();
     for _ in 0..100 {
         let host = pool.alloc_zeroed::<u8>(1 << 20).unwrap();
-        drop(on.upload(&host, &mut buffer).unwrap());
+        drop(buffer.upload(&host, &on).unwrap());
     }
     drop(unused);
     let before = bench.device.driver_calls();
@@ -82,8 +82,8 @@ fn memory_used_by_a_busy_stream_delays_no_other_memory_71616_71745() {
     let addresses = hosts.each_ref().map(|host| host.read().unwrap().as_ptr());
     bench.driver.stall(&bench.stream, Duration::from_secs(1)).unwrap();
     let last = bench.stream.tick();
-    drop(bench.transfer.on(&bench.stream).unwrap().upload(&hosts[0], &mut buffers[0]).unwrap());
-    let quick = bench.transfer.on(&other).unwrap().upload(&hosts[1], &mut buffers[1]).unwrap();
+    drop(buffers[0].upload(&hosts[0], &bench.transfer.on(&bench.stream).unwrap()).unwrap());
+    let quick = buffers[1].upload(&hosts[1], &bench.transfer.on(&other).unwrap()).unwrap();
     drop(hosts);
     quick.wait().unwrap();
     let slabs = pool.stats().num_host_alloc;
@@ -104,8 +104,8 @@ fn copies_on_other_streams_do_not_keep_memory_147168_deepep_455() {
     let content = pattern(3, 4 << 20);
     let mut most = 0;
     for round in 0..50 {
-        let buffer = bench.send(content.clone());
-        let host = bench.transfer.to_pinned(&buffer).unwrap();
+        let buffer = bench.send(content.len(), content.clone());
+        let host = to_pinned(&bench.transfer, &buffer).unwrap();
         drop(buffer);
         assert_eq!(host.wait().unwrap().read().unwrap(), content);
         let reserved = bench.transfer.allocator().memory_reserved();

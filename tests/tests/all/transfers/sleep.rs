@@ -6,10 +6,11 @@ use aquifer::tensor::To;
 use aquifer::transfer::{Batch, Prefetcher, Spiller, Transfer};
 use aquifer::{Error, Pending, Tensor};
 use aquifer_tests::prelude::*;
+use aquifer_tests::random::pattern;
 
-use super::Bench;
+use super::{Bench, to_device, to_vec};
 
-const LEN: u32 = 3 << 20;
+const LEN: usize = 12 << 20;
 
 /// Waits until the transfers under way are enqueued.
 fn patient() -> SleepOptions {
@@ -19,17 +20,17 @@ fn patient() -> SleepOptions {
 #[test]
 fn pending_transfers_are_enqueued_before_the_memory_goes() {
     let bench = Bench::new();
-    let data: Vec<u32> = (0..LEN).collect();
+    let data = pattern(1, LEN);
     let allocator = bench.transfer.allocator().clone();
-    let mut other: Buffer<u32> = allocator.alloc(data.len(), &bench.stream).unwrap();
-    let begun = bench.transfer.to_device(data.clone(), &bench.stream).unwrap();
-    let filled = bench.transfer.upload(data.clone(), &mut other).unwrap();
+    let mut other: Buffer<u8> = allocator.alloc(data.len(), &bench.stream).unwrap();
+    let begun = to_device(&bench.transfer, data.clone(), &bench.stream).unwrap();
+    let filled = other.upload(data.clone(), &bench.transfer).unwrap();
     assert!(allocator.sleep(patient()).unwrap() > 0);
     allocator.wake().unwrap();
     let buffer = begun.wait().unwrap();
     filled.wait().unwrap();
     for buffer in [&buffer, &other] {
-        let read = bench.transfer.to_vec(buffer).unwrap();
+        let read = to_vec(&bench.transfer, buffer).unwrap();
         allocator.sleep(patient()).unwrap();
         assert!(read.wait().unwrap() == data);
         allocator.wake().unwrap();
@@ -88,7 +89,7 @@ fn a_prefetcher_loses_no_batch() {
     }
     assert_eq!(refused, 1);
     for (number, batch) in (0..12).zip(&seen) {
-        assert!(bench.transfer.to_vec(batch).unwrap().wait().unwrap().iter().all(|&value| value == number));
+        assert!(batch.to_vec(&bench.transfer).unwrap().iter().all(|&value| value == number));
     }
     assert_eq!(seen.len(), 12);
     // One that is dropped meanwhile does not wait for that to end.

@@ -12,8 +12,9 @@ use std::sync::Arc;
 
 use aquifer_device::{AccessKind, CallCounts, Device, DevicePtr, HostPtr, Operation, Stream};
 use aquifer_sim::{SimConfig, SimDriver};
+use bytemuck::Pod;
 
-use super::{HostPart, PinnedBlock, PinnedConfig, PinnedPool};
+use super::{HostPart, PinnedBuffer, PinnedPool, Returned};
 use crate::error::TransferError;
 
 /// A simulated device, the pool, a stream, and device memory to copy to and from.
@@ -29,20 +30,26 @@ struct Bench {
 const MEMORY: usize = 64 << 20;
 
 impl Bench {
-    fn new(config: PinnedConfig) -> Bench {
+    fn limited(bytes: u64) -> Bench {
+        let bench = Bench::new();
+        bench.pool.set_limit(Some(bytes));
+        bench
+    }
+
+    fn new() -> Bench {
         let sim = SimDriver::new(SimConfig::parse("1GiB,seed=1").unwrap());
         let device = Device::new(sim.clone());
-        let pool = PinnedPool::new(&device, config).unwrap();
+        let pool = PinnedPool::new(&device);
         let (stream, memory) = (device.stream().unwrap(), device.alloc(MEMORY as u64).unwrap());
         Bench { sim, device, pool, stream, memory }
     }
 
-    fn upload(&self, from: &PinnedBlock) -> Result<(), TransferError> {
-        upload(from.all().host(), self.memory, &self.stream, &self.device)
+    fn upload<T: Pod>(&self, from: &PinnedBuffer<T>) -> Result<(), TransferError> {
+        upload(from.as_slice().host(), self.memory, &self.stream, &self.device)
     }
 
-    fn download(&self, to: &mut PinnedBlock) -> Result<(), TransferError> {
-        download(to.all_mut().host(), self.memory, &self.stream, &self.device)
+    fn download<T: Pod>(&self, to: &mut PinnedBuffer<T>) -> Result<(), TransferError> {
+        download(to.as_slice_mut().host(), self.memory, &self.stream, &self.device)
     }
 
     fn calls_in(&self, run: impl FnOnce()) -> CallCounts {
@@ -97,6 +104,6 @@ fn raw_download(
     Ok(())
 }
 
-fn address(buffer: &PinnedBlock) -> usize {
-    buffer.all().host().ptr.0
+fn address<T: Pod>(buffer: &PinnedBuffer<T>) -> usize {
+    buffer.as_slice().host().ptr.0
 }

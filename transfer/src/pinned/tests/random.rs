@@ -48,7 +48,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 
 /// A buffer, and the byte that all of it must be, where that is known.
 struct Held {
-    buffer: PinnedBlock,
+    buffer: PinnedBuffer,
     value: Option<u8>,
     /// Whether it counts in the pool.
     pooled: bool,
@@ -67,7 +67,7 @@ struct Program {
 
 impl Program {
     fn new() -> Program {
-        let bench = Bench::new(PinnedConfig::default().limit_bytes(LIMIT));
+        let bench = Bench::limited(LIMIT);
         let streams = (0..STREAMS).map(|_| bench.device.stream().unwrap()).collect();
         let (held, forgotten) = Default::default();
         Program { bench, streams, device: vec![(0, 0); STREAMS], held, forgotten, faulty: false }
@@ -79,11 +79,11 @@ impl Program {
         let count = self.held.len();
         match *step {
             Step::Alloc { bytes } => {
-                let buffer = pool.alloc(bytes, 1)?;
+                let buffer = pool.alloc::<u8>(bytes)?;
                 self.held.push(Held { buffer, value: None, pooled: true });
             }
             Step::Register { bytes } => {
-                let buffer = pool.register(vec![5_u8; bytes]).map_err(|(_, error)| error)?;
+                let buffer = pool.register(vec![5_u8; bytes]).map_err(|returned| returned.error)?;
                 self.held.push(Held { buffer, value: Some(5), pooled: false });
             }
             Step::Trim { bytes } => drop(pool.trim_to(bytes)?),
@@ -104,7 +104,7 @@ impl Program {
             Step::Upload { which, stream } => {
                 let Held { buffer, value, .. } = &self.held[which % count];
                 let before = std::mem::take(&mut self.device[stream]);
-                upload(buffer.all().host(), part(stream), &self.streams[stream], device)?;
+                upload(buffer.as_slice().host(), part(stream), &self.streams[stream], device)?;
                 self.device[stream] = match value {
                     Some(value) if before.1 == *value => (before.0.max(buffer.bytes()), *value),
                     Some(value) => (buffer.bytes(), *value),
@@ -114,7 +114,7 @@ impl Program {
             Step::Download { which, stream } => {
                 let Held { buffer, value, .. } = &mut self.held[which % count];
                 *value = None;
-                download(buffer.all_mut().host(), part(stream), &self.streams[stream], device)?;
+                download(buffer.as_slice_mut().host(), part(stream), &self.streams[stream], device)?;
                 let (known, byte) = self.device[stream];
                 *value = (known >= buffer.bytes()).then_some(byte);
             }

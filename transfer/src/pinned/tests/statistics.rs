@@ -5,10 +5,10 @@ use super::*;
 /// PyTorch's test_host_memory_stats, with slabs where that has blocks.
 #[test]
 fn host_memory_stats() {
-    let bench = Bench::new(PinnedConfig::default());
+    let bench = Bench::new();
     let value = |key| bench.pool.stats().iter().find(|&(name, _)| name == key).unwrap().1;
-    let first = bench.pool.alloc(40 * 1024, 4).unwrap();
-    let second = bench.pool.alloc(40 * 1024, 4).unwrap();
+    let first = bench.pool.alloc::<u32>(10 * 1024).unwrap();
+    let second = bench.pool.alloc::<u32>(10 * 1024).unwrap();
     assert_eq!((value("active_requests.current"), value("active_bytes.current")), (2, 2 * 40_960));
     assert_eq!((value("allocations.current"), value("allocated_bytes.current")), (1, 2 << 20));
     assert_eq!((value("num_host_alloc"), value("host_alloc_time.count")), (1, 1));
@@ -29,8 +29,8 @@ fn host_memory_stats() {
 
 #[test]
 fn memory_in_flight_is_active_until_it_is_known_to_be_done() {
-    let bench = Bench::new(PinnedConfig::default());
-    let buffer = bench.pool.alloc_zeroed(1 << 20, 1).unwrap();
+    let bench = Bench::new();
+    let buffer = bench.pool.alloc_zeroed::<u8>(1 << 20).unwrap();
     bench.upload(&buffer).unwrap();
     drop(buffer);
     assert_eq!(bench.pool.stats().active_bytes.current, 1 << 20);

@@ -9,14 +9,15 @@ use aquifer_sim::{Fault, SimConfig, SimDriver};
 use proptest::prelude::*;
 
 use super::*;
+use crate::config::TransferConfig;
 use crate::copy::DevicePart;
 use crate::error::TransferError;
 use crate::job::{Job, JobProgress};
-use crate::pinned::{PinnedConfig, PinnedPool};
+use crate::pinned::PinnedPool;
 use crate::rows::Rows;
 
-const SMALL: StagingConfig =
-    StagingConfig { chunk_bytes: 64 << 10, chunks: 3, threads: 3, bytes_max: 1 << 20, direct_io: DirectIo::Measured };
+const SMALL: TransferConfig =
+    TransferConfig { pinned_limit: None, chunk_bytes: 64 << 10, chunks: 3, threads: 3, ring_bytes_max: 1 << 20 };
 
 struct World {
     sim: Arc<SimDriver>,
@@ -31,12 +32,12 @@ impl World {
         World::with(config, SMALL)
     }
 
-    fn with(config: SimConfig, staging: StagingConfig) -> World {
+    fn with(config: SimConfig, staging: TransferConfig) -> World {
         let sim = SimDriver::new(config);
         let device = Device::new(sim.clone());
         // As on a GPU: the next request gets what was just freed.
         let allocator = Allocator::new(&device, "quarantine_mb:0").unwrap();
-        let pool = PinnedPool::new(&device, PinnedConfig::default()).unwrap();
+        let pool = PinnedPool::new(&device);
         let staging = Some(Staging::new(&pool, staging));
         World { sim, device, allocator, pool, staging }
     }
@@ -186,7 +187,7 @@ fn content(bytes: usize, seed: usize) -> Vec<u8> {
 /// that copy.
 const THREADS: &str = "AQUIFER_TEST_STAGING_THREADS";
 
-pub(super) fn cores() -> Option<usize> {
+pub(crate) fn cores() -> Option<usize> {
     std::env::var(THREADS).ok()?.parse().ok()
 }
 
@@ -215,7 +216,7 @@ proptest! {
         shape in (1..5usize, 1..4usize, 1..5usize),
     ) {
         let (pages, chunks, threads) = shape;
-        let config = StagingConfig::default().chunk_bytes((pages * 32) << 10).chunks(chunks).threads(threads);
+        let config = TransferConfig::default().chunk_bytes((pages * 32) << 10).chunks(chunks).threads(threads);
         let world = World::with(sim().seed(seed), config);
         std::thread::scope(|scope| {
             for (index, &bytes) in sizes.iter().enumerate() {
@@ -397,7 +398,8 @@ fn the_last_handle_may_be_dropped_by_a_thread_of_the_ring() {
 #[test]
 fn a_job_fails_without_page_locked_memory() {
     let mut world = World::new(sim());
-    world.pool = PinnedPool::new(&world.device, PinnedConfig::default().limit_bytes(4096)).unwrap();
+    world.pool = PinnedPool::new(&world.device);
+    world.pool.set_limit(Some(4096));
     world.staging = Some(Staging::new(&world.pool, SMALL));
     let error = world.round_trip(&content(10, 0)).unwrap_err();
     assert!(error.is_out_of_memory(), "{error}");
@@ -413,7 +415,7 @@ fn a_file_that_shrinks_while_it_is_read_fails_its_transfer() {
     let world = World::new(sim());
     let stream = world.device.stream().unwrap();
     let buffer = world.buffer(200_000, &stream);
-    let source = FileSource::open(&path, 0, 200_000, DirectIo::Always).unwrap();
+    let source = open_file(&path, 0, 200_000).unwrap();
     std::fs::write(&path, [7; 1000]).unwrap();
     match settled(&world.upload(Arc::new(source), &buffer, &stream).unwrap()) {
         Err(TransferError::FileTooShort { len: 1000, offset: 0, bytes: 200_000, .. }) => {}

@@ -1,23 +1,28 @@
-//! The configuration of the ring, and its statistics.
+//! The configuration of a runtime, and statistics of its ring.
 
 use std::thread;
 use std::time::Duration;
 
 /// The alignment of pieces of host memory, in bytes.
-pub const PAGE: usize = 4096;
+pub(crate) const PAGE: usize = 4096;
 
-/// Sizes of the staging ring for ordinary memory and files. By default they suit a PCIe 5 link with
-/// 16 lanes.
+/// The configuration of a runtime: its pinned memory, and the sizes of the staging ring for ordinary
+/// memory and files, which by default suit a PCIe 5 link with 16 lanes.
 ///
 /// ```
-/// use aquifer::transfer::StagingConfig;
-/// let config = StagingConfig::default().chunk_bytes(2 << 20).chunks(4).threads(2);
-/// assert_eq!((config.chunk_bytes, config.bytes_max), (2 << 20, 128 << 20));
+/// use aquifer::transfer::TransferConfig;
+/// let config = TransferConfig::default().pinned_limit(16 << 30).chunk_bytes(2 << 20).chunks(4).threads(2);
+/// assert_eq!((config.pinned_limit, config.ring_bytes_max), (Some(16 << 30), 128 << 20));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct StagingConfig {
-    /// Bytes of a chunk, as a multiple of 4096 from 4 KiB to 1 GiB. By default 4 MiB.
+pub struct TransferConfig {
+    /// The most bytes that the pool of pinned memory may hold from the system; `None` means no
+    /// limit but the system's. A runtime's own copies of ordinary memory take from its pool, too:
+    /// they fail while the caller's buffers hold all of it. The staging ring takes at most half of
+    /// it.
+    pub pinned_limit: Option<u64>,
+    /// Bytes of a chunk of the ring, as a multiple of 4096 from 4 KiB to 1 GiB. By default 4 MiB.
     pub chunk_bytes: usize,
     /// Number of chunks, 1 to 1024. By default four more than there are threads by default. One
     /// stream never gets all of them where there are three or more.
@@ -28,34 +33,21 @@ pub struct StagingConfig {
     /// The most pinned memory that the ring takes, in bytes, besides half of the pool's limit.
     /// To stay within it, the ring has fewer chunks than configured, and rather two smaller ones
     /// than one. It takes at least 4096 bytes.
-    pub bytes_max: usize,
-    /// Whether files are read past the page cache.
-    pub direct_io: DirectIo,
+    pub ring_bytes_max: usize,
 }
 
-/// Whether an upload of a file bypasses the page cache (`O_DIRECT`), where the
-/// system and the file system support that. Where they do not, and at the unaligned ends of a read,
-/// files are read through the cache.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum DirectIo {
-    /// Through the cache: fastest for files that are in it.
-    Never,
-    /// Past the cache: faster with fast local storage, and the cache keeps its contents.
-    Always,
-    /// The first pieces of a file are read both ways alternately, and the rest in the way that was
-    /// faster. Reads of less than 64 MiB go through the cache.
-    #[default]
-    Measured,
-}
-
-impl Default for StagingConfig {
+impl Default for TransferConfig {
     /// One chunk for each thread, three for the link, and one for other streams; at most 128 MiB
     /// are pinned.
     fn default() -> Self {
         let threads = cores().min(THREADS);
-        let (chunks, bytes_max, direct_io) = (threads + 4, 128 << 20, DirectIo::default());
-        StagingConfig { chunk_bytes: CHUNK_BYTES, chunks, threads, bytes_max, direct_io }
+        TransferConfig {
+            pinned_limit: None,
+            chunk_bytes: CHUNK_BYTES,
+            chunks: threads + 4,
+            threads,
+            ring_bytes_max: 128 << 20,
+        }
     }
 }
 
@@ -69,46 +61,46 @@ const THREADS: usize = 7;
 
 fn cores() -> usize {
     #[cfg(test)]
-    if let Some(cores) = super::tests::cores() {
+    if let Some(cores) = crate::staging::cores_of_tests() {
         return cores;
     }
     thread::available_parallelism().map_or(1, usize::from)
 }
 
-impl StagingConfig {
-    /// Sets [`StagingConfig::chunk_bytes`].
+impl TransferConfig {
+    /// Sets [`TransferConfig::pinned_limit`].
+    #[must_use]
+    pub fn pinned_limit(self, bytes: u64) -> Self {
+        Self { pinned_limit: Some(bytes), ..self }
+    }
+
+    /// Sets [`TransferConfig::chunk_bytes`].
     #[must_use]
     pub fn chunk_bytes(self, bytes: usize) -> Self {
         Self { chunk_bytes: bytes, ..self }
     }
 
-    /// Sets [`StagingConfig::chunks`].
+    /// Sets [`TransferConfig::chunks`].
     #[must_use]
     pub fn chunks(self, chunks: usize) -> Self {
         Self { chunks, ..self }
     }
 
-    /// Sets [`StagingConfig::threads`].
+    /// Sets [`TransferConfig::threads`].
     #[must_use]
     pub fn threads(self, threads: usize) -> Self {
         Self { threads, ..self }
     }
 
-    /// Sets [`StagingConfig::bytes_max`].
+    /// Sets [`TransferConfig::ring_bytes_max`].
     #[must_use]
-    pub fn bytes_max(self, bytes: usize) -> Self {
-        Self { bytes_max: bytes, ..self }
-    }
-
-    /// Sets [`StagingConfig::direct_io`].
-    #[must_use]
-    pub fn direct_io(self, direct_io: DirectIo) -> Self {
-        Self { direct_io, ..self }
+    pub fn ring_bytes_max(self, bytes: usize) -> Self {
+        Self { ring_bytes_max: bytes, ..self }
     }
 
     /// The sizes of a ring: the configured ones, within bounds.
-    pub(super) fn sizes(&self) -> Sizes {
-        let most = (self.bytes_max / PAGE * PAGE).max(PAGE);
+    pub(crate) fn sizes(&self) -> Sizes {
+        let most = (self.ring_bytes_max / PAGE * PAGE).max(PAGE);
         let asked = self.chunk_bytes.clamp(PAGE, CHUNK_BYTES_MAX).next_multiple_of(PAGE);
         let chunks = self.chunks.clamp(1, 1024);
         // Two chunks rather than one that is twice as large: else nothing overlaps.
@@ -116,7 +108,7 @@ impl StagingConfig {
         let chunk_bytes = asked.min(fair);
         Sizes {
             chunk_bytes,
-            chunks: chunks.min((self.bytes_max / chunk_bytes).max(1)),
+            chunks: chunks.min((self.ring_bytes_max / chunk_bytes).max(1)),
             threads: self.threads.clamp(1, 64),
         }
     }
@@ -153,13 +145,13 @@ const CHUNK_BYTES_MAX: usize = 1 << 30;
 
 /// The sizes of a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Sizes {
+pub(crate) struct Sizes {
     /// A multiple of [`PAGE`].
-    pub(super) chunk_bytes: usize,
+    pub(crate) chunk_bytes: usize,
     /// At least 1.
-    pub(super) chunks: usize,
+    pub(crate) chunks: usize,
     /// At least 1.
-    pub(super) threads: usize,
+    pub(crate) threads: usize,
 }
 
 #[cfg(test)]
@@ -168,30 +160,30 @@ mod tests {
 
     #[test]
     fn threads_and_chunks_follow_the_cores() {
-        let (config, threads) = (StagingConfig::default(), cores().min(7));
+        let (config, threads) = (TransferConfig::default(), cores().min(7));
         assert_eq!(config.sizes(), Sizes { chunk_bytes: 4 << 20, chunks: threads + 4, threads });
     }
 
     #[test]
     fn configured_sizes_count_within_bounds() {
-        let config = StagingConfig::default();
+        let config = TransferConfig::default();
         assert_eq!(
             config.chunk_bytes(5000).chunks(0).threads(1000).sizes(),
             Sizes { chunk_bytes: 8192, chunks: 1, threads: 64 }
         );
         assert_eq!(config.chunk_bytes(0).sizes().chunk_bytes, 4096);
-        assert_eq!(config.chunk_bytes(usize::MAX).bytes_max(usize::MAX).sizes().chunk_bytes, 1 << 30);
+        assert_eq!(config.chunk_bytes(usize::MAX).ring_bytes_max(usize::MAX).sizes().chunk_bytes, 1 << 30);
     }
 
     #[test]
     fn the_ring_takes_no_more_memory_than_it_may() {
         for bytes_max in [0, 1, 4096, 10_000, 1 << 20, 9 << 20, 40 << 20] {
             for chunks in [1, 2, 8] {
-                let sizes = StagingConfig::default().bytes_max(bytes_max).chunks(chunks).sizes();
+                let sizes = TransferConfig::default().ring_bytes_max(bytes_max).chunks(chunks).sizes();
                 assert!(sizes.chunk_bytes * sizes.chunks <= bytes_max.max(4096), "{bytes_max}: {sizes:?}");
                 assert!(sizes.chunk_bytes.is_multiple_of(4096) && sizes.chunks >= 1, "{bytes_max}: {sizes:?}");
             }
         }
-        assert_eq!(StagingConfig::default().bytes_max(9 << 20).sizes().chunks, 2);
+        assert_eq!(TransferConfig::default().ring_bytes_max(9 << 20).sizes().chunks, 2);
     }
 }

@@ -6,7 +6,7 @@ use std::ops::{Bound, Range, RangeBounds};
 ///
 /// # Errors
 /// The range as it was asked for, when it reaches beyond the end or is reversed.
-pub(crate) fn resolve(range: impl RangeBounds<usize>, len: usize) -> Result<Range<usize>, Range<usize>> {
+pub fn resolve(range: impl RangeBounds<usize>, len: usize) -> Result<Range<usize>, Range<usize>> {
     let start = match range.start_bound() {
         Bound::Included(&start) => start,
         Bound::Excluded(&before) => before.saturating_add(1),

@@ -3,12 +3,16 @@
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::RangeBounds;
+use std::sync::Arc;
 
-use aquifer_transfer::{PinnedBlock, PinnedRead, PinnedWrite};
+use aquifer_device::{AccessKind, Tick};
 use bytemuck::Pod;
 
+use super::borrow::{PinnedRead, PinnedWrite};
+use super::memory::{HostPart, Origin, PinnedMemory};
 use super::slices::{PinnedSlice, PinnedSliceMut};
-use crate::error::Error;
+use crate::error::TransferError;
+use crate::host_memory;
 
 /// Pinned host memory for `len` values of `T`, with one owner.
 ///
@@ -21,14 +25,14 @@ use crate::error::Error;
 /// * [`PinnedBuffer::write`] waits for all copies.
 ///
 /// Both *wait visibly*: they document it, they return a `Result`, and
-/// [`crate::transfer::HostMemoryStats::num_waits`] counts the waits. To avoid a wait, query
+/// [`crate::HostMemoryStats::num_waits`] counts the waits. To avoid a wait, query
 /// [`PinnedBuffer::is_idle`] first. The alternative, a borrow that lasts as long as the copy, would
 /// rely on the destructor of a guard, which does not run if the guard is leaked.
 ///
 /// They return guards. While one is alive, the borrow checker refuses copies that would conflict: a
-/// download needs `&mut` of the buffer, and so does `write`. Launches of a [`Graph`](crate::Graph)
+/// download needs `&mut` of the buffer, and so does `write`. Launches of a graph
 /// borrow nothing, so they are refused while the host reads memory that the graph writes, or writes
-/// memory that it uses ([`UsedByGraph`](aquifer_transfer::TransferError::UsedByGraph)). Between two
+/// memory that it uses ([`TransferError::UsedByGraph`]). Between two
 /// launches, read the buffer within one statement, or drop the guard.
 ///
 /// Dropping the buffer waits for nothing: the memory goes back to its pool together with the ticks
@@ -38,29 +42,29 @@ use crate::error::Error;
 /// # Several devices
 /// The memory belongs to the device of its pool. Copies to and from another device are refused
 /// ([`WrongDevice`](aquifer_device::RequestError::WrongDevice)): take a buffer of that device's
-/// pool, and copy with [`Transfer::copy_on_host`](crate::transfer::Transfer::copy_on_host).
+/// pool, and copy on the host: `there.write()?.copy_from_slice(&here.read()?)`.
 ///
 /// ```
 /// use aquifer::prelude::*;
-/// use aquifer::transfer::{PinnedConfig, PinnedPool};
+/// use aquifer::transfer::PinnedPool;
 /// let device = aquifer::open("sim:24GiB")?;
-/// let pool = PinnedPool::new(&device, PinnedConfig::default())?;
+/// let pool = PinnedPool::new(&device);
 /// let mut buffer = pool.alloc_zeroed::<u32>(8)?;
 /// buffer.write()?[3] = 7;
 /// assert_eq!(buffer.slice(2..5).read()?, [0, 7, 0]);
 /// # Ok::<(), aquifer::Error>(())
 /// ```
-pub struct PinnedBuffer<T> {
+pub struct PinnedBuffer<T = u8> {
     /// It holds `len` values, and is aligned for them.
-    block: PinnedBlock,
+    memory: Arc<PinnedMemory>,
     len: usize,
     element: PhantomData<T>,
 }
 
 impl<T: Pod> PinnedBuffer<T> {
-    /// The block must hold `len` values, and be aligned for them.
-    pub(super) fn new(block: PinnedBlock, len: usize) -> Self {
-        PinnedBuffer { block, len, element: PhantomData }
+    /// The memory must hold `len` values, and be aligned for them.
+    pub(super) fn new(memory: Arc<PinnedMemory>, len: usize) -> Self {
+        PinnedBuffer { memory, len, element: PhantomData }
     }
 
     /// Number of elements.
@@ -83,17 +87,20 @@ impl<T: Pod> PinnedBuffer<T> {
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn is_idle(&self) -> Result<bool, Error> {
-        Ok(self.block.is_idle()?)
+    pub fn is_idle(&self) -> Result<bool, TransferError> {
+        self.memory.uses.are_over()
     }
 
     /// Refuses a buffer of which a graph has captured copies: each launch may access it. For
     /// adapters that give the memory to another library.
     ///
     /// # Errors
-    /// [`UsedByGraph`](aquifer_transfer::TransferError::UsedByGraph).
-    pub fn refuse_graphs(&self) -> Result<(), Error> {
-        Ok(self.block.refuse_graphs()?)
+    /// [`TransferError::UsedByGraph`].
+    pub fn refuse_graphs(&self) -> Result<(), TransferError> {
+        if Arc::strong_count(&self.memory) > 1 {
+            return Err(self.memory.used_by_graph("drop the graph first"));
+        }
+        Ok(())
     }
 
     /// The values, after waiting on the host for copies into the buffer. Launches of graphs that
@@ -101,7 +108,7 @@ impl<T: Pod> PinnedBuffer<T> {
     ///
     /// # Errors
     /// Errors of the driver, such as the loss of a device that was to write the buffer.
-    pub fn read(&self) -> Result<PinnedRead<'_, T>, Error> {
+    pub fn read(&self) -> Result<PinnedRead<'_, T>, TransferError> {
         self.as_slice().read()
     }
 
@@ -110,18 +117,18 @@ impl<T: Pod> PinnedBuffer<T> {
     ///
     /// # Errors
     /// Errors of the driver.
-    pub fn write(&mut self) -> Result<PinnedWrite<'_, T>, Error> {
+    pub fn write(&mut self) -> Result<PinnedWrite<'_, T>, TransferError> {
         self.as_slice_mut().into_write()
     }
 
     /// All of it, to be copied from.
     pub fn as_slice(&self) -> PinnedSlice<'_, T> {
-        PinnedSlice::new(self.block.all(), self.len)
+        PinnedSlice::new(HostPart::all(&self.memory), self.len)
     }
 
     /// All of it, to be copied into.
     pub fn as_slice_mut(&mut self) -> PinnedSliceMut<'_, T> {
-        PinnedSliceMut::new(self.block.all_mut(), self.len)
+        PinnedSliceMut::new(HostPart::all(&self.memory), self.len)
     }
 
     /// A part, to be copied from.
@@ -150,7 +157,7 @@ impl<T: Pod> PinnedBuffer<T> {
     /// # Errors
     /// [`aquifer_device::RequestError::OutOfBounds`] when the range reaches beyond the end or is
     /// reversed.
-    pub fn try_slice(&self, range: impl RangeBounds<usize>) -> Result<PinnedSlice<'_, T>, Error> {
+    pub fn try_slice(&self, range: impl RangeBounds<usize>) -> Result<PinnedSlice<'_, T>, TransferError> {
         self.as_slice().try_slice(range)
     }
 
@@ -159,7 +166,7 @@ impl<T: Pod> PinnedBuffer<T> {
     /// # Errors
     /// [`aquifer_device::RequestError::OutOfBounds`] when the range reaches beyond the end or is
     /// reversed.
-    pub fn try_slice_mut(&mut self, range: impl RangeBounds<usize>) -> Result<PinnedSliceMut<'_, T>, Error> {
+    pub fn try_slice_mut(&mut self, range: impl RangeBounds<usize>) -> Result<PinnedSliceMut<'_, T>, TransferError> {
         self.as_slice_mut().into_slice(range)
     }
 
@@ -168,9 +175,9 @@ impl<T: Pod> PinnedBuffer<T> {
         self.as_slice().as_bytes()
     }
 
-    /// Its bytes, to be copied into.
-    pub fn as_bytes_mut(&mut self) -> PinnedSliceMut<'_, u8> {
-        self.as_slice_mut().into_bytes()
+    /// Waits until no copy uses the memory. Not counted: for the staging ring's threads.
+    pub(crate) fn synchronize(&self) -> Result<(), TransferError> {
+        Ok(self.memory.uses.before(AccessKind::Write).iter().try_for_each(Tick::synchronize)?)
     }
 }
 
@@ -181,15 +188,30 @@ impl<T: Pod + Send> PinnedBuffer<T> {
     ///
     /// # Errors
     /// Registered memory that a graph uses
-    /// ([`UsedByGraph`](aquifer_transfer::TransferError::UsedByGraph)), errors of the driver, and
-    /// [`OutOfHostMemory`](aquifer_transfer::TransferError::OutOfHostMemory) where a copy is made;
+    /// ([`TransferError::UsedByGraph`]), errors of the driver, and
+    /// [`TransferError::OutOfHostMemory`] where a copy is made;
     /// they return the buffer. A lost device never says that it is done with the memory, so it
     /// cannot come back.
-    pub fn into_vec(self) -> Result<Vec<T>, Box<Returned<PinnedBuffer<T>>>> {
-        let len = self.len;
-        self.block
-            .into_vec(len)
-            .map_err(|(block, error)| Box::new(Returned { memory: PinnedBuffer::new(block, len), error: error.into() }))
+    pub fn into_vec(mut self) -> Result<Vec<T>, Box<Returned<PinnedBuffer<T>>>> {
+        self.take_values().map_err(|error| Box::new(Returned { memory: self, error }))
+    }
+
+    #[allow(unsafe_code, reason = "the driver takes memory back by its address")]
+    fn take_values(&mut self) -> Result<Vec<T>, TransferError> {
+        // Before the wait, so that no launch comes after it.
+        if matches!(self.memory.origin, Origin::Registered(_)) {
+            self.refuse_graphs()?;
+        }
+        // Waits for all copies.
+        drop(self.write()?);
+        if let Some(memory) = Arc::get_mut(&mut self.memory)
+            // SAFETY: the buffer is borrowed exclusively and becomes a vector, so there are no
+            // views; all copies were waited for, and no graph has the memory.
+            && let Some(values) = unsafe { memory.unregister()? }
+        {
+            return Ok(values);
+        }
+        host_memory::copied(&self.as_bytes().read()?, self.len)
     }
 }
 
@@ -213,7 +235,7 @@ pub struct Returned<M> {
     pub memory: M,
     /// The error.
     #[source]
-    pub error: Error,
+    pub error: TransferError,
 }
 
 impl<M> fmt::Debug for Returned<M> {
@@ -222,7 +244,7 @@ impl<M> fmt::Debug for Returned<M> {
     }
 }
 
-impl<M> From<Box<Returned<M>>> for Error {
+impl<M> From<Box<Returned<M>>> for TransferError {
     fn from(returned: Box<Returned<M>>) -> Self {
         returned.error
     }
