@@ -10,8 +10,8 @@ use std::io;
 use std::ops::Range;
 use std::path::Path;
 
-use plotters::coord::Shift;
 use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged, ValueFormatter};
+use plotters::coord::{Shift, cartesian::Cartesian2d};
 use plotters::element::{DynElement, IntoDynElement};
 use plotters::prelude::*;
 
@@ -36,15 +36,9 @@ pub(crate) struct Dots<'a> {
     pub(crate) title: &'a str,
     pub(crate) rows: Vec<&'a str>,
     pub(crate) series: Vec<&'a str>,
-    pub(crate) panels: Vec<Panel>,
-}
-
-/// One figure of all series in all rows.
-#[derive(Debug)]
-pub(crate) struct Panel {
     pub(crate) axis: Axis,
     /// The values by series, then by row.
-    pub(crate) values: Vec<Vec<Option<f64>>>,
+    pub(crate) values: Vec<Vec<f64>>,
 }
 
 /// Lines over a common logarithmic axis, in a panel of their own.
@@ -84,35 +78,32 @@ const TEXT: u32 = 14;
 const LINE: u32 = 20;
 const MARGIN: u32 = 12;
 
-/// Writes marks as a plot, without panels that have none; of none at all, there is a message
-/// instead.
+/// Writes marks as a plot; of none at all, there is a message instead.
 ///
 /// # Errors
 /// When the file cannot be written.
 pub(crate) fn save_dots(session: &Session, dots: &Dots<'_>, path: &Path) -> Result<(), Failure> {
-    let has_marks = |panel: &&Panel| {
-        panel.values.iter().flatten().any(|value| value.and_then(|value| panel.axis.place(value)).is_some())
-    };
-    let panels: Vec<&Panel> = dots.panels.iter().filter(has_marks).collect();
-    if panels.is_empty() {
+    let Dots { title, rows, series, axis, values } = dots;
+    let Some(scale) = axis.scale(values.iter().flatten().filter_map(|&value| axis.place(value))) else {
         session.message("no plot: nothing was measured");
         return Ok(());
-    }
+    };
     // Eight pixels for each of up to twelve series.
-    let row_height = (dots.series.len() as u32 * 8).clamp(LINE, 96);
-    let labels = label_width(&dots.rows);
-    let legend = LINE * (dots.series.len() as u32 + 2);
-    let size =
-        (labels + (320 * panels.len() as u32).max(480) + 2 * MARGIN, legend + row_height * dots.rows.len() as u32 + 80);
-    save(session, path, dots.title, size, |area| {
+    let row_height = (series.len() as u32 * 8).clamp(LINE, 96);
+    let (labels, legend) = (label_width(rows), LINE * (series.len() as u32 + 2));
+    let size = (labels + 480 + 2 * MARGIN, legend + row_height * rows.len() as u32 + 80);
+    let middles: Vec<f64> = (0..rows.len()).rev().map(|row| row as f64 + 0.5).collect();
+    let named = middles.iter().zip(rows).map(|(y, row)| (*y, (*row).to_owned()));
+    let ys = Scale { range: 0.0..rows.len() as f64, ticks: named.collect() };
+    save(session, path, title, size, |area| {
         let (head, body) = area.split_vertically(legend);
-        let head = titled(&head, dots.title)?;
-        draw_legend(&head, &dots.series.iter().copied().enumerate().collect::<Vec<_>>())?;
-        let first = labels + body.dim_in_pixel().0.saturating_sub(labels) / panels.len() as u32;
-        let (left, rest) = body.split_horizontally(first);
-        let areas = [vec![left], rest.split_evenly((1, panels.len().saturating_sub(1).max(1)))].concat();
-        for (number, (panel, area)) in panels.iter().zip(&areas).enumerate() {
-            draw_dots(panel, &dots.rows, if number == 0 { labels } else { 0 }, area)?;
+        draw_legend(&titled(&head, title)?, &series.iter().copied().enumerate().collect::<Vec<_>>())?;
+        let mut chart = chart(&body, Some(axis.name), labels, (scale, ""), (ys, ""))?;
+        for (number, values) in values.iter().enumerate() {
+            // Marks of one row stand below each other, so that none hides another.
+            let lower = 0.8 * ((number as f64 + 0.5) / dots.values.len() as f64 - 0.5);
+            let placed = values.iter().zip(&middles).filter_map(|(&value, y)| Some((axis.place(value)?, y - lower)));
+            chart.draw_series(placed.map(|at| mark(at, number)))?;
         }
         Ok(())
     })
@@ -159,19 +150,7 @@ pub(crate) fn save_points(session: &Session, points: &Points<'_>, path: &Path) -
     save(session, path, title, (width, legend + 420), |area| {
         let (head, body) = area.split_vertically(legend);
         draw_legend(&titled(&head, title)?, &names.iter().copied().enumerate().collect::<Vec<_>>())?;
-        let mut chart = ChartBuilder::on(&body)
-            .margin(MARGIN)
-            .x_label_area_size(3 * LINE)
-            .y_label_area_size(60)
-            .build_cartesian_2d(xs.clone(), ys)?;
-        chart
-            .configure_mesh()
-            .light_line_style(TRANSPARENT)
-            .bold_line_style(BLACK.mix(0.12))
-            .x_desc(across.name)
-            .y_desc(up.name)
-            .label_style((FONT, TEXT))
-            .draw()?;
+        let mut chart = chart(&body, None, 60, (xs.clone(), across.name), (ys, up.name))?;
         let steps = frontier(places.iter().flatten().copied().collect(), xs.range.end);
         chart.draw_series(LineSeries::new(steps, BLACK.mix(0.4).stroke_width(1)))?;
         chart.draw_series(places.iter().enumerate().filter_map(|(number, at)| Some(mark((*at)?, number))))?;
@@ -215,6 +194,27 @@ fn save(
     Ok(())
 }
 
+/// The chart of an area, with its grid and the labels of its axes, under `caption` if it has one.
+/// `left` pixels are for the labels of the upright axis.
+fn chart<'a>(
+    area: &Area<'a>,
+    caption: Option<&str>,
+    left: u32,
+    (xs, across): (Scale, &str),
+    (ys, up): (Scale, &str),
+) -> Result<ChartContext<'a, SVGBackend<'a>, Cartesian2d<Scale, Scale>>, DrawingAreaErrorKind<io::Error>> {
+    let mut chart = ChartBuilder::on(area);
+    if let Some(caption) = caption {
+        chart.caption(caption, (FONT, TEXT));
+    }
+    chart.margin(MARGIN).x_label_area_size(3 * LINE).y_label_area_size(left);
+    let mut chart = chart.build_cartesian_2d(xs, ys)?;
+    let mut mesh = chart.configure_mesh();
+    mesh.light_line_style(TRANSPARENT).bold_line_style(BLACK.mix(0.12)).label_style((FONT, TEXT));
+    mesh.x_desc(across).y_desc(up).draw()?;
+    Ok(chart)
+}
+
 /// Writes the title and returns the area below it.
 fn titled<'a>(area: &Area<'a>, title: &str) -> Result<Area<'a>, DrawingAreaErrorKind<io::Error>> {
     let (top, below) = area.split_vertically(2 * LINE);
@@ -256,35 +256,6 @@ fn draw_legend(area: &Area<'_>, names: &[(usize, &str)]) -> Drawn {
     Ok(())
 }
 
-fn draw_dots(panel: &Panel, rows: &[&str], labels: u32, area: &Area<'_>) -> Drawn {
-    let axis = panel.axis;
-    let shown = |value: &Option<f64>| value.and_then(|value| axis.place(value));
-    let Some(scale) = axis.scale(panel.values.iter().flatten().filter_map(shown)) else { return Ok(()) };
-    let middles: Vec<f64> = (0..rows.len()).rev().map(|row| row as f64 + 0.5).collect();
-    let named =
-        middles.iter().zip(rows).map(|(y, row)| (*y, if labels > 0 { (*row).to_owned() } else { String::new() }));
-    let mut chart = ChartBuilder::on(area)
-        .margin_right(MARGIN)
-        .caption(axis.name, (FONT, TEXT))
-        .x_label_area_size(2 * LINE)
-        .y_label_area_size(labels.max(1))
-        .build_cartesian_2d(scale, Scale { range: 0.0..rows.len() as f64, ticks: named.collect() })?;
-    chart
-        .configure_mesh()
-        .light_line_style(TRANSPARENT)
-        .bold_line_style(BLACK.mix(0.12))
-        .label_style((FONT, TEXT))
-        .draw()?;
-    let of = panel.values.len() as f64;
-    for (number, values) in panel.values.iter().enumerate() {
-        // Marks of one row stand below each other, so that none hides another.
-        let lower = 0.8 * ((number as f64 + 0.5) / of - 0.5);
-        let marks = values.iter().zip(&middles).filter_map(|(value, y)| Some(mark((shown(value)?, y - lower), number)));
-        chart.draw_series(marks)?;
-    }
-    Ok(())
-}
-
 /// Draws a panel; a line has the mark of its name's place among `all` names.
 fn draw_curves(panel: &Curves<'_>, all: &[&str], area: &Area<'_>) -> Drawn {
     let number = |name: &str| all.iter().position(|one| *one == name).unwrap_or(0);
@@ -303,20 +274,7 @@ fn draw_curves(panel: &Curves<'_>, all: &[&str], area: &Area<'_>) -> Drawn {
     let width = area.dim_in_pixel().0;
     let (left, right) = area.split_horizontally(width.saturating_sub(label_width(all) + 3 * MARGIN));
     draw_legend(&right.margin(2 * LINE, 0, 0, 0), &names)?;
-    let mut chart = ChartBuilder::on(&left)
-        .margin(MARGIN)
-        .caption(panel.title, (FONT, TEXT + 2))
-        .x_label_area_size(2 * LINE)
-        .y_label_area_size(60)
-        .build_cartesian_2d(xs, ys)?;
-    chart
-        .configure_mesh()
-        .light_line_style(TRANSPARENT)
-        .bold_line_style(BLACK.mix(0.12))
-        .x_desc(across.name)
-        .y_desc(panel.up.name)
-        .label_style((FONT, TEXT))
-        .draw()?;
+    let mut chart = chart(&left, Some(panel.title), 60, (xs, across.name), (ys, panel.up.name))?;
     for (name, points) in &panel.lines {
         let number = number(name);
         let points: Vec<(f64, f64)> = points.iter().filter_map(place).collect();
@@ -450,11 +408,11 @@ mod tests {
     }
 
     #[test]
-    fn a_mark_is_drawn_for_each_known_value() {
-        let values = vec![vec![Some(1.5), None, Some(f64::NAN)], vec![Some(2.0), Some(0.0), Some(3.0)]];
+    fn a_mark_is_drawn_for_each_value_that_has_a_place() {
+        let values = vec![vec![1.5, f64::NAN, f64::NAN], vec![2.0, 0.0, 3.0]];
         let count = |axis| {
-            let panels = vec![Panel { axis, values: values.clone() }];
-            let dots = Dots { title: "a < b & c", rows: vec!["x", "<y>", "z"], series: vec!["one", "two"], panels };
+            let (rows, series) = (vec!["x", "<y>", "z"], vec!["one", "two"]);
+            let dots = Dots { title: "a < b & c", rows, series, axis, values: values.clone() };
             let svg = drawn(|session, path| save_dots(session, &dots, path));
             assert!(svg.contains("role=\"img\"><title>a &lt; b &amp; c</title>"), "{svg}");
             assert!(svg.contains("&lt;y&gt;") && !svg.contains("<y>"), "{svg}");
@@ -490,7 +448,7 @@ mod tests {
     fn nothing_to_draw_is_no_failure() {
         let svg = drawn(|session, path| save_curves(session, "title", &[], path));
         assert!(svg.contains("title"));
-        let dots = Dots { title: "t", rows: vec![], series: vec![], panels: vec![] };
+        let dots = Dots { title: "t", rows: vec![], series: vec![], axis: LINEAR, values: vec![] };
         save_dots(&Session::without_device(&Global::default()).unwrap(), &dots, "/no/such/folder/x.svg".as_ref())
             .unwrap();
     }

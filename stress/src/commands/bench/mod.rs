@@ -25,7 +25,7 @@ use crate::cli::{BenchArgs, ConfigArg};
 use crate::commands::hundredths;
 use crate::exit::{Failure, Outcome};
 use crate::harness::Times;
-use crate::plot::{Axis, Dots, Panel, save_dots};
+use crate::plot::{Axis, Dots, save_dots};
 use crate::session::Session;
 use crate::subject::{Aquifer, Measured, Raw, Subject};
 use crate::table::{Column, Table, table};
@@ -145,16 +145,13 @@ pub fn run(session: &Session, args: &BenchArgs) -> Result<Outcome, Failure> {
 /// Draws the times of both.
 fn plot(session: &Session, rows: &[Row], path: &Path) -> Result<(), Failure> {
     let (pairs, _) = rows.as_chunks::<2>();
-    let values = |of: fn(&[Row; 2]) -> f64| pairs.iter().map(|pair| Some(of(pair))).collect();
-    let axis = Axis { name: "ns per pair of an allocation and a free", is_logarithmic: true, from: None };
+    let values = |of: fn(&[Row; 2]) -> f64| pairs.iter().map(of).collect();
     let dots = Dots {
         title: &format!("aquifer-stress bench on {}", session.device_text()),
         rows: pairs.iter().map(|[ours, _]| ours.benchmark).collect(),
         series: vec!["aquifer", "yardstick: offset-allocator; for raw_ benchmarks, aquifer with handles"],
-        panels: vec![Panel {
-            axis,
-            values: vec![values(|[ours, _]| ours.ns_per_pair), values(|[_, theirs]| theirs.ns_per_pair)],
-        }],
+        axis: Axis { name: "ns per pair of an allocation and a free", is_logarithmic: true, from: None },
+        values: vec![values(|[ours, _]| ours.ns_per_pair), values(|[_, theirs]| theirs.ns_per_pair)],
     };
     save_dots(session, &dots, path)
 }
