@@ -34,15 +34,7 @@ pub fn check(command: &Command) -> Result<(), Failure> {
         Command::Soak(args) => args.snapshot.as_ref(),
         Command::Bench(args) => args.plot.as_ref(),
         Command::Compare(args) => args.plot.as_ref(),
-        Command::Explain(_)
-        | Command::Advise(_)
-        | Command::Fit(_)
-        | Command::Calls(_)
-        | Command::Transfer(_)
-        | Command::Fragmentation(_)
-        | Command::Graphs(_)
-        | Command::Simulate(_)
-        | Command::Options => None,
+        _ => None,
     };
     path.map_or(Ok(()), |path| check_destination(path).map_err(|cause| failed(path, cause)))
 }
