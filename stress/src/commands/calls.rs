@@ -112,7 +112,7 @@ pub fn run(session: &Session, args: &CallsArgs) -> Result<Outcome, Failure> {
             ("max µs", |row| format!("{:.2}", row.max_us)),
             ("times", |row| kind_of_time(row.modelled)),
         ];
-        session.show(table(&pages, 1, &columns).ending_in_text())?;
+        session.show(table(&pages, 1, &columns))?;
     }
     meter.left_out.iter().for_each(|left_out| session.message(format_args!("note: {left_out}")));
     Ok(Outcome::Done)

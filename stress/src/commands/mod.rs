@@ -16,6 +16,7 @@ pub mod report;
 pub mod run;
 pub mod simulate;
 pub mod soak;
+mod story;
 pub mod study;
 pub mod transfer;
 
@@ -24,8 +25,7 @@ use std::path::{Path, PathBuf};
 
 use aquifer::memory::{HistoryOptions, Snapshot};
 use aquifer::{Allocator, Device};
-
-use serde::Serialize;
+use serde_json::json;
 
 use crate::cli::{RECORDING, fitted};
 use crate::exit::{Failure, Outcome};
@@ -70,6 +70,12 @@ fn options(config: &str) -> &str {
     if config.is_empty() { "the defaults" } else { config }
 }
 
+/// Reports that the work on a program failed.
+fn failed(session: &Session, name: &str, failure: &Failure, outcome: &mut Outcome) {
+    *outcome = (*outcome).max(failure.outcome());
+    session.message(format_args!("error: {name}: {failure}"));
+}
+
 /// A message about refused requests of a program.
 fn out_of_memory(trace: &str, config: &str, refused: u64, more: &str) -> String {
     let requests = if refused == 1 { "request was" } else { "requests were" };
@@ -89,15 +95,15 @@ fn violations(session: &Session, name: &str, device: &Device) -> u64 {
     count
 }
 
-/// Writes the names and summaries for `--list`; `row` makes their JSON rows.
-fn list<R: Serialize>(
+/// Writes the names and summaries for `--list`; in JSON, the key of a name is `key`.
+fn list(
     session: &Session,
     width: usize,
+    key: &str,
     all: impl IntoIterator<Item = (&'static str, &'static str)>,
-    row: fn(&'static str, &'static str) -> R,
 ) -> Result<Outcome, Failure> {
     for (name, summary) in all {
-        session.row(&row(name, summary))?;
+        session.row(&json!({ key: name, "summary": summary }))?;
         session.show(format_args!("{name:<width$} {summary}"))?;
     }
     Ok(Outcome::Done)

@@ -4,7 +4,7 @@
 //! several pools hold the sum of what one after the other would need. What captures leave in a
 //! pool, such as outputs, adds up with every batch size that is captured.
 
-use super::advice::Advice;
+use super::rows::Advice;
 use crate::input::{PoolUse, Program};
 use crate::text::{Bytes, plural};
 

@@ -208,7 +208,7 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
         ("times", |row| kind_of_time(row.modelled)),
     ];
     session.show("Copies by every method; the driver's of pinned memory are the reference")?;
-    let table = table(&rows, 2, &columns).ending_in_text();
+    let table = table(&rows, 2, &columns);
     let notes = [meter.peer.as_ref().map(in_words), meter.is_modelled().then(|| BY_HOST.to_owned())];
     let notes: String = notes.into_iter().flatten().map(|note| in_terminal(&note) + "\n").collect();
     session.show(format_args!("{table}\n{notes}"))

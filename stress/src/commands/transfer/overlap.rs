@@ -108,7 +108,7 @@ pub(super) fn run(session: &Session, meter: &Meter) -> Result<(), Failure> {
         ("times", |row| kind_of_time(row.modelled)),
     ];
     session.show("\nTwo things at the same time, and how much of the shorter one took no extra time")?;
-    session.show(table(&rows, 1, &columns).ending_in_text())
+    session.show(table(&rows, 1, &columns))
 }
 
 #[cfg(test)]
