@@ -113,10 +113,10 @@ row! {
         device: String,
         /// by how many events the device lagged behind
         lag: u64,
-        /// waits of the host for a device that lagged behind (--lag)
-        stalls: u64 => ["stalls"],
         #[serde(flatten)]
         pub(super) run: Run,
+        /// waits of the host for a device that lagged behind (--lag)
+        stalls: u64 => ["stalls"],
         #[serde(flatten)]
         details: Details,
         #[serde(flatten)]
