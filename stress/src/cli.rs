@@ -38,7 +38,7 @@ Examples:
   aquifer-stress replay --device sim:24GiB snapshot.pickle
   aquifer-stress replay --config '' --config max_split_size_mb:128 *.trace.gz
   aquifer-stress fit --json training.trace.gz
-  aquifer-stress compare --pytorch pytorch.json *.trace.gz
+  aquifer-stress compare --plot frontier.svg *.trace.gz
   aquifer-stress run --snapshot train.pickle -- python train.py";
 
 const SIMULATED: &str = "\
@@ -152,6 +152,24 @@ pub enum Command {
     Options,
     /// Run a program that is already built, with its GPU memory from this allocator, and report on
     /// it.
+    ///
+    /// The program runs unchanged, and so do those that it starts. A library placed before the CUDA
+    /// driver serves cuMemAlloc, cuMemAllocPitch, cuMemAllocAsync, cuMemAllocFromPoolAsync (of the
+    /// default pool) and the functions that free; all others are the driver's. docs/embedding.md
+    /// has the list.
+    ///
+    /// The allocator is configured by --config or, without it, by AQUIFER_ALLOC_CONF, else by
+    /// PyTorch's variables. --device and --json have no effect: the program chooses its GPUs, and
+    /// standard output is the program's. The report goes to standard error: for each process that
+    /// allocated, peaks, memory left at the end, refusals, and allocations that the driver made and
+    /// why.
+    ///
+    /// With --live in a terminal, the program writes to pipes, not to the terminal, and its colours
+    /// are left out; so is what other processes write more than a second after its end.
+    ///
+    /// The exit code is the program's, or 128 and the number of the signal that ended it. There is
+    /// no report of a process that ends by a signal or by _exit, nor of a program that loads the
+    /// driver by its path, has it on an RPATH, or runs with other privileges than its user's.
     Run(RunArgs),
     /// Demonstrate on recorded programs why memory runs out while much of it is free, and what
     /// helps (the default).
@@ -170,32 +188,43 @@ How to record a program:
   Any other program on CUDA:
     aquifer-stress run --snapshot snapshot.pickle -- PROGRAM ARGS";
 
-const FILES: &str = "\
-Files, recognized by their content, not their names; - is standard input:
-  allocation traces (.trace)
-  PyTorch memory snapshots with history (.pickle, .json)
-  RMM's CSV logs (.csv)
-Each may be compressed with gzip, and several may be in a folder, as one snapshot per rank. Content
-beyond that of any recording of its size is refused. A file with several devices, or a folder, has
-several programs. If files have the same name, their paths follow the names of the programs.
-
-Missing information is inferred and noted, or only noted:
-  - A block whose free comes first was allocated before the recording began; it is allocated first.
-  - Memory that is allocated again, or released to the device, was freed just before.
-  - Without free_requested entries, blocks are freed when free_completed.
-  - A free that other streams delayed is replayed as a use on the stream that most likely did.
-  - Refused requests are not replayed, except those that ended the program: after them nothing was
-    allocated, and at most half of what was live was freed. They are replayed as blocks that are
-    freed at once. Notes have their number and the largest size.
-  - A history of one entry, or one that max_entries has probably cut off, is noted.
-
-A trace is text with one event per line. IDs and STREAMs are any numbers from 0 on; an ID may be
-reused after it was freed:
-  # TEXT               a comment; `# name: NAME` names the trace
-  a ID BYTES STREAM    allocates a block of BYTES bytes on a stream
-  f ID STREAM          frees the block; STREAM is the stream that it was allocated on
-  r ID STREAM          the block is also used on another stream
-  i N                  iteration N begins";
+/// Recorded programs.
+#[derive(Debug, Args)]
+pub struct Recordings {
+    /// Recorded programs: files, recognized by their content, not their names; - is standard input.
+    ///
+    /// They are
+    ///   allocation traces (.trace)
+    ///   PyTorch memory snapshots with history (.pickle, .json)
+    ///   RMM's CSV logs (.csv)
+    /// Each may be compressed with gzip, and several may be in a folder, as one snapshot per
+    /// rank. Content beyond that of any recording of its size is refused. A file with several
+    /// devices, or a folder, has several programs. If files have the same name, their paths
+    /// follow the names of the programs.
+    ///
+    /// Missing information is inferred and noted, or only noted:
+    ///   - A block whose free comes first was allocated before the recording began; it is
+    ///     allocated first.
+    ///   - Memory that is allocated again, or released to the device, was freed just before.
+    ///   - Without free_requested entries, blocks are freed when free_completed.
+    ///   - A free that other streams delayed is replayed as a use on the stream that most
+    ///     likely did.
+    ///   - Refused requests are not replayed, except those that ended the program: after them
+    ///     nothing was allocated, and at most half of what was live was freed. They are
+    ///     replayed as blocks that are freed at once. Notes have their number and the largest
+    ///     size.
+    ///   - A history of one entry, or one that max_entries has probably cut off, is noted.
+    ///
+    /// A trace is text with one event per line. IDs and STREAMs are any numbers from 0 on; an
+    /// ID may be reused after it was freed:
+    ///   # TEXT               a comment; `# name: NAME` names the trace
+    ///   a ID BYTES STREAM    allocates a block of BYTES bytes on a stream
+    ///   f ID STREAM          frees the block; STREAM is the stream that it was allocated on
+    ///   r ID STREAM          the block is also used on another stream
+    ///   i N                  iteration N begins
+    #[arg(required = true, value_name = "FILE", verbatim_doc_comment)]
+    pub files: Vec<PathBuf>,
+}
 
 /// The widest help.
 pub(crate) const HELP_WIDTH: usize = 100;

@@ -13,7 +13,6 @@ pub mod cli;
 pub mod commands;
 pub mod content;
 pub mod exit;
-pub mod inputs;
 pub mod lag_bound;
 mod live;
 pub mod map;
@@ -21,6 +20,7 @@ pub mod opened;
 pub mod output;
 pub mod plot;
 pub mod room;
+mod row;
 pub mod scenarios;
 pub mod session;
 pub mod stage;
@@ -32,14 +32,47 @@ pub mod ways;
 use std::io::Write;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{CommandFactory, FromArgMatches};
 use cli::{Cli, Command, DemoArgs, RECORDING, fitted};
 use exit::{Failure, Outcome};
+use row::Row;
 use session::Session;
 
 /// Runs the program. Failures are written to standard error.
 pub fn run(cli: &Cli) -> Outcome {
     warnings::on_stderr();
     reported(dispatch(cli))
+}
+
+/// The command line. The help of a command ends with the keys of its rows.
+pub fn command() -> clap::Command {
+    type Help = fn() -> String;
+    let keys: [(&str, Help); 8] = [
+        ("explain", commands::explain::help),
+        ("advise", commands::advise::Advised::help),
+        ("replay", commands::replay::Replayed::help),
+        ("fit", commands::fit::Fitted::help),
+        ("compare", commands::compare::help),
+        ("fragmentation", commands::fragmentation::Fragmented::help),
+        ("oom", commands::oom::Recovered::help),
+        ("demo", commands::demo::help),
+    ];
+    keys.into_iter().fold(Cli::command(), |all, (name, keys)| {
+        all.mut_subcommand(name, |command| {
+            let before = command.get_after_long_help().map_or_else(String::new, |text| format!("{text}\n\n"));
+            command.after_long_help(before + &fitted(&keys()))
+        })
+    })
+}
+
+/// Reads the command line.
+///
+/// # Errors
+/// The answer to one that does not run.
+pub fn parse() -> Result<Cli, clap::Error> {
+    let mut command = command();
+    let read = command.try_get_matches_from_mut(std::env::args_os());
+    read.and_then(|read| Cli::from_arg_matches(&read)).map_err(|error| error.format(&mut command))
 }
 
 /// Writes the answer to a command line that does not run: help, the version, or its error.

@@ -185,7 +185,8 @@ impl View<'_> {
         let (allocations, ooms) = (more(|reading| reading.allocations), more(|reading| reading.ooms));
         self.rate = allocations as f64 / (at.saturating_sub(self.at)).as_secs_f64().max(1e-3);
         self.ooms = self.ooms.saturating_add(ooms);
-        self.trend.add([progress.sum(|reading| reading.reserved), progress.sum(|reading| reading.allocated)]);
+        let sums = [progress.sum(|reading| reading.reserved), progress.sum(|reading| reading.allocated)];
+        self.trend.add(at.as_secs_f64(), sums);
         (self.progress, self.at) = (progress, at);
     }
 
@@ -252,7 +253,6 @@ impl View<'_> {
         if most == 0 || area.height < CHART_MIN {
             return;
         }
-        let across = reserved.len().max(2) as f64 - 1.0;
         let line = |name, points, style| {
             Dataset::default().name(name).marker(Marker::Braille).graph_type(GraphType::Line).style(style).data(points)
         };
@@ -260,7 +260,7 @@ impl View<'_> {
             line("held", &reserved, Style::new().yellow()),
             line("allocated", &allocated, Style::new().cyan()),
         ])
-        .x_axis(Axis::default().bounds([0.0, across]).labels(["0 s".to_owned(), seconds(self.at)]))
+        .x_axis(Axis::default().bounds([0.0, self.at.as_secs_f64()]).labels(["0 s".to_owned(), seconds(self.at)]))
         .y_axis(
             Axis::default()
                 .bounds([0.0, most as f64 * 1.02])

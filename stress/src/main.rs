@@ -2,12 +2,8 @@
 
 use std::process::ExitCode;
 
-use clap::Parser;
-
-use aquifer_stress::cli::Cli;
-
 fn main() -> ExitCode {
-    match Cli::try_parse() {
+    match aquifer_stress::parse() {
         Ok(cli) => aquifer_stress::run(&cli).into(),
         Err(answer) => aquifer_stress::answer(&answer).into(),
     }

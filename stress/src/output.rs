@@ -32,9 +32,7 @@ pub fn check(command: &Command) -> Result<(), Failure> {
         Command::Replay(args) => args.snapshot.as_ref(),
         Command::Oom(args) => args.snapshot.as_ref(),
         Command::Compare(args) => args.plot.as_ref(),
-        Command::Explain(_) | Command::Advise(_) | Command::Fit(_) | Command::Fragmentation(_) | Command::Options => {
-            None
-        }
+        _ => None,
     };
     path.map_or(Ok(()), |path| check_destination(path).map_err(|cause| failed(path, cause)))
 }

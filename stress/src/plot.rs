@@ -10,8 +10,8 @@ use std::io;
 use std::ops::Range;
 use std::path::Path;
 
-use plotters::coord::Shift;
 use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged, ValueFormatter};
+use plotters::coord::{Shift, cartesian::Cartesian2d};
 use plotters::element::{DynElement, IntoDynElement};
 use plotters::prelude::*;
 
@@ -78,19 +78,7 @@ pub(crate) fn save_points(session: &Session, points: &Points<'_>, path: &Path) -
     save(session, path, title, (width, legend + 420), |area| {
         let (head, body) = area.split_vertically(legend);
         draw_legend(&titled(&head, title)?, &names.iter().copied().enumerate().collect::<Vec<_>>())?;
-        let mut chart = ChartBuilder::on(&body)
-            .margin(MARGIN)
-            .x_label_area_size(3 * LINE)
-            .y_label_area_size(60)
-            .build_cartesian_2d(xs.clone(), ys)?;
-        chart
-            .configure_mesh()
-            .light_line_style(TRANSPARENT)
-            .bold_line_style(BLACK.mix(0.12))
-            .x_desc(across.name)
-            .y_desc(up.name)
-            .label_style((FONT, TEXT))
-            .draw()?;
+        let mut chart = chart(&body, None, 60, (xs.clone(), across.name), (ys, up.name))?;
         let steps = frontier(places.iter().flatten().copied().collect(), xs.range.end);
         chart.draw_series(LineSeries::new(steps, BLACK.mix(0.4).stroke_width(1)))?;
         chart.draw_series(places.iter().enumerate().filter_map(|(number, at)| Some(mark((*at)?, number))))?;
@@ -132,6 +120,27 @@ fn save(
     output::write(path, &svg)?;
     session.message(format_args!("plot: {}", path.display()));
     Ok(())
+}
+
+/// The chart of an area, with its grid and the labels of its axes, under `caption` if it has one.
+/// `left` pixels are for the labels of the upright axis.
+fn chart<'a>(
+    area: &Area<'a>,
+    caption: Option<&str>,
+    left: u32,
+    (xs, across): (Scale, &str),
+    (ys, up): (Scale, &str),
+) -> Result<ChartContext<'a, SVGBackend<'a>, Cartesian2d<Scale, Scale>>, DrawingAreaErrorKind<io::Error>> {
+    let mut chart = ChartBuilder::on(area);
+    if let Some(caption) = caption {
+        chart.caption(caption, (FONT, TEXT));
+    }
+    chart.margin(MARGIN).x_label_area_size(3 * LINE).y_label_area_size(left);
+    let mut chart = chart.build_cartesian_2d(xs, ys)?;
+    let mut mesh = chart.configure_mesh();
+    mesh.light_line_style(TRANSPARENT).bold_line_style(BLACK.mix(0.12)).label_style((FONT, TEXT));
+    mesh.x_desc(across).y_desc(up).draw()?;
+    Ok(chart)
 }
 
 /// Writes the title and returns the area below it.

@@ -255,20 +255,14 @@ impl Session {
         &self.configs
     }
 
-    /// The user's options, or else `usual`.
+    /// The user's options, or else `usual`; those that are the same once.
     pub fn configs_or(&self, usual: &[&str]) -> Vec<ConfigArg> {
-        if self.global.configs.is_empty() { parsed(usual) } else { self.configs.clone() }
+        distinct(if self.global.configs.is_empty() { parsed(usual) } else { self.configs.clone() })
     }
 
     /// `usual`, and the user's options if they differ from those.
     pub fn configs_with(&self, usual: &[&str]) -> Vec<ConfigArg> {
-        let mut all = parsed(usual);
-        for config in &self.configs {
-            if all.iter().all(|known| !known.is_same(config)) {
-                all.push(config.clone());
-            }
-        }
-        all
+        distinct([parsed(usual), self.configs.clone()].concat())
     }
 
     /// The options, for a command that takes only one.
@@ -375,6 +369,17 @@ fn brief(reason: &str) -> String {
 /// Option strings of this program, which are valid.
 fn parsed(texts: &[&str]) -> Vec<ConfigArg> {
     texts.iter().filter_map(|text| text.parse().ok()).collect()
+}
+
+/// The options without those that are the same as earlier ones.
+fn distinct(configs: Vec<ConfigArg>) -> Vec<ConfigArg> {
+    let mut all: Vec<ConfigArg> = Vec::new();
+    for config in configs {
+        if all.iter().all(|known| !known.is_same(&config)) {
+            all.push(config);
+        }
+    }
+    all
 }
 
 #[cfg(test)]

@@ -3,11 +3,12 @@
 //! A table is at most as wide as its terminal. Its first columns matter most: where the terminal is
 //! too narrow for all of them, the last ones are left out, and a note below the table names them.
 //! Without a terminal the width is unlimited. A column in which every row has 0 or nothing is left
-//! out, unless it is one of the first two.
+//! out, unless it is one of the first two. A column is text, which is at the left and may be wrapped,
+//! if it is the first, or if one of its cells is no number.
 
 use std::fmt;
 
-use crate::text::{columns, wrap, wrap_lines};
+use crate::text::{Bytes, columns, wrap, wrap_lines};
 
 /// Rows under headings. The first column names the row.
 #[derive(Debug, Clone)]
@@ -15,8 +16,6 @@ pub struct Table {
     headings: Vec<&'static str>,
     /// Whether a column is text, which may be wrapped.
     texts: Vec<bool>,
-    /// Whether the last column was left out.
-    ends_early: bool,
     rows: Vec<Vec<String>>,
     /// The titles of groups of rows, each with the number of its rows; if there are none, all rows
     /// are one group without a title.
@@ -26,25 +25,11 @@ pub struct Table {
 /// A column: its heading, and the cell of a row.
 pub type Column<R> = (&'static str, fn(&R) -> String);
 
-/// A table whose first `texts` columns are text and whose others are numbers.
+/// A table whose first `texts` columns are text.
 pub fn table<R>(rows: &[R], texts: usize, columns: &[Column<R>]) -> Table {
-    let mut table = Table {
-        headings: Vec::new(),
-        texts: Vec::new(),
-        ends_early: false,
-        rows: vec![Vec::new(); rows.len()],
-        groups: Vec::new(),
-    };
-    for (index, (heading, cell)) in columns.iter().enumerate() {
-        let cells: Vec<String> = rows.iter().map(cell).collect();
-        table.ends_early = index >= COLUMNS_LEAST && cells.iter().all(|cell| is_nothing(cell));
-        if table.ends_early {
-            continue;
-        }
-        table.headings.push(heading);
-        table.texts.push(index < texts);
-        table.rows.iter_mut().zip(cells).for_each(|(row, cell)| row.push(cell));
-    }
+    let cells = |row: &R| columns.iter().map(|(heading, cell)| (*heading, cell(row))).collect();
+    let mut table = Table::new(rows.iter().map(cells).collect());
+    table.texts.iter_mut().take(texts).for_each(|is_text| *is_text = true);
     table
 }
 
@@ -67,6 +52,31 @@ pub fn number(number: Option<f64>, digits: usize) -> String {
     optional(number.map(|number| format!("{number:.digits$}")))
 }
 
+/// The cell of a size.
+pub(crate) fn bytes(bytes: impl Into<Option<u64>>) -> String {
+    optional(bytes.into().map(Bytes))
+}
+
+/// The cell of a ratio.
+pub(crate) fn factor(factor: Option<f64>) -> String {
+    number(factor, 3)
+}
+
+/// The cell of a number that is shown to one digit.
+pub(crate) fn tenths(tenths: Option<f64>) -> String {
+    number(tenths, 1)
+}
+
+/// The cell of a time in microseconds, as milliseconds.
+pub(crate) fn ms(us: Option<f64>) -> String {
+    tenths(us.map(|us| us / 1e3))
+}
+
+/// Whether a cell shows a number, with its unit if it has one, or nothing.
+fn is_number(cell: &str) -> bool {
+    cell.split(' ').count() <= 2 && cell.chars().next().is_none_or(|first| first == '-' || first.is_ascii_digit())
+}
+
 /// Blanks between columns.
 const GAP: usize = 2;
 
@@ -77,13 +87,20 @@ const COLUMNS_LEAST: usize = 2;
 const TEXT_LEAST: usize = 16;
 
 impl Table {
-    /// The same, with text in the last column.
-    #[must_use]
-    pub fn ending_in_text(mut self) -> Table {
-        if let (false, Some(last)) = (self.ends_early, self.texts.last_mut()) {
-            *last = true;
+    /// A table of rows with the same headings.
+    pub(crate) fn new(rows: Vec<Vec<(&'static str, String)>>) -> Table {
+        let (headings, texts, groups) = (Vec::new(), Vec::new(), Vec::new());
+        let mut table = Table { headings, texts, rows: vec![Vec::new(); rows.len()], groups };
+        for index in 0..rows.first().map_or(0, Vec::len) {
+            let cells = || rows.iter().map(|row| &row[index].1);
+            if index >= COLUMNS_LEAST && cells().all(|cell| is_nothing(cell)) {
+                continue;
+            }
+            table.headings.push(rows[0][index].0);
+            table.texts.push(index == 0 || !cells().all(|cell| is_number(cell)));
+            table.rows.iter_mut().zip(cells()).for_each(|(row, cell)| row.push(cell.clone()));
         }
-        self
+        table
     }
 
     /// The same, with its rows in groups: each row has a title, and so have the rows that follow it
@@ -247,7 +264,7 @@ mod tests {
             ("large number", |_| "98765432101234".to_owned()),
             ("verdict", |_| "one large piece is left".to_owned()),
         ];
-        table(&rows, 2, &columns).ending_in_text()
+        table(&rows, 2, &columns)
     }
 
     fn widest(text: &str) -> usize {
@@ -319,12 +336,14 @@ mod tests {
     #[test]
     fn groups_of_rows_have_titles_and_the_same_columns() {
         let rows = [("a", "1"), ("a", "22"), ("b", "333")];
-        let columns: [Column<(&str, &str)>; 1] = [("figure", |row| row.1.to_owned())];
-        let text = table(&rows, 0, &columns).grouped(rows.iter().map(|row| format!("program {}", row.0))).render(None);
-        let line = "──────";
+        let columns: [Column<(&str, &str)>; 2] = [("name", |_| "x".to_owned()), ("figure", |row| row.1.to_owned())];
+        let text = table(&rows, 1, &columns).grouped(rows.iter().map(|row| format!("program {}", row.0))).render(None);
+        let (line, head) = ("────────────", "name  figure");
         assert_eq!(
             text,
-            format!("program a\nfigure\n{line}\n     1\n    22\n{line}\n\nprogram b\nfigure\n{line}\n   333\n{line}")
+            format!(
+                "program a\n{head}\n{line}\nx          1\nx         22\n{line}\n\nprogram b\n{head}\n{line}\nx        333\n{line}"
+            )
         );
     }
 

@@ -5,11 +5,10 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{fitted, named, snapshot_path};
+use super::{named, snapshot_path};
 
 /// Arguments of `run`.
 #[derive(Debug, Args)]
-#[command(after_long_help = fitted(RUN))]
 pub struct RunArgs {
     /// Save a memory snapshot as OUT, a .pickle, .pkl or .json file, when the program ends, with
     /// the latest 1000000 entries of history.
@@ -51,20 +50,3 @@ pub struct RunArgs {
 
 /// The functions that the interposer can serve.
 const FUNCTIONS: [&str; 4] = ["cuMemAlloc", "cuMemAllocPitch", "cuMemAllocAsync", "cuMemAllocFromPoolAsync"];
-
-const RUN: &str = "\
-The program runs unchanged, and so do those that it starts. A library placed before the CUDA driver
-serves cuMemAlloc, cuMemAllocPitch, cuMemAllocAsync, cuMemAllocFromPoolAsync (of the default pool)
-and the functions that free; all others are the driver's. docs/embedding.md has the list.
-
-The allocator is configured by --config or, without it, by AQUIFER_ALLOC_CONF, else by PyTorch's
-variables. --device and --json have no effect: the program chooses its GPUs, and standard output is
-the program's. The report goes to standard error: for each process that allocated, peaks, memory
-left at the end, refusals, and allocations that the driver made and why.
-
-With --live in a terminal, the program writes to pipes, not to the terminal, and its colours are
-left out; so is what other processes write more than a second after its end.
-
-The exit code is the program's, or 128 and the number of the signal that ended it. There is no
-report of a process that ends by a signal or by _exit, nor of a program that loads the driver by its
-path, has it on an RPATH, or runs with other privileges than its user's.";

@@ -1,24 +1,17 @@
 //! `advise`: what would help a recorded program.
 
 use aquifer_trace::profile::Profile;
-use serde::Serialize;
 
 use crate::cli::AdviseArgs;
-use crate::commands::study::advice::{Advice, advise};
+use crate::commands::study::advice::advise;
+use crate::commands::study::rows::Advice;
 use crate::commands::study::{Case, Study};
-use crate::commands::{all_programs, on_simulator};
+use crate::commands::{all_programs, failed, on_simulator};
 use crate::exit::{Failure, Outcome};
 use crate::map::Style;
+use crate::row::row;
 use crate::session::Session;
 use crate::text::wrap;
-
-/// A piece of advice for a program, as JSON.
-#[derive(Debug, Serialize)]
-struct Row<'a> {
-    trace: &'a str,
-    #[serde(flatten)]
-    advice: &'a Advice,
-}
 
 /// Runs the command.
 ///
@@ -29,22 +22,38 @@ pub fn run(session: &Session, args: &AdviseArgs) -> Result<Outcome, Failure> {
     let simulated = on_simulator(session, "advise")?;
     let session = simulated.as_ref().unwrap_or(session);
     let mut outcome = Outcome::Done;
-    for (name, program) in &all_programs(session, &args.files, &mut outcome) {
-        let study = Study::of(session, name, program, Profile::of(program), 0);
-        match study {
+    for (name, program) in &all_programs(session, &args.recordings.files, &mut outcome) {
+        match Study::of(session, name, program, Profile::of(program), 0) {
             Ok(study) => {
                 let advice = advise(session, name, program, &study);
                 session.show(format_args!("{name}\n"))?;
-                advice.iter().try_for_each(|advice| session.row(&Row { trace: name, advice }))?;
+                for advice in &advice {
+                    session.row(&Advised { trace: name.clone(), advice: advice.clone() })?;
+                }
                 show(session, &study, &advice)?;
             }
-            Err(failure) => {
-                outcome = outcome.max(failure.outcome());
-                session.message(format_args!("error: {name}: {failure}"));
-            }
+            Err(failure) => failed(session, name, &failure, &mut outcome),
         }
     }
     Ok(outcome)
+}
+
+row! {
+    /// Options are tried by replaying the program with each, on the device of --device, or else on one
+    /// with plenty of memory. An option is advised only if the program finishes there with it. It must
+    /// save at least 2 % of what the options of the snapshot hold, or else PyTorch's default options,
+    /// unless the program does not finish with these. Changes of the program are found in its events:
+    /// arrays that are replaced by larger ones again and again, blocks that outlive their iteration (in
+    /// recordings with iterations), streams that use most at different times, and sizes that hardly
+    /// repeat.
+    ///
+    /// JSON keys, per piece of advice
+    pub(crate) struct Advised {
+        /// the program
+        trace: String,
+        #[serde(flatten)]
+        advice: Advice,
+    }
 }
 
 /// Writes advice as text.

@@ -9,14 +9,14 @@ use aquifer::Device;
 use aquifer_trace::input::Program;
 use aquifer_trace::{Aquifer, OnOom, Player, PyTorch};
 use indicatif::ProgressBar;
-use serde::Serialize;
 
 use crate::cli::{ConfigArg, FitArgs};
-use crate::commands::{all_programs, options, ratio};
+use crate::commands::{all_programs, failed, options, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::opened::Opened;
+use crate::row::{Row, row};
 use crate::session::Session;
-use crate::table::{Column, number, table};
+use crate::table::{bytes, factor};
 use crate::text::Bytes;
 
 /// The sizes of devices that are tried are multiples of this.
@@ -27,16 +27,29 @@ const SPREAD_STEPS: u64 = 24;
 /// How many sizes below a boundary are tried before it is taken for the lowest.
 const LOWER_SIZES: u64 = 64;
 
-/// A row of results. `fit --help` explains the fields.
-#[derive(Debug, Clone, Serialize)]
-#[expect(missing_docs, reason = "the help text explains them")]
-#[non_exhaustive]
-pub struct Row {
-    pub trace: String,
-    pub config: String,
-    pub smallest_device_bytes: u64,
-    pub smallest_over_requested: Option<f64>,
-    pub retries_at_fit: u64,
+row! {
+    /// The device is simulated, even where there is a GPU, and its size is replaced. --device may name
+    /// another simulated device, or a GPU: there the size is that of a limit on what the allocator
+    /// holds, and the most that is tried is what is free. Where frames that are split let a program
+    /// finish on a smaller device, another row has split_frames:on, which is off by default. Whether a
+    /// program finishes need not be monotonic in the size, so smaller sizes were tried: 23 evenly spread
+    /// down to the peak, and the 64 just below the boundary.
+    ///
+    /// JSON keys, per program and config
+    pub(crate) struct Fitted {
+        /// the program
+        trace: String => ["program"],
+        /// the options
+        config: String => ["options", |row| options(&row.config)],
+        /// the size of the smallest device: the program finishes there, and fails with 2 MiB less
+        pub(super) smallest_device_bytes: u64 => ["smallest device", bytes],
+        /// that size over peak_requested_bytes
+        pub(super) smallest_over_requested: Option<f64> => ["smallest device, ratio", factor],
+        /// the most memory that the program had requested and not yet freed
+        peak_requested_bytes: u64 => ["requested", bytes],
+        /// times that all cached memory was released to try again, on that device
+        pub(super) retries_at_fit: u64 => ["retries"],
+    }
 }
 
 /// Runs the command.
@@ -45,43 +58,35 @@ pub struct Row {
 /// When the device cannot be opened, the allocator fails, or standard output cannot be written.
 pub fn run(session: &Session, args: &FitArgs) -> Result<Outcome, Failure> {
     let mut outcome = Outcome::Done;
-    let read = all_programs(session, &args.files, &mut outcome);
+    let programs = all_programs(session, &args.recordings.files, &mut outcome);
     let configs = with_splitting(session.configs());
-    let jobs: Vec<Job<'_>> = read
-        .iter()
-        .flat_map(|(name, program)| configs.iter().map(move |config| Job::new(name, program, config)))
-        .collect();
-    let (mut rows, mut before) = (Vec::new(), None);
-    for (job, result) in jobs.iter().zip(fit_all(session, &jobs)) {
-        let smallest = result.as_ref().ok().map(|row| row.smallest_device_bytes);
-        // A trial follows the same options without splitting.
-        if job.config.is_trial && smallest == before {
-            continue;
-        }
-        before = smallest;
-        let row = match result {
-            Ok(row) => row,
-            Err(failure) => {
-                outcome = outcome.max(failure.outcome());
-                session.message(format_args!("error: {}: {failure}", job.name));
-                continue;
-            }
-        };
-        session.row(&row)?;
-        rows.push((row, job.program.peak_requested_bytes));
-    }
+    let jobs = jobs(&programs, &configs);
+    let fits = jobs.iter().zip(fit_all(session, &jobs));
+    let mut rows: Vec<Fitted> = fits.filter_map(|(job, fit)| found(session, job, fit, &mut outcome)).collect();
+    without_same(&mut rows, &configs, |row| &row.config, |row| (row.trace.clone(), row.smallest_device_bytes));
+    rows.iter().try_for_each(|row| session.row(row))?;
     if !rows.is_empty() {
-        let columns: [Column<(Row, u64)>; 6] = [
-            ("program", |(row, _)| row.trace.clone()),
-            ("options", |(row, _)| options(&row.config).to_owned()),
-            ("smallest device", |(row, _)| Bytes(row.smallest_device_bytes).to_string()),
-            ("smallest device, ratio", |(row, _)| number(row.smallest_over_requested, 3)),
-            ("requested", |(_, requested)| Bytes(*requested).to_string()),
-            ("retries", |(row, _)| row.retries_at_fit.to_string()),
-        ];
-        session.show(table(&rows, 2, &columns))?;
+        session.show(Fitted::table(&rows))?;
     }
     Ok(outcome)
+}
+
+/// What a search found. Its failure is reported, unless the same options without splitting fit
+/// nowhere, either.
+pub(super) fn found(
+    session: &Session,
+    job: &Job<'_>,
+    fit: Result<Fitted, Failure>,
+    outcome: &mut Outcome,
+) -> Option<Fitted> {
+    match fit {
+        Ok(fit) => Some(fit),
+        Err(Failure::OutOfMemory(_)) if job.config.is_trial => None,
+        Err(failure) => {
+            failed(session, job.name, &failure, outcome);
+            None
+        }
+    }
 }
 
 /// The options, each followed by the same with `split_frames:on` as a trial where that may differ.
@@ -107,13 +112,14 @@ pub(super) fn without_same<R, F: PartialEq>(
     }
 }
 
-/// A program to fit, and the options.
+/// A program, and the options.
+#[derive(Clone, Copy)]
 pub(super) struct Job<'a> {
     pub(super) name: &'a str,
     pub(super) program: &'a Program,
     pub(super) config: &'a ConfigArg,
     /// Whether a device suffices that is up to 1/512 larger than the smallest.
-    roughly: bool,
+    pub(super) roughly: bool,
 }
 
 impl<'a> Job<'a> {
@@ -127,11 +133,17 @@ impl<'a> Job<'a> {
     }
 }
 
+/// Each program with each of the options.
+pub(super) fn jobs<'a>(programs: &'a [(String, Program)], configs: &'a [ConfigArg]) -> Vec<Job<'a>> {
+    let all = programs.iter().flat_map(|(name, program)| configs.iter().map(move |config| (name, program, config)));
+    all.map(|(name, program, config)| Job::new(name, program, config)).collect()
+}
+
 /// Fits all, several at a time on simulated devices; the results are in the order of the jobs.
-pub(super) fn fit_all(session: &Session, jobs: &[Job<'_>]) -> Vec<Result<Row, Failure>> {
+pub(super) fn fit_all(session: &Session, jobs: &[Job<'_>]) -> Vec<Result<Fitted, Failure>> {
     let bar = session.progress(jobs.len() as u64, "fit");
     let next = AtomicUsize::new(0);
-    let results: Vec<Mutex<Option<Result<Row, Failure>>>> = jobs.iter().map(|_| Mutex::new(None)).collect();
+    let results: Vec<Mutex<Option<Result<Fitted, Failure>>>> = jobs.iter().map(|_| Mutex::new(None)).collect();
     let work = || {
         while let Some((job, result)) = {
             let index = next.fetch_add(1, Ordering::Relaxed);
@@ -153,7 +165,7 @@ pub(super) fn fit_all(session: &Session, jobs: &[Job<'_>]) -> Vec<Result<Row, Fa
 }
 
 /// Searches for the smallest device.
-fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failure> {
+fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Fitted, Failure> {
     let attempt = |bytes| {
         bar.set_message(format!("{} {}", job.name, Bytes(bytes)));
         attempt(session, job, bytes)
@@ -171,11 +183,12 @@ fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Row, Failu
         session.allocator(&device, &config)?;
     }
     let Some(fit) = fit else { return Err(Failure::OutOfMemory(fits_nowhere(session, job, most))) };
-    Ok(Row {
+    Ok(Fitted {
         trace: job.name.to_owned(),
         config: job.config.text.clone(),
         smallest_device_bytes: fit.bytes,
         smallest_over_requested: ratio(fit.bytes, peak),
+        peak_requested_bytes: peak,
         retries_at_fit: fit.retries,
     })
 }

@@ -4,7 +4,6 @@ use aquifer::memory::AllocError;
 use aquifer::{Allocator, Device, Stream};
 use aquifer_trace::input::Program;
 use aquifer_trace::{Aquifer, Map, OnOom, Player, Refused, Subject};
-use serde::Serialize;
 
 use crate::cli::{ConfigArg, FragmentationArgs};
 use crate::commands::{list, options, violations};
@@ -12,10 +11,11 @@ use crate::exit::{Failure, Outcome};
 use crate::map::Style;
 use crate::opened::Opened;
 use crate::room::Room;
+use crate::row::{Row, row};
 use crate::scenarios::{self, Scenario};
 use crate::session::Session;
 use crate::stage::Stage;
-use crate::table::{Column, table};
+use crate::table::bytes;
 use crate::text::{Bytes, wrap};
 
 /// Memory that does not move.
@@ -28,34 +28,6 @@ const POLICIES: [&str; 3] = [SEGMENTS, "no_cache:True", ""];
 const STREAM_POLICIES: [&str; 5] =
     ["backing:segments,cross_stream:off", SEGMENTS, "backing:segments,cross_stream:wait", "no_cache:True", ""];
 
-/// A row of results. `fragmentation --help` explains the fields.
-#[derive(Debug, Clone, Serialize)]
-#[expect(missing_docs, reason = "the help text explains them")]
-#[non_exhaustive]
-pub struct Row {
-    pub scenario: &'static str,
-    pub config: String,
-    pub device: String,
-    pub peak_requested_bytes: u64,
-    pub peak_allocated_bytes: u64,
-    pub peak_reserved_bytes: u64,
-    pub allocated_bytes: u64,
-    pub reserved_bytes: u64,
-    pub free_bytes: u64,
-    pub largest_free_bytes: u64,
-    pub unusable_index: f64,
-    pub request_bytes: u64,
-    pub probe_fits: bool,
-    pub ooms: u64,
-    pub retries: u64,
-    pub driver_calls: u64,
-    pub cross_stream_reuses: u64,
-    pub inputs: u64,
-    pub inputs_damaged: u64,
-    pub violations: u64,
-    pub verdict: String,
-}
-
 /// Runs the command.
 ///
 /// # Errors
@@ -64,7 +36,7 @@ pub struct Row {
 pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failure> {
     if args.list {
         let all = scenarios::ALL.map(|Scenario { name, summary, .. }| (name, summary));
-        return list(session, 12, all, |scenario, summary| Listed { scenario, summary });
+        return list(session, 12, "scenario", all);
     }
     let style = Style::of_stdout(args.ascii);
     let mut outcome = Outcome::Done;
@@ -89,9 +61,6 @@ pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failu
                     continue;
                 }
             };
-            if row.inputs_damaged > 0 {
-                outcome = outcome.max(Outcome::Failed);
-            }
             if row.violations > 0 {
                 outcome = Outcome::Violations;
             }
@@ -110,17 +79,60 @@ pub fn run(session: &Session, args: &FragmentationArgs) -> Result<Outcome, Failu
             Bytes(row.peak_requested_bytes),
             Bytes(row.request_bytes)
         );
-        let table = table(&rows, 2, &COLUMNS);
+        let table = Fragmented::table(&rows);
         session.show(format_args!("{}\n\n{table}\n\n{}", wrap(&text, style.width), maps.join("\n")))?;
     }
     Ok(outcome)
 }
 
-/// A row of `--list`.
-#[derive(Serialize)]
-struct Listed {
-    scenario: &'static str,
-    summary: &'static str,
+row! {
+    /// Each scenario is a synthetic program, sized by the device, followed by one more request: the
+    /// probe. The probe is no larger than the free memory, so if it is refused, the cause is
+    /// fragmentation, or a limit or headroom among the options. Each --config adds a row. With --list, a
+    /// row has the name of a scenario, and its summary.
+    ///
+    /// JSON keys, per scenario and config
+    pub(crate) struct Fragmented {
+        /// the scenario
+        scenario: &'static str,
+        /// the options
+        config: String => ["options", |row| options(&row.config)],
+        /// the device
+        device: String,
+        /// the outcome in words
+        verdict: String => ["last request"],
+        /// the most memory that the program had requested and not yet freed
+        peak_requested_bytes: u64,
+        /// the most memory that was allocated, after rounding
+        peak_allocated_bytes: u64,
+        /// the most memory that was held from the device
+        peak_reserved_bytes: u64 => ["holds", bytes],
+        /// driver calls that the program caused
+        driver_calls: u64 => ["driver calls"],
+        /// the share of free_bytes that the probe cannot use, 0 to 1; 1 if the probe is refused
+        unusable_index: f64 => ["unusable", |row| format!("{:.1} %", row.unusable_index * 100.0)],
+        /// free memory at the end of the program: in the cache, and on the device within limit and
+        /// headroom
+        free_bytes: u64 => ["free", bytes],
+        /// the largest request that is served then, found by trying, each time after flushing the cache
+        largest_free_bytes: u64 => ["largest free piece", bytes],
+        /// memory that is allocated then
+        allocated_bytes: u64 => ["live in the end", bytes],
+        /// memory that is held from the device then
+        reserved_bytes: u64,
+        /// size of the probe
+        request_bytes: u64,
+        /// whether the probe was served
+        probe_fits: bool,
+        /// requests of the program that were refused
+        ooms: u64,
+        /// times that all cached memory was released to try again
+        retries: u64,
+        /// times that a stream reused memory that another one had freed
+        cross_stream_reuses: u64,
+        /// pieces of work that the simulated device found unordered; 0 unless there is a bug
+        violations: u64,
+    }
 }
 
 /// The policies of a scenario: the built-in ones, then the user's.
@@ -129,10 +141,10 @@ fn policies(session: &Session, scenario: &Scenario) -> Vec<ConfigArg> {
 }
 
 /// Plays a scenario under a policy, examines the free memory, and makes the request.
-fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Result<(Row, Map), Failure> {
+fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Result<(Fragmented, Map), Failure> {
     let device: Device = session.open()?;
     let setup = scenario.setup(device.memory_info()?.free, session.seed());
-    let mut stage = Stage::new(session, &device, policy, setup.program.streams.len())?.fed()?;
+    let mut stage = Stage::new(session, &device, policy, setup.program.streams.len())?;
     let mut player = Player::new(&setup.program);
     let ooms = player.play(&mut stage, OnOom::Skip)?;
 
@@ -150,9 +162,8 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
         Err(Refused::Failed(error)) => return Err((*error).into()),
     };
     let after = stage.allocator.stats();
-    let (inputs, inputs_damaged) = stage.inputs()?;
     let largest = room.largest_served(setup.probe, probe_fits, |bytes| serves(&stage.allocator, bytes, &stream))?;
-    let mut row = Row {
+    let mut row = Fragmented {
         scenario: scenario.name,
         config: policy.text.clone(),
         device: session.device_text().to_owned(),
@@ -170,8 +181,6 @@ fn experiment(session: &Session, scenario: &Scenario, policy: &ConfigArg) -> Res
         retries: after.num_alloc_retries,
         driver_calls: driver_calls(session, &setup.program, policy)?,
         cross_stream_reuses: after.cross_stream_reuses,
-        inputs,
-        inputs_damaged,
         violations: violations(session, scenario.name, &device),
         verdict: String::new(),
     };
@@ -197,7 +206,7 @@ fn serves(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<bool, Fa
 }
 
 /// The result in words; `growth` is the memory that the request would have taken from the device.
-fn verdict(row: &Row, room: &Room, growth: u64) -> String {
+fn verdict(row: &Fragmented, room: &Room, growth: u64) -> String {
     let (free, largest, foreign) = (Bytes(row.free_bytes), Bytes(row.largest_free_bytes), Bytes(room.foreign));
     let probe = match () {
         () if row.probe_fits => "fits".to_owned(),
@@ -231,23 +240,12 @@ fn beside(room: &Room) -> String {
     }
 }
 
-const COLUMNS: [Column<Row>; 8] = [
-    ("options", |row| options(&row.config).to_owned()),
-    ("last request", |row| row.verdict.clone()),
-    ("holds", |row| Bytes(row.peak_reserved_bytes).to_string()),
-    ("driver calls", |row| row.driver_calls.to_string()),
-    ("unusable", |row| format!("{:.1} %", row.unusable_index * 100.0)),
-    ("free", |row| Bytes(row.free_bytes).to_string()),
-    ("largest free piece", |row| Bytes(row.largest_free_bytes).to_string()),
-    ("live in the end", |row| Bytes(row.allocated_bytes).to_string()),
-];
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::cli::Global;
 
-    fn rows(device: &str, configs: &[&str]) -> Vec<Row> {
+    fn rows(device: &str, configs: &[&str]) -> Vec<Fragmented> {
         let configs = configs.iter().map(|text| text.parse().unwrap()).collect();
         let global = Global { device: Some(device.parse().unwrap()), configs, ..Global::default() };
         let session = Session::new(&global).unwrap();
@@ -268,7 +266,7 @@ mod tests {
         ];
         for device in ["sim:1MiB", "sim:3MiB", "sim:50MiB", "sim:1GiB", "sim:1000000007"] {
             for row in rows(device, &configs) {
-                let Row { free_bytes, largest_free_bytes, unusable_index, request_bytes, probe_fits, .. } = row;
+                let Fragmented { free_bytes, largest_free_bytes, unusable_index, request_bytes, probe_fits, .. } = row;
                 assert_eq!(largest_free_bytes >= request_bytes, probe_fits, "{row:?}");
                 assert_eq!(unusable_index < 1.0, probe_fits, "{row:?}");
                 assert!(largest_free_bytes <= free_bytes, "{row:?}");
@@ -283,7 +281,7 @@ mod tests {
 
     #[test]
     fn the_verdict_names_the_headroom_and_the_limit() {
-        let of = |rows: Vec<Row>, scenario: &str, policy: &str| {
+        let of = |rows: Vec<Fragmented>, scenario: &str, policy: &str| {
             let row = rows.into_iter().find(|row| row.scenario == scenario && row.config == policy);
             row.unwrap().verdict
         };

@@ -11,6 +11,7 @@ pub mod options;
 pub mod replay;
 pub mod report;
 pub mod run;
+mod story;
 pub mod study;
 
 use std::collections::BTreeMap;
@@ -19,8 +20,7 @@ use std::path::{Path, PathBuf};
 use aquifer::memory::{HistoryOptions, Snapshot};
 use aquifer::{Allocator, Device};
 use aquifer_trace::input::{self, Program};
-
-use serde::Serialize;
+use serde_json::json;
 
 use crate::cli::{RECORDING, fitted};
 use crate::exit::{Failure, Outcome};
@@ -64,6 +64,12 @@ fn options(config: &str) -> &str {
     if config.is_empty() { "the defaults" } else { config }
 }
 
+/// Reports that the work on a program failed.
+fn failed(session: &Session, name: &str, failure: &Failure, outcome: &mut Outcome) {
+    *outcome = (*outcome).max(failure.outcome());
+    session.message(format_args!("error: {name}: {failure}"));
+}
+
 /// A message about refused requests of a program.
 fn out_of_memory(trace: &str, config: &str, refused: u64, more: &str) -> String {
     let requests = if refused == 1 { "request was" } else { "requests were" };
@@ -83,15 +89,15 @@ pub fn violations(session: &Session, name: &str, device: &Device) -> u64 {
     count
 }
 
-/// Writes the names and summaries for `--list`; `row` makes their JSON rows.
-fn list<R: Serialize>(
+/// Writes the names and summaries for `--list`; in JSON, the key of a name is `key`.
+fn list(
     session: &Session,
     width: usize,
+    key: &str,
     all: impl IntoIterator<Item = (&'static str, &'static str)>,
-    row: fn(&'static str, &'static str) -> R,
 ) -> Result<Outcome, Failure> {
     for (name, summary) in all {
-        session.row(&row(name, summary))?;
+        session.row(&json!({ key: name, "summary": summary }))?;
         session.show(format_args!("{name:<width$} {summary}"))?;
     }
     Ok(Outcome::Done)

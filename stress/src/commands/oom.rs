@@ -2,53 +2,16 @@
 
 use std::path::Path;
 
-use serde::Serialize;
+use serde_json::json;
 
 use crate::cli::OomArgs;
 use crate::commands::{list, save, violations};
 use crate::exit::{Failure, Outcome};
+use crate::row::{Row, row};
 use crate::session::Session;
-use crate::table::{Column, in_terminal, table};
+use crate::table::{bytes, in_terminal};
 use crate::text::Bytes;
 use crate::ways::{self, Stand, Way};
-
-/// A row of results. `oom --help` explains the fields.
-#[derive(Debug, Clone, Serialize)]
-#[expect(missing_docs, reason = "the help text explains them")]
-#[non_exhaustive]
-pub struct Row {
-    pub way: &'static str,
-    pub device: String,
-    pub requested_bytes: u64,
-    pub refused: bool,
-    pub error: Option<String>,
-    pub advice: Vec<String>,
-    pub recovered_by: String,
-    pub recovered: bool,
-    pub intact: bool,
-    pub usable: bool,
-    pub allocated_bytes_before: u64,
-    pub allocated_bytes_after: u64,
-    pub reserved_bytes_before: u64,
-    pub reserved_bytes_after: u64,
-    pub violations: u64,
-}
-
-/// A way that was skipped.
-#[derive(Debug, Clone, Serialize)]
-struct Skipped {
-    way: &'static str,
-    device: String,
-    skipped: &'static str,
-}
-
-/// A way that failed.
-#[derive(Debug, Clone, Serialize)]
-struct Broken {
-    way: &'static str,
-    device: String,
-    failed: String,
-}
 
 /// Runs the command.
 ///
@@ -58,7 +21,7 @@ struct Broken {
 pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
     if args.list {
         let all = ways::ALL.map(|Way { name, summary, .. }| (name, summary));
-        return list(session, 14, all, |way, summary| Listed { way, summary });
+        return list(session, 14, "way", all);
     }
     session.config()?;
     let ways = if args.ways.is_empty() { &ways::ALL[..] } else { &args.ways };
@@ -71,7 +34,7 @@ pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
         session.show(in_terminal(&format!("{}: {}", way.name, way.summary)))?;
         let simulated = session.sim().is_some();
         if let Some(skipped) = way.needs_simulator.filter(|_| !simulated) {
-            session.row(&Skipped { way: way.name, device: session.device_text().to_owned(), skipped })?;
+            session.row(&json!({"way": way.name, "device": session.device_text(), "skipped": skipped}))?;
             session.show(format_args!("  skipped: {skipped}\n"))?;
             continue;
         }
@@ -82,7 +45,7 @@ pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
                 let failed = failure.to_string();
                 session.message(format_args!("error: {}: {failed}", way.name));
                 session.show(format_args!("  FAILED: {failed}\n"))?;
-                session.row(&Broken { way: way.name, device: session.device_text().to_owned(), failed })?;
+                session.row(&json!({"way": way.name, "device": session.device_text(), "failed": failed}))?;
                 outcome = outcome.max(Outcome::Failed);
                 continue;
             }
@@ -95,7 +58,7 @@ pub fn run(session: &Session, args: &OomArgs) -> Result<Outcome, Failure> {
         rows.push(row);
     }
     if !rows.is_empty() {
-        session.show(table(&rows, 4, &COLUMNS))?;
+        session.show(Recovered::table(&rows))?;
     }
     Ok(outcome)
 }
@@ -108,14 +71,50 @@ fn concerns_all(failure: &Failure) -> bool {
     )
 }
 
-/// A row of `--list`.
-#[derive(Serialize)]
-struct Listed {
-    way: &'static str,
-    summary: &'static str,
+row! {
+    /// Each way sets memory up, writes patterns to it, asks for more than it can get, and then follows
+    /// the report's advice. After that the patterns are read back, and the allocator must be as usable
+    /// as before. The exit code is 1 if a way failed or did not recover; the remaining ways still run. On
+    /// a real device 1/64 of the free memory, at least 256 MiB, is left untouched, because not all of it
+    /// can be allocated. With --list, a row has the name of a way, and its summary.
+    ///
+    /// JSON keys, per way. One that did not run has only the first two, and why: skipped, or failed,
+    /// which is a failure other than the expected refusal, or the reason that nothing was refused
+    pub(crate) struct Recovered {
+        /// the way
+        way: &'static str => ["way"],
+        /// the device
+        device: String,
+        /// size of the request
+        requested_bytes: u64 => ["asked for", bytes],
+        /// whether the request was refused
+        refused: bool => ["answer", |row| word(row.refused, "refused", "served")],
+        /// the first line of the error
+        error: Option<String>,
+        /// the advice in the error
+        advice: Vec<String>,
+        /// the measure that was taken
+        recovered_by: String,
+        /// whether the request, or another of its size, was served after that
+        recovered: bool => ["recovered by", |row| word(row.recovered, &row.recovered_by, "NOT recovered")],
+        /// whether everything written before reads back as it was written
+        intact: bool => ["written before", |row| word(row.intact, "intact", "DAMAGED")],
+        /// whether the allocator gives everything back in the end, and serves the same requests again
+        usable: bool => ["afterwards", |row| word(row.usable, "usable", "NOT usable")],
+        /// allocated before the request
+        allocated_bytes_before: u64,
+        /// and after the refusal, before any measure
+        allocated_bytes_after: u64,
+        /// held from the device before the request
+        reserved_bytes_before: u64,
+        /// and after the refusal
+        reserved_bytes_after: u64,
+        /// pieces of work that the simulated device found unordered
+        violations: u64,
+    }
 }
 
-fn go(session: &Session, way: &Way, out: Option<&Path>) -> Result<Row, Failure> {
+fn go(session: &Session, way: &Way, out: Option<&Path>) -> Result<Recovered, Failure> {
     let mut stand = Stand::new(session, way.options)?;
     if out.is_some() {
         stand.take_snapshots();
@@ -134,7 +133,7 @@ fn go(session: &Session, way: &Way, out: Option<&Path>) -> Result<Row, Failure> 
         Some(report) => session.show(format_args!("\n{}\n", in_terminal(&report.to_string())))?,
         None => session.show(format_args!("\n{requested} were asked for, and served.\n"))?,
     }
-    let row = Row {
+    let row = Recovered {
         way: way.name,
         device: session.device_text().to_owned(),
         requested_bytes: story.refusal.requested,
@@ -167,24 +166,15 @@ fn go(session: &Session, way: &Way, out: Option<&Path>) -> Result<Row, Failure> 
     Ok(row)
 }
 
-const COLUMNS: [Column<Row>; 6] = [
-    ("way", |row| row.way.to_owned()),
-    ("asked for", |row| Bytes(row.requested_bytes).to_string()),
-    ("answer", |row| word(row.refused, "refused", "served").to_owned()),
-    ("recovered by", |row| word(row.recovered, &row.recovered_by, "NOT recovered").to_owned()),
-    ("written before", |row| word(row.intact, "intact", "DAMAGED").to_owned()),
-    ("afterwards", |row| word(row.usable, "usable", "NOT usable").to_owned()),
-];
-
 fn word<'a>(good: bool, yes: &'a str, no: &'a str) -> &'a str {
     if good { yes } else { no }
 }
 
-impl Row {
+impl Recovered {
     fn outcome(&self) -> Outcome {
         match self {
-            Row { violations: 1.., .. } => Outcome::Violations,
-            Row { recovered: true, intact: true, usable: true, .. } => Outcome::Done,
+            Recovered { violations: 1.., .. } => Outcome::Violations,
+            Recovered { recovered: true, intact: true, usable: true, .. } => Outcome::Done,
             _ => Outcome::Failed,
         }
     }

@@ -1,20 +1,11 @@
 //! `options`: lists the options of allocators.
 
-use serde::Serialize;
+use serde_json::json;
 
 use crate::exit::{Failure, Outcome};
 use crate::session::Session;
 use crate::table::terminal_columns;
 use crate::text::rewrap;
-
-/// An option, as JSON. Other spellings of its name follow it.
-#[derive(Serialize)]
-struct Listed<'a> {
-    option: &'a str,
-    values: &'a str,
-    default: &'a str,
-    effect: &'a str,
-}
 
 /// Lists the options, as the documentation of `Config` has them, for a terminal.
 ///
@@ -35,7 +26,8 @@ pub fn run(session: &Session) -> Result<Outcome, Failure> {
             else {
                 continue;
             };
-            session.row(&Listed { option, values, default, effect })?;
+            let row = json!({"option": option, "values": values, "default": default, "effect": effect});
+            session.row(&row)?;
             let default = if default.is_empty() { String::new() } else { format!("; default {default}") };
             say(&format!("  {option}: {values}{default}\n      {effect}"))?;
         }

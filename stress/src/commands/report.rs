@@ -8,12 +8,12 @@ use aquifer_trace::profile::{Buckets, Grouping, Peak, Profile, Range};
 use aquifer_trace::{Figures, Map};
 use serde::Serialize;
 
-use crate::cards::smallest_card;
 use crate::cli::ReportArgs;
-use crate::commands::study::advice::{Advice, advise};
-use crate::commands::study::sampled::{Row, Space};
-use crate::commands::study::{Case, Exhausted, Study};
-use crate::commands::{jobs, on_simulator};
+use crate::commands::study::advice::advise;
+use crate::commands::study::rows::{self, Advice};
+use crate::commands::study::sampled::Space;
+use crate::commands::study::{Exhausted, Study};
+use crate::commands::{failed, jobs, on_simulator};
 use crate::exit::{Failure, Outcome};
 use crate::output;
 use crate::session::Session;
@@ -52,42 +52,27 @@ struct Data<'a> {
 #[derive(Debug, Serialize)]
 struct Allocator<'a> {
     id: &'a str,
-    name: &'a str,
+    /// Its name in the list of those that finish on the device that is too small for another.
+    title: String,
     options: &'a str,
+    #[serde(flatten)]
+    figures: rows::Allocator,
     reserved: &'a Range,
     allocated: &'a Range,
-    peak_reserved: u64,
-    smallest_device: Option<u64>,
-    smallest_card: Option<&'static str>,
-    refusals: usize,
     refused_at: &'a [u64],
-    driver_us: Option<f64>,
-    calls: Option<u64>,
     space: Option<Space>,
 }
 
 #[derive(Debug, Serialize)]
 struct Oom<'a> {
     allocator: &'a str,
-    device: u64,
     /// Sentences about the device and the request.
     about: String,
-    event: u64,
+    #[serde(flatten)]
+    figures: &'a rows::Oom,
     bucket: usize,
-    requested: u64,
     live: u64,
-    free: u64,
-    largest_free: u64,
-    space: Row,
-    others: Vec<Other>,
-}
-
-/// Whether another allocator finishes on the device.
-#[derive(Debug, Serialize)]
-struct Other {
-    name: String,
-    finishes: bool,
-    smallest_device: Option<u64>,
+    space: Option<Space>,
 }
 
 /// Runs the command.
@@ -99,7 +84,7 @@ pub fn run(session: &Session, args: &ReportArgs) -> Result<Outcome, Failure> {
     let simulated = on_simulator(session, "report")?;
     let session = simulated.as_ref().unwrap_or(session);
     let mut outcome = Outcome::Done;
-    let named = jobs(session, &args.files, &mut outcome, true).into_iter().flatten();
+    let named = jobs(session, &args.recordings.files, &mut outcome, true).into_iter().flatten();
     let programs: Vec<Program> = named.map(|(name, program)| Program { name, ..program }).collect();
     Ok(outcome.max(write(session, &programs, &args.output)?))
 }
@@ -113,10 +98,7 @@ pub(super) fn write(session: &Session, programs: &[Program], path: &Path) -> Res
     for program in programs {
         match data(session, program) {
             Ok(data) => all.push(data),
-            Err(failure) => {
-                outcome = outcome.max(failure.outcome());
-                session.message(format_args!("error: {}: {failure}", program.name));
-            }
+            Err(failure) => failed(session, &program.name, &failure, &mut outcome),
         }
     }
     if !all.is_empty() {
@@ -158,18 +140,13 @@ fn data(session: &Session, program: &Program) -> Result<String, Failure> {
             .iter()
             .map(|case| Allocator {
                 id: &case.manager.id,
-                name: &case.manager.name,
+                title: case.manager.title(),
                 options: &case.manager.options,
+                figures: case.row(study.profile.peak.bytes),
                 reserved: &case.sampled.reserved,
                 allocated: &case.sampled.allocated,
-                peak_reserved: case.sampled.peak_reserved,
-                smallest_device: case.smallest_device,
-                smallest_card: case.smallest_device.and_then(smallest_card),
-                refusals: case.sampled.refused_at.len(),
                 refused_at: &case.sampled.refused_at[..case.sampled.refused_at.len().min(REFUSALS)],
-                driver_us: case.sampled.driver_us,
-                calls: Some(case.sampled.calls),
-                space: Space::of(&case.sampled.moments),
+                space: Space::of(&case.sampled.moments, false),
             })
             .chain(recorded)
             .collect(),
@@ -185,18 +162,17 @@ fn recorded<'a>(program: &Program, study: &Study, none: &'a Range) -> Allocator<
     let Figures { live, free, waiting, .. } = map.figures();
     Allocator {
         id: "snapshot",
-        name: "In the snapshot",
+        title: String::new(),
         options: "when it was taken",
+        figures: rows::Allocator {
+            name: "In the snapshot".to_owned(),
+            peak_reserved_bytes: live + free + waiting,
+            ..rows::Allocator::default()
+        },
         reserved: none,
         allocated: none,
-        peak_reserved: live + free + waiting,
-        smallest_device: None,
-        smallest_card: None,
-        refusals: 0,
         refused_at: &[],
-        driver_us: None,
-        calls: None,
-        space: Space::of(&[(study.profile.buckets.n.saturating_sub(1), map)]),
+        space: Space::of(&[(study.profile.buckets.n.saturating_sub(1), map)], false),
     }
 }
 
@@ -218,30 +194,18 @@ fn facts(program: &Program, study: &Study) -> Vec<(&'static str, String)> {
     facts
 }
 
-fn oom<'a>(study: &'a Study, exhausted: &Exhausted) -> Oom<'a> {
-    let refusal = &exhausted.refusal;
-    let finishing: Vec<&str> = study.finishing(exhausted).map(|case| &*case.manager.id).collect();
-    let is_other = |case: &&Case| study.usual().is_none_or(|usual| usual.manager.id != case.manager.id);
-    let others = study.cases.iter().filter(is_other).map(|case| Other {
-        name: case.manager.title(),
-        finishes: finishing.contains(&&*case.manager.id),
-        smallest_device: case.smallest_device,
-    });
+fn oom<'a>(study: &'a Study, exhausted: &'a Exhausted) -> Oom<'a> {
+    let Exhausted { oom, refusal } = exhausted;
     let usual = study.usual().map(|usual| &usual.manager);
     let about =
         [exhausted.about_device(study.profile.peak.bytes), usual.and_then(|usual| exhausted.why_not_served(usual))];
     Oom {
         allocator: usual.map_or("", |usual| &usual.id),
-        device: exhausted.device_bytes,
         about: about.into_iter().flatten().collect::<Vec<_>>().join(" "),
-        event: refusal.event,
-        bucket: study.profile.buckets.of(refusal.event),
-        requested: refusal.refusal.bytes,
+        figures: oom,
+        bucket: study.profile.buckets.of(oom.event),
         live: refusal.map.figures().live,
-        free: exhausted.free(),
-        largest_free: exhausted.largest_free(),
-        space: Row::of(&refusal.map),
-        others: others.collect(),
+        space: Space::of(&[(0, refusal.map.clone())], true),
     }
 }
 

@@ -48,9 +48,6 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
         [config] => config.refuse_pytorch()?,
         _ => check_environment()?,
     }
-    for path in [&args.report, &args.snapshot].into_iter().flatten() {
-        check_writable(path).map_err(|cause| failed(path, cause))?;
-    }
     let library = library(args.interposer.as_deref())?;
     let driver = driver(args.driver.as_deref(), &library)?;
     let folder = Folder::new()?;
@@ -106,13 +103,6 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
 fn check_environment() -> Result<(), Failure> {
     let advice = "--config replaces the variable for the allocator, and leaves it to the program";
     Config::from_env().map(drop).map_err(|error| Failure::Usage(format!("{error}\n{advice}")))
-}
-
-/// Checks that a file can be written, and leaves it as it is.
-fn check_writable(path: &Path) -> io::Result<()> {
-    let is_new = path.symlink_metadata().is_err();
-    fs::OpenOptions::new().append(true).create(true).open(path)?;
-    if is_new { fs::remove_file(path) } else { Ok(()) }
 }
 
 /// Runs a program.

@@ -1,7 +1,6 @@
 //! Common behaviour of all commands: help, wrong use, messages, output.
 
 use aquifer_stress::text::rewrap;
-use clap::CommandFactory;
 
 use super::compare::{COMPARE_KEYS, MEAN_KEYS};
 use super::replay::REPLAY_KEYS;
@@ -203,7 +202,7 @@ fn help_has_exit_codes_and_keys() {
 /// Wider lines would be wrapped, which breaks lists.
 #[test]
 fn lists_in_help_are_no_wider_than_help() {
-    let program = aquifer_stress::cli::Cli::command();
+    let program = aquifer_stress::command();
     for command in std::iter::once(&program).chain(program.get_subcommands()) {
         let text = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
         for width in [100, 80, 60] {

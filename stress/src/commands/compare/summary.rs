@@ -1,38 +1,115 @@
-//! Means, maxima and totals of all programs under some options.
+//! The rows: programs under some options, and the means, maxima and totals of all programs.
 
-use serde::Serialize;
+use crate::commands::fit::Job;
+use crate::commands::replay::Run;
+use crate::commands::{hundredths, options, ratio};
+use crate::row::{Row, row};
+use crate::table::{Table, bytes, factor, ms, number, optional, tenths};
 
-use super::Row;
-use crate::commands::{hundredths, options};
-use crate::table::{Table, number, optional, table};
+row! {
+    /// Options without --config: backing:pytorch and backing:expandable (models of PyTorch's default
+    /// allocator, and of that with expandable segments), backing:segments, and backing:paged.
+    /// split_frames is off by default; where split_frames:on makes a difference for one of the programs,
+    /// it has rows of its own. The device is simulated, even where there is a GPU, unless --device names
+    /// the GPU: then limits of several sizes are used.
+    ///
+    /// JSON keys, per program and config; unknown figures are null
+    #[derive(Default)]
+    pub(super) struct Compared {
+        /// "trace"
+        pub(super) row: &'static str,
+        /// the program
+        pub(super) trace: String,
+        /// the options
+        pub(super) config: String => ["options", |row| options(&row.config)],
+        /// the size of the smallest device, as found by `fit`; null if there is none
+        pub(super) smallest_device_bytes: Option<u64> => ["smallest device", bytes],
+        /// its ratio to peak_requested_bytes
+        pub(super) smallest_over_requested: Option<f64> => ["smallest device, ratio", factor],
+        #[serde(flatten)]
+        pub(super) run: Run,
+        /// driver calls of the first pass
+        pub(super) driver_calls: Option<u64>,
+        /// the most memory that the program had requested and not yet freed
+        pub(super) peak_requested_bytes: u64,
+        /// ratio of what the first pass held
+        pub(super) first_pass_reserved_over_requested: Option<f64>
+            => ["holds, first pass", |row| factor(row.run.served(row.first_pass_reserved_over_requested))],
+    }
+}
 
-/// All programs under some options: geometric means, the worst, and totals. `compare --help`
-/// explains the fields.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub(super) struct Summary {
-    pub(super) config: String,
-    traces: usize,
-    finished: usize,
-    pub(super) reserved_over_requested: Option<f64>,
-    worst_reserved_over_requested: Option<f64>,
-    first_pass_reserved_over_requested: Option<f64>,
-    smallest_over_requested: Option<f64>,
-    worst_smallest_over_requested: Option<f64>,
-    allocs: Option<u64>,
-    driver_calls: Option<u64>,
-    warm_driver_calls: Option<f64>,
-    pub(super) driver_time_modelled_us: Option<f64>,
-    warm_driver_time_modelled_us: Option<f64>,
-    worst_alloc_us: Option<f64>,
-    ns_per_op: Option<f64>,
-    times_yardstick: Option<f64>,
-    ooms: u64,
-    warm_ooms: u64,
-    violations: u64,
+impl Compared {
+    /// A run, with the size of the smallest device.
+    pub(super) fn new(job: &Job<'_>, smallest_device_bytes: Option<u64>, run: Run) -> Compared {
+        let requested = job.program.peak_requested_bytes;
+        let first = run.peak_reserved_bytes_by_pass.first();
+        Compared {
+            row: "trace",
+            trace: job.name.to_owned(),
+            config: job.config.text.clone(),
+            smallest_device_bytes,
+            smallest_over_requested: smallest_device_bytes.and_then(|bytes| ratio(bytes, requested)),
+            driver_calls: run.calls,
+            peak_requested_bytes: requested,
+            first_pass_reserved_over_requested: first.and_then(|&held| ratio(held, requested)),
+            run,
+        }
+    }
+}
+
+row! {
+    /// And per config, at the end; means, maxima and totals are null unless the figure is known for each
+    /// program that finished, and if there are none
+    #[derive(PartialEq)]
+    pub(super) struct Summary {
+        /// "mean"
+        row: &'static str,
+        /// the options
+        pub(super) config: String => ["options", |row| options(&row.config)],
+        /// the number of programs
+        traces: u64,
+        /// how many of them finished, without ooms in any pass; the others count only for
+        /// smallest_over_requested, ooms, warm_ooms and violations
+        finished: u64,
+        /// geometric mean
+        pub(super) reserved_over_requested: Option<f64> => ["holds, ratio", factor],
+        /// maximum
+        worst_reserved_over_requested: Option<f64> => ["holds, worst", factor],
+        /// total
+        ooms: u64
+            => ["unfinished", |row| row.traces - row.finished]
+            => ["OOMs", |row| row.ooms.saturating_add(row.warm_ooms)],
+        /// total
+        warm_ooms: u64,
+        /// total
+        violations: u64 => ["violations"],
+        /// geometric mean
+        smallest_over_requested: Option<f64> => ["smallest device, ratio", factor],
+        /// total
+        driver_calls: Option<u64> => ["driver calls", optional],
+        /// total
+        pub(super) driver_time_modelled_us: Option<f64> => ["driver ms, modelled", ms],
+        /// geometric mean
+        ns_per_op: Option<f64> => ["ns/op", tenths],
+        /// total
+        warm_driver_calls: Option<f64> => ["later driver calls", tenths],
+        /// total
+        warm_driver_time_modelled_us: Option<f64>,
+        /// maximum
+        worst_smallest_over_requested: Option<f64> => ["smallest device, worst", factor],
+        /// geometric mean
+        first_pass_reserved_over_requested: Option<f64> => ["holds, first pass", factor],
+        /// maximum
+        worst_alloc_us: Option<f64> => ["worst µs, modelled", |row| number(row.worst_alloc_us, 0)],
+        /// geometric mean of ns_per_op over yardstick_ns_per_op
+        times_yardstick: Option<f64> => ["times yardstick", |row| number(row.times_yardstick, 2)],
+        /// total
+        allocs: Option<u64>,
+    }
 }
 
 /// A summary for each of the options, in the order in which they first appear.
-pub(super) fn summaries(rows: &[Row]) -> Vec<Summary> {
+pub(super) fn summaries(rows: &[Compared]) -> Vec<Summary> {
     let mut configs: Vec<&str> = Vec::new();
     for row in rows {
         if !configs.contains(&row.config.as_str()) {
@@ -43,53 +120,48 @@ pub(super) fn summaries(rows: &[Row]) -> Vec<Summary> {
     configs.into_iter().map(|config| summarise(config, &of(config))).collect()
 }
 
-fn summarise(config: &str, rows: &[&Row]) -> Summary {
+fn summarise(config: &str, rows: &[&Compared]) -> Summary {
     // A program that did not finish took less memory and time than it needs. The smallest device is
     // known nevertheless.
-    let finished: Vec<&Row> = rows.iter().copied().filter(|row| row.finished()).collect();
+    let finished: Vec<&Compared> = rows.iter().copied().filter(|row| row.run.refused() == 0).collect();
     let mean = |figure| all(&finished, figure).and_then(|figures| geometric_mean(&figures));
     let worst = |figure| all(&finished, figure).and_then(|figures| figures.into_iter().max_by(f64::total_cmp));
     let sum = |figure| all(&finished, figure).map(|figures| hundredths(figures.iter().sum()));
-    let count = |figure| (!finished.is_empty()).then(|| total(&finished, figure));
     let smallest = all(rows, |row| row.smallest_over_requested);
     Summary {
+        row: "mean",
         config: config.to_owned(),
-        traces: rows.len(),
-        finished: finished.len(),
-        reserved_over_requested: mean(|row| row.reserved_over_requested),
-        worst_reserved_over_requested: worst(|row| row.reserved_over_requested),
+        traces: rows.len() as u64,
+        finished: finished.len() as u64,
+        reserved_over_requested: mean(|row| row.run.reserved_over_requested),
+        worst_reserved_over_requested: worst(|row| row.run.reserved_over_requested),
         first_pass_reserved_over_requested: mean(|row| row.first_pass_reserved_over_requested),
         smallest_over_requested: smallest.as_deref().and_then(geometric_mean),
         worst_smallest_over_requested: smallest.and_then(|figures| figures.into_iter().max_by(f64::total_cmp)),
-        allocs: count(|row| row.allocs),
-        driver_calls: finished
-            .iter()
-            .map(|row| row.driver_calls)
-            .collect::<Option<Vec<u64>>>()
-            .filter(|calls| !calls.is_empty())
-            .map(|calls| calls.into_iter().fold(0, u64::saturating_add)),
-        warm_driver_calls: sum(|row| row.warm_driver_calls),
-        driver_time_modelled_us: sum(|row| row.driver_time_modelled_us),
-        warm_driver_time_modelled_us: sum(|row| row.warm_driver_time_modelled_us),
-        worst_alloc_us: worst(|row| row.worst_alloc_us),
-        ns_per_op: mean(|row| row.ns_per_op).map(hundredths),
-        times_yardstick: mean(|row| Some(row.ns_per_op? / row.yardstick_ns_per_op?)).map(hundredths),
-        ooms: total(rows, |row| row.ooms),
-        warm_ooms: total(rows, |row| row.warm_ooms),
-        violations: total(rows, |row| row.violations),
+        allocs: total(&finished, |row| Some(row.run.allocs)),
+        driver_calls: total(&finished, |row| row.driver_calls),
+        warm_driver_calls: sum(|row| row.run.warm_driver_calls),
+        driver_time_modelled_us: sum(|row| row.run.driver_time_modelled_us),
+        warm_driver_time_modelled_us: sum(|row| row.run.warm_driver_time_modelled_us),
+        worst_alloc_us: worst(|row| row.run.worst_alloc_us),
+        ns_per_op: mean(|row| row.run.ns_per_op).map(hundredths),
+        times_yardstick: mean(|row| row.run.times_yardstick()).map(hundredths),
+        ooms: total(rows, |row| Some(row.run.ooms)).unwrap_or(0),
+        warm_ooms: total(rows, |row| Some(row.run.warm_ooms)).unwrap_or(0),
+        violations: total(rows, |row| Some(row.run.violations)).unwrap_or(0),
     }
 }
 
 /// A figure of all these programs; `None` unless all have it, as a mean over some of them does not
 /// compare with one over all.
-fn all(rows: &[&Row], figure: fn(&Row) -> Option<f64>) -> Option<Vec<f64>> {
-    let figures = rows.iter().map(|row| figure(row)).collect::<Option<Vec<f64>>>();
+fn all<F>(rows: &[&Compared], figure: fn(&Compared) -> Option<F>) -> Option<Vec<F>> {
+    let figures = rows.iter().map(|row| figure(row)).collect::<Option<Vec<F>>>();
     figures.filter(|figures| !figures.is_empty())
 }
 
-/// A saturating sum: a file may contain any figures.
-fn total(rows: &[&Row], count: fn(&Row) -> u64) -> u64 {
-    rows.iter().map(|row| count(row)).fold(0, u64::saturating_add)
+/// A saturating sum.
+fn total(rows: &[&Compared], count: fn(&Compared) -> Option<u64>) -> Option<u64> {
+    all(rows, count).map(|counts| counts.into_iter().fold(0, u64::saturating_add))
 }
 
 /// The geometric mean of positive numbers; of one number, that number to the last digit.
@@ -106,50 +178,33 @@ fn geometric_mean(figures: &[f64]) -> Option<f64> {
 }
 
 pub(super) fn tabulate(summaries: &[Summary]) -> Table {
-    let table = table(
-        summaries,
-        1,
-        &[
-            ("options", |row| options(&row.config).to_owned()),
-            ("holds, ratio", |row| number(row.reserved_over_requested, 3)),
-            ("holds, worst", |row| number(row.worst_reserved_over_requested, 3)),
-            ("unfinished", |row| (row.traces - row.finished).to_string()),
-            ("OOMs", |row| row.ooms.saturating_add(row.warm_ooms).to_string()),
-            ("smallest device, ratio", |row| number(row.smallest_over_requested, 3)),
-            ("driver calls", |row| optional(row.driver_calls)),
-            ("driver ms, modelled", |row| number(row.driver_time_modelled_us.map(|us| us / 1e3), 1)),
-            ("ns/op", |row| number(row.ns_per_op, 1)),
-            ("later driver calls", |row| number(row.warm_driver_calls, 1)),
-            ("smallest device, worst", |row| number(row.worst_smallest_over_requested, 3)),
-            ("holds, first pass", |row| number(row.first_pass_reserved_over_requested, 3)),
-            ("worst µs, modelled", |row| number(row.worst_alloc_us, 0)),
-            ("times yardstick", |row| number(row.times_yardstick, 2)),
-        ],
-    );
     let programs = summaries.iter().map(|row| row.traces).max().unwrap_or(0);
     let title = format!("All {programs} programs: geometric means, the worst, and totals of driver calls and OOMs:");
-    table.grouped(summaries.iter().map(|_| title.clone()))
+    Summary::table(summaries).grouped(summaries.iter().map(|_| title.clone()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn row(trace: &str, config: &str, reserved: f64, smallest: Option<f64>) -> Row {
-        Row {
-            trace: trace.into(),
-            config: config.into(),
+    fn row(trace: &str, config: &str, reserved: f64, smallest: Option<f64>) -> Compared {
+        let run = Run {
             reserved_over_requested: Some(reserved),
-            smallest_over_requested: smallest,
             allocs: 1000,
-            driver_calls: Some(5),
             warm_driver_calls: Some(0.5),
             driver_time_modelled_us: Some(10.0),
             worst_alloc_us: Some(reserved),
             ns_per_op: Some(40.0),
             yardstick_ns_per_op: Some(20.0),
-            ..Row::default()
-        }
+            ..Run::default()
+        };
+        let (trace, config) = (trace.to_owned(), config.to_owned());
+        Compared { trace, config, smallest_over_requested: smallest, driver_calls: Some(5), run, ..Compared::default() }
+    }
+
+    /// The same row of a program that was refused some requests in the first pass and in later ones.
+    fn refused(row: Compared, ooms: u64, warm_ooms: u64) -> Compared {
+        Compared { run: Run { ooms, warm_ooms, ..row.run }, ..row }
     }
 
     #[test]
@@ -166,8 +221,8 @@ mod tests {
 
     #[test]
     fn programs_that_did_not_finish_are_in_no_mean() {
-        let failed = |trace, config| Row { ooms: 3, ..row(trace, config, 0.5, Some(2.0)) };
-        let failed_later = Row { warm_ooms: 1, ..row("a", "y", 0.5, Some(2.0)) };
+        let failed = |trace, config| refused(row(trace, config, 0.5, Some(2.0)), 3, 0);
+        let failed_later = refused(row("a", "y", 0.5, Some(2.0)), 0, 1);
         let rows = [row("a", "x", 1.5, Some(2.0)), failed("b", "x"), failed("a", "y"), failed_later];
         let [x, y] = &summaries(&rows)[..] else { panic!("two configs") };
         assert_eq!((x.traces, x.finished, x.ooms, x.allocs, x.driver_calls), (2, 1, 3, Some(1000), Some(5)));
@@ -182,7 +237,7 @@ mod tests {
 
     #[test]
     fn totals_saturate() {
-        let rows = ["a", "b"].map(|trace| Row { driver_calls: Some(u64::MAX), ..row(trace, "x", 1.0, None) });
+        let rows = ["a", "b"].map(|trace| Compared { driver_calls: Some(u64::MAX), ..row(trace, "x", 1.0, None) });
         assert_eq!(summaries(&rows)[0].driver_calls, Some(u64::MAX));
     }
 

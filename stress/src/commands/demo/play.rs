@@ -1,39 +1,60 @@
-//! The replays of the demonstration. Their results are also its JSON rows; `demo --help` explains
-//! the fields.
+//! The replays of the demonstration, whose results are also its JSON rows.
 
 use aquifer::memory::{Config, OomReport};
 use aquifer_allocator::config::Backing;
 use aquifer_trace::input::{Event, Program};
 use aquifer_trace::profile::Profile;
 use aquifer_trace::{Figures, Map, OnOom, Player};
-use serde::Serialize;
 
-use super::{PYTORCH, SEGMENTS};
 use crate::cli::ConfigArg;
 use crate::commands::study::sampled::sample;
 use crate::commands::{ratio, violations};
 use crate::exit::Failure;
+use crate::row::row;
 use crate::session::Session;
 use crate::stage::Stage;
 
-/// A program on a device with plenty of memory, when it held the most.
-#[derive(Debug, Serialize)]
-pub(super) struct Roomy {
-    trace: String,
-    pub(super) device_bytes: u64,
-    peak_requested_bytes: u64,
-    pub(super) peak_reserved_bytes: u64,
-    pub(super) allocated_bytes: u64,
-    /// Segments without a live block.
-    pub(super) unused_segment_bytes: u64,
-    /// Free blocks in other segments.
-    pub(super) pieces: usize,
-    pub(super) piece_bytes: u64,
-    pub(super) ooms: u64,
-    #[serde(skip)]
-    pub(super) segments: u64,
-    #[serde(skip)]
-    pub(super) map: Map,
+/// The model of PyTorch's allocator.
+pub(super) const PYTORCH: &str = "backing:pytorch";
+/// Memory that does not move, as PyTorch's by default.
+pub(super) const SEGMENTS: &str = "backing:segments";
+
+row! {
+    /// The recorded programs are built in; each --config adds a row to the comparison, and so does
+    /// split_frames:on, which is off by default, where it makes a difference. Devices are simulated.
+    /// Where there should be plenty of memory, they have the size of --device or more; where memory
+    /// should run out, they have a little more than the program uses. No other programs hold memory of
+    /// them, regardless of --device. The exit code is 3 if a request was refused other than in the step
+    /// oom, or if no device is large enough under some of the options.
+    ///
+    /// JSON keys of the step replay: the first program on a device with plenty of memory, in a model of
+    /// PyTorch's allocator, when that held the most
+    pub(super) struct Roomy {
+        /// "replay"
+        step: &'static str,
+        /// the program
+        trace: String,
+        /// the device
+        pub(super) device_bytes: u64,
+        /// the most memory that the program had requested and not yet freed
+        peak_requested_bytes: u64,
+        /// the most memory that was held from the device
+        pub(super) peak_reserved_bytes: u64,
+        /// live blocks then
+        pub(super) allocated_bytes: u64,
+        /// segments without a live block
+        pub(super) unused_segment_bytes: u64,
+        /// number of free blocks in other segments
+        pub(super) pieces: usize,
+        /// their size
+        pub(super) piece_bytes: u64,
+        /// requests refused; the other figures are those of served requests
+        pub(super) ooms: u64,
+        #[serde(skip)]
+        pub(super) segments: u64,
+        #[serde(skip)]
+        pub(super) map: Map,
+    }
 }
 
 /// Plays the program to the model of PyTorch's allocator on the session's device, or on one with
@@ -48,6 +69,7 @@ pub(super) fn roomy(session: &Session, program: &Program) -> Result<Roomy, Failu
     let (unused_segment_bytes, pieces) = map.unused();
     let Figures { live, segments, .. } = map.figures();
     Ok(Roomy {
+        step: "replay",
         trace: program.name.clone(),
         device_bytes,
         peak_requested_bytes: program.peak_requested_bytes,
@@ -77,31 +99,42 @@ fn first(program: &Program, count: usize) -> Program {
     Program { events: program.events[..events].to_vec(), ..program.clone() }
 }
 
-/// A program on a device that may be too small for it.
-#[derive(Debug, Serialize)]
-pub(super) struct Exhausted {
-    trace: String,
-    device_bytes: u64,
-    refused: bool,
-    requested_bytes: Option<u64>,
-    pub(super) free_bytes: Option<u64>,
-    largest_free_bytes: Option<u64>,
-    error: Option<String>,
-    advice: Vec<String>,
-    /// Live blocks, and how many of them did not read as they were written.
-    pub(super) blocks: usize,
-    pub(super) damaged: usize,
-    /// Whether the request was served after the program had freed its blocks.
-    pub(super) served_again: bool,
-    pub(super) violations: u64,
-    /// The first refusal, if any.
-    #[serde(skip)]
-    pub(super) report: Option<Box<OomReport>>,
-    /// The number of the refused allocation or free, from 1.
-    #[serde(skip)]
-    pub(super) event: u64,
-    #[serde(skip)]
-    pub(super) map: Map,
+row! {
+    /// JSON keys of the step oom: the same program on a small device, until a request is refused
+    pub(super) struct Exhausted {
+        /// "oom"
+        step: &'static str,
+        /// the program
+        trace: String,
+        /// the device
+        device_bytes: u64,
+        /// whether a request was refused
+        refused: bool,
+        /// its size
+        requested_bytes: Option<u64>,
+        /// free memory then, in the cache and on the device
+        pub(super) free_bytes: Option<u64>,
+        /// the largest piece of that
+        largest_free_bytes: Option<u64>,
+        /// the first line of the error
+        error: Option<String>,
+        /// the advice in it
+        advice: Vec<String>,
+        /// live blocks then, with known content
+        pub(super) blocks: usize,
+        /// how many of them read differently
+        pub(super) damaged: usize,
+        /// whether the same request was served after everything was freed
+        pub(super) served_again: bool,
+        /// pieces of work that the simulated device found unordered
+        pub(super) violations: u64,
+        #[serde(skip)]
+        pub(super) report: Option<Box<OomReport>>,
+        #[serde(skip)]
+        pub(super) event: u64,
+        #[serde(skip)]
+        pub(super) map: Map,
+    }
 }
 
 /// Plays the program until a request is refused.
@@ -118,6 +151,7 @@ pub(super) fn exhausted(session: &Session, program: &Program, device_bytes: u64)
     let served_again = again.is_some_and(|again| again.is_ok());
     let free = |report: &OomReport| report.memory.map_or(0, |memory| memory.free);
     Ok(Exhausted {
+        step: "oom",
         trace: program.name.clone(),
         device_bytes,
         refused: report.is_some(),
@@ -136,27 +170,36 @@ pub(super) fn exhausted(session: &Session, program: &Program, device_bytes: u64)
     })
 }
 
-/// A program whose free memory moves where it is needed.
-#[derive(Debug, Serialize)]
-pub(super) struct Moving {
-    trace: String,
-    device_bytes: u64,
-    refused: bool,
-    pub(super) peak_reserved_bytes: u64,
-    reserved_over_requested: Option<f64>,
-    pub(super) remaps: u64,
-    pub(super) granules_moved: u64,
-    pub(super) damaged: usize,
-    pub(super) violations: u64,
-    /// What lay where when most was held.
-    #[serde(skip)]
-    pub(super) map: Option<Map>,
-    /// Why memory does not move, if it does not.
-    #[serde(skip)]
-    pub(super) why_segments: Option<String>,
-    /// The refusal that ended it, if any.
-    #[serde(skip)]
-    pub(super) report: Option<Box<OomReport>>,
+row! {
+    /// JSON keys of the step remap: the same program on that device with the default options
+    pub(super) struct Moving {
+        /// "remap"
+        step: &'static str,
+        /// the program
+        trace: String,
+        /// the device
+        device_bytes: u64,
+        /// whether a request was refused; the other figures are then those up to there
+        refused: bool,
+        /// the most memory that was held from the device
+        pub(super) peak_reserved_bytes: u64,
+        /// its ratio to peak_requested_bytes
+        reserved_over_requested: Option<f64>,
+        /// how often memory moved
+        pub(super) remaps: u64,
+        /// granules that moved
+        pub(super) granules_moved: u64,
+        /// live blocks that read differently half-way
+        pub(super) damaged: usize,
+        /// pieces of work that the simulated device found unordered
+        pub(super) violations: u64,
+        #[serde(skip)]
+        pub(super) map: Option<Map>,
+        #[serde(skip)]
+        pub(super) why_segments: Option<String>,
+        #[serde(skip)]
+        pub(super) report: Option<Box<OomReport>>,
+    }
 }
 
 /// Plays the program with the default options, until a request is refused or it ends. Blocks have
@@ -176,6 +219,7 @@ pub(super) fn moving(session: &Session, program: &Program, device_bytes: u64) ->
     let buckets = Profile::of(program).buckets;
     let sampled = sample(&session.resized(device_bytes), program, &ConfigArg::default(), &buckets, Some(&[]))?;
     Ok(Moving {
+        step: "remap",
         trace: program.name.clone(),
         device_bytes,
         refused: report.is_some(),

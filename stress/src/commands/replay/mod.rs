@@ -4,84 +4,26 @@ mod timing;
 
 use std::collections::BTreeMap;
 
-use aquifer::Device;
-use aquifer::device::sim::{SimConfig, SimDriver};
 use aquifer::memory::{MemoryStats, Snapshot};
-use aquifer_sim::CAPACITY_BYTES_MAX;
 use aquifer_trace::input::Program;
 use aquifer_trace::{Aquifer, Costs, FirstRefusal, Observed, OnOom, Player, PyTorch, Spent};
-use indicatif::ProgressBar;
-use serde::Serialize;
 
 use crate::cli::{ConfigArg, PassArgs, ReplayArgs};
-use crate::commands::{all_programs, hundredths, options, out_of_memory, ratio, record_history, save, us, violations};
+use crate::commands::fit::{Job, fit_all, jobs};
+use crate::commands::{
+    all_programs, failed, hundredths, options, out_of_memory, ratio, record_history, save, us, violations,
+};
 use crate::exit::{Failure, Outcome};
 use crate::lag_bound::lag_bound;
 use crate::map::Style;
 use crate::opened::Opened;
+use crate::row::{Row, row};
 use crate::session::Session;
-use crate::table::{Column, Table, in_terminal, number, optional, table};
+use crate::table::{Table, bytes, factor, in_terminal, ms, number, optional, tenths};
 use crate::text::Bytes;
-use timing::{Timings, time};
+use timing::{Pool, Replay};
 
 pub(crate) use timing::Beside;
-
-/// A row of results. `replay --help` explains the fields.
-#[derive(Debug, Clone, Default, Serialize)]
-#[expect(missing_docs, reason = "the help text explains them")]
-#[non_exhaustive]
-pub struct Row {
-    pub trace: String,
-    pub config: String,
-    pub device: String,
-    pub lag: u64,
-    pub events: u64,
-    pub allocs: u64,
-    pub peak_requested_bytes: u64,
-    pub peak_allocated_bytes: u64,
-    pub peak_reserved_bytes: u64,
-    pub reserved_over_requested: Option<f64>,
-    pub peak_reserved_bytes_by_pass: Vec<u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub lag_bound_over_requested: Option<f64>,
-    pub ns_per_op: Option<f64>,
-    pub first_pass_ns_per_op: Option<f64>,
-    pub seconds: f64,
-    pub driver_calls: BTreeMap<&'static str, u64>,
-    pub driver_allocs: u64,
-    pub driver_time_modelled_us: Option<f64>,
-    pub worst_alloc_us: Option<f64>,
-    pub driver_allocs_measured_us: Option<f64>,
-    pub worst_alloc_measured_us: Option<f64>,
-    pub stalls: u64,
-    pub remaps: u64,
-    pub granules_moved: u64,
-    pub frames_split: u64,
-    pub warm_driver_calls: Option<f64>,
-    pub warm_driver_allocs: Option<f64>,
-    pub warm_driver_time_modelled_us: Option<f64>,
-    pub warm_worst_alloc_us: Option<f64>,
-    pub warm_stalls: Option<f64>,
-    pub driver_calls_by_pass: Vec<u64>,
-    pub ooms: u64,
-    pub warm_ooms: u64,
-    pub retries: u64,
-    pub events_recorded: u64,
-    pub stream_waits: u64,
-    pub violations: u64,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub yardstick_ns_per_op: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub pool_ns_per_op: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub pool_first_pass_ns_per_op: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub pool_seconds: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub pool_peak_reserved_bytes: Option<u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub pool_ooms: Option<u64>,
-}
 
 /// Runs the command.
 ///
@@ -89,221 +31,289 @@ pub struct Row {
 /// When standard output cannot be written, and when a snapshot is to be saved of several programs
 /// or under several options.
 pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
-    let (files, configs) = (args.files.len(), session.configs().len());
+    let (files, configs) = (args.recordings.files.len(), session.configs().len());
     if args.snapshot.is_some() && (files, configs) != (1, 1) {
         let given = if files > 1 { format!("{files} files") } else { format!("{configs} of --config") };
         return Err(Failure::Usage(format!("--snapshot takes one program and one --config, not {given}")));
     }
     let beside = Beside { yardstick: args.yardstick, driver_pool: args.driver_pool };
     let mut outcome = Outcome::Done;
-    let programs = all_programs(session, &args.files, &mut outcome);
+    let programs = all_programs(session, &args.recordings.files, &mut outcome);
     if args.snapshot.is_some() && programs.len() > 1 {
-        let (file, number) = (args.files[0].display(), programs.len());
+        let (file, number) = (args.recordings.files[0].display(), programs.len());
         return Err(Failure::Usage(format!("--snapshot takes one program, and {file} has {number}")));
     }
     let mut rows = Vec::new();
-    for (name, program) in &programs {
-        for config in session.configs() {
-            let mut failed = |failure: Failure| {
-                outcome = outcome.max(failure.outcome());
-                session.message(format_args!("error: {name}: {failure}"));
-            };
-            let (row, refusal) = match replay(session, name, program, config, &args.passes, beside) {
-                Ok(replayed) => replayed,
-                Err(failure) => {
-                    failed(failure);
-                    continue;
-                }
-            };
-            let split = replay_splitting(session, &row, program, config, &args.passes, beside);
-            let split = split.unwrap_or_else(|failure| {
-                failed(failure);
-                None
+    for job in jobs(&programs, session.configs()) {
+        let name = job.name;
+        let (row, refusal) = match replay(session, &job, &args.passes, beside) {
+            Ok(replayed) => replayed,
+            Err(failure) => {
+                failed(session, name, &failure, &mut outcome);
+                continue;
+            }
+        };
+        let mut split = None;
+        // A row of frames that were not split would have the same figures.
+        if let Some(config) = job.config.splitting().filter(|_| row.run.refused() > 0) {
+            match replay(session, &Job { config: &config, ..job }, &args.passes, beside) {
+                Ok((row, _)) => split = Some(row).filter(|row| row.details.frames_split > 0),
+                Err(failure) => failed(session, name, &failure, &mut outcome),
+            }
+        }
+        if let Some(path) = &args.snapshot {
+            let snapshot = snapshot(session, job.program, job.config, args.passes.lag);
+            if let Err(failure) = snapshot.and_then(|snapshot| save(session, &snapshot, path)) {
+                failed(session, name, &failure, &mut outcome);
+            }
+        }
+        if row.run.refused() > 0 {
+            let more = "; the command fit finds the smallest device";
+            session.message(if session.is_default_device() {
+                larger(session, job)?
+            } else {
+                out_of_memory(name, &job.config.text, row.run.refused(), more)
             });
-            if let Some(path) = &args.snapshot {
-                let snapshot = snapshot(session, program, config, args.passes.lag);
-                snapshot.and_then(|snapshot| save(session, &snapshot, path)).unwrap_or_else(&mut failed);
-            }
-            if row.refused() {
-                let is_default = session.is_default_device();
-                session.message(if is_default {
-                    larger(session, name, program, config, &args.passes)?
-                } else {
-                    row.failed()
-                });
-            }
-            if let Some(refusal) = refusal {
-                session.show(refused(name, &refusal))?;
-            }
-            for row in std::iter::once(row).chain(split) {
-                outcome = outcome.max(row.outcome());
-                session.row(&row)?;
-                rows.push(row);
-            }
+        }
+        if let Some(refusal) = refusal {
+            session.show(refused(name, &refusal))?;
+        }
+        for row in std::iter::once(row).chain(split) {
+            outcome = outcome.max(row.run.outcome());
+            session.row(&row)?;
+            rows.push(row);
         }
     }
     if !rows.is_empty() {
-        session.show(tabulate(&rows, beside))?;
+        session.show(tabulate(&rows))?;
     }
     Ok(outcome)
 }
 
+row! {
+    /// Counts are of the first pass unless stated otherwise. The table has the ratios of the first and
+    /// the last pass if they differ from the greatest, and neither memory nor ratios of a program that
+    /// was refused a request. Such a program with split_frames:off, the default, has another row with
+    /// split_frames:on if frames were split then.
+    ///
+    /// Times are taken in separate passes on another device, where nothing is counted; they include
+    /// neither reading the file nor freeing leftover blocks of a pass. Modelled times are those of the
+    /// simulator's cost model, and null on a real device. Measured times are of the first counted pass,
+    /// without the counting itself.
+    ///
+    /// JSON keys, per program and config
+    #[derive(Default)]
+    pub(crate) struct Replayed {
+        /// the program
+        pub(super) trace: String => ["program"],
+        /// the options
+        pub(super) config: String => ["options", |row| options(&row.config)],
+        /// the device
+        device: String,
+        /// by how many events the device lagged behind
+        lag: u64,
+        #[serde(flatten)]
+        pub(super) run: Run,
+        /// with --lag, the least that reserved_over_requested can be in one pass if nothing waits for
+        /// the device: the most, over all times, of the sum over streams of the most that was live on
+        /// the stream within the last LAG events
+        lag_bound_over_requested: Option<f64> => ["bound", |row| number(row.lag_bound_over_requested, 3)],
+        /// waits of the host for a device that lagged behind (--lag)
+        stalls: u64 => ["stalls"],
+        #[serde(flatten)]
+        details: Details,
+        #[serde(flatten)]
+        pool: Pool,
+        /// the most memory that the program had requested and not yet freed
+        peak_requested_bytes: u64
+            => ["holds, first pass", |row| row.ratio(<[u64]>::first)]
+            => ["holds, last pass", |row| row.ratio(<[u64]>::last)]
+            => ["requested", bytes],
+    }
+}
+
+row! {
+    /// A program under some options, as `replay` and `compare` show it
+    #[derive(Default)]
+    pub(crate) struct Run {
+        /// the most memory that was held from the device, in any pass
+        pub(super) peak_reserved_bytes: u64 => ["holds", |run| bytes(run.served(Some(run.peak_reserved_bytes)))],
+        /// ratio of peak_reserved_bytes to peak_requested_bytes
+        pub(super) reserved_over_requested: Option<f64>
+            => ["holds, ratio", |run| factor(run.served(run.reserved_over_requested))],
+        /// the most memory that was held in each pass, including the first
+        pub(super) peak_reserved_bytes_by_pass: Vec<u64>,
+        /// requests refused; the other figures are then those of the served requests
+        pub(super) ooms: u64 => ["OOMs", |run| run.refused()],
+        /// requests refused in the later passes, all together
+        pub(super) warm_ooms: u64,
+        /// pieces of work that the simulated device found unordered, and memory released before the
+        /// device was done with it, in all passes and at the end; 0 unless there is a bug
+        pub(super) violations: u64 => ["violations"],
+        #[serde(skip)]
+        pub(super) calls: Option<u64> => ["driver calls", |run| optional(run.served(run.calls))],
+        /// time per event: the median of the passes after the first, or the first if it is the only
+        /// one; null, like the next key, if the program has no events
+        pub(super) ns_per_op: Option<f64> => ["ns/op", tenths],
+        /// time per event of offset-allocator; null without --yardstick
+        pub(super) yardstick_ns_per_op: Option<f64> => ["times yardstick", |run| number(run.times_yardstick(), 2)],
+        /// time that all driver calls would take on a real device, by the simulator's cost model
+        pub(super) driver_time_modelled_us: Option<f64>
+            => ["driver ms, modelled", |run| ms(run.served(run.driver_time_modelled_us))],
+        /// driver calls of a later pass, in the mean; null if there is only one pass
+        pub(super) warm_driver_calls: Option<f64>
+            => ["later driver calls", |run| tenths(run.served(run.warm_driver_calls))],
+        /// their modelled time
+        pub(super) warm_driver_time_modelled_us: Option<f64>
+            => ["later driver ms, modelled", |run| ms(run.served(run.warm_driver_time_modelled_us))],
+        /// the most modelled time within one allocation
+        pub(super) worst_alloc_us: Option<f64>
+            => ["worst µs, modelled", |run| number(run.served(run.worst_alloc_us), 0)],
+        /// allocations in one pass
+        pub(super) allocs: u64,
+    }
+}
+
+row! {
+    /// Figures that only `replay` has
+    #[derive(Default)]
+    struct Details {
+        /// allocations, frees and uses on other streams in one pass
+        events: u64,
+        /// the most memory that was allocated, in any pass: what was requested, after rounding
+        peak_allocated_bytes: u64,
+        /// time per event of the first pass, which takes the memory from the device
+        first_pass_ns_per_op: Option<f64>,
+        /// time of all these passes together
+        seconds: f64,
+        /// driver calls by name, without those of the setup
+        driver_calls: BTreeMap<&'static str, u64>,
+        /// number of driver calls in each pass, including the first
+        driver_calls_by_pass: Vec<u64>,
+        /// modelled time of the driver calls of each pass
+        driver_time_modelled_us_by_pass: Vec<f64>,
+        /// allocations during which the driver was asked to allocate, create, map or make accessible
+        driver_allocs: u64,
+        /// on a real device: host time of these allocations, with everything that they do
+        driver_allocs_measured_us: Option<f64>,
+        /// on a real device: the most of that time within one allocation
+        worst_alloc_measured_us: Option<f64>,
+        /// the same as driver_allocs for a later pass, in the mean; null if there is only one pass
+        warm_driver_allocs: Option<f64>,
+        /// the greatest worst_alloc_us of the later passes
+        warm_worst_alloc_us: Option<f64>,
+        /// stalls of a later pass, in the mean
+        warm_stalls: Option<f64>,
+        /// how often memory was moved to where contiguous addresses were needed, in all passes
+        remaps: u64,
+        /// granules that moved
+        granules_moved: u64,
+        /// frames that were partly in use and were split, as memory would have been refused otherwise
+        frames_split: u64,
+        /// times that all cached memory was released to try again, in all passes
+        retries: u64,
+        /// events that ordering streams after each other took
+        events_recorded: u64,
+        /// waits that this took
+        stream_waits: u64,
+    }
+}
+
 /// The message about a program that does not finish on the default device. It names a simulated
-/// device on which the program finishes, found by trying.
-fn larger(
-    session: &Session,
-    name: &str,
-    program: &Program,
-    config: &ConfigArg,
-    passes: &PassArgs,
-) -> Result<String, Failure> {
-    let config = &config.clone().trial();
-    let play = |bytes| match &config.pytorch {
-        None => all_passes::<Aquifer>(session, bytes, program, config, passes),
-        Some(_) => all_passes::<PyTorch>(session, bytes, program, config, passes),
-    };
-    let default = session.device_text();
-    let mut bytes = play(CAPACITY_BYTES_MAX)?.unwrap_or(CAPACITY_BYTES_MAX);
-    while bytes < CAPACITY_BYTES_MAX {
-        bytes = bytes.next_multiple_of(1 << 30);
-        if play(bytes)?.is_some() {
-            let size = bytes >> 30;
-            return Ok(format!(
-                "note: {name} does not finish on {default}, the default; it does with --device sim:{size}GiB"
-            ));
+/// device on which it does.
+fn larger(session: &Session, job: Job<'_>) -> Result<String, Failure> {
+    let (name, default) = (job.name, session.device_text());
+    let simulated = if session.sim().is_none() { Some(session.simulated()?.for_measuring()) } else { None };
+    let config = job.config.clone().trial();
+    let fit = fit_all(simulated.as_ref().unwrap_or(session), &[Job { config: &config, ..job }]).pop().transpose();
+    Ok(match fit {
+        Ok(Some(fit)) => {
+            let gib = fit.smallest_device_bytes.div_ceil(1 << 30);
+            format!("note: {name} does not finish on {default}, the default; it does with --device sim:{gib}GiB")
         }
-        bytes += bytes / 8;
-    }
-    let most = Bytes(CAPACITY_BYTES_MAX);
-    Ok(format!("note: {name} does not finish with these options on any simulated device, of at most {most}"))
-}
-
-/// The most memory held during all passes on a simulated device of this size; `None` if a request
-/// was refused.
-fn all_passes<S: Opened>(
-    session: &Session,
-    bytes: u64,
-    program: &Program,
-    config: &ConfigArg,
-    passes: &PassArgs,
-) -> Result<Option<u64>, Failure> {
-    let streams = program.streams.len();
-    let mut subject = match session.sim() {
-        Some(_) => S::lagging(&session.resized(bytes), config, streams, passes.lag)?,
-        None => S::open(session, &Device::new(SimDriver::new(SimConfig::new(bytes))), config, streams)?,
-    };
-    let mut player = Player::new(program);
-    for _ in 0..passes.repeat {
-        if player.pass(&mut subject, OnOom::Stop)?.ooms > 0 {
-            return Ok(None);
+        Err(Failure::OutOfMemory(_)) | Ok(None) => {
+            format!("note: {name} does not finish with these options on any simulated device")
         }
-    }
-    Ok(Some(subject.stats().reserved_bytes.all.peak))
-}
-
-/// Replays a program that was refused a request once more, with frames split. `None` if nothing was
-/// split, so that all figures would be the same.
-fn replay_splitting(
-    session: &Session,
-    refused: &Row,
-    program: &Program,
-    config: &ConfigArg,
-    passes: &PassArgs,
-    beside: Beside,
-) -> Result<Option<Row>, Failure> {
-    let Some(splitting) = config.splitting().filter(|_| refused.refused()) else { return Ok(None) };
-    let (row, _) = replay(session, &refused.trace, program, &splitting, passes, beside)?;
-    Ok((row.frames_split > 0).then_some(row))
+        Err(failure) => return Err(failure),
+    })
 }
 
 /// Replays a program twice, each time in several passes: timed, and observed.
 pub(super) fn replay(
     session: &Session,
-    name: &str,
-    program: &Program,
-    config: &ConfigArg,
+    job: &Job<'_>,
     passes: &PassArgs,
     beside: Beside,
-) -> Result<(Row, Option<FirstRefusal>), Failure> {
-    let bar = session.progress(2 * u64::from(passes.repeat), name);
-    let (times, observed) = match &config.pytorch {
-        None => measure::<Aquifer>(session, name, program, config, passes, beside, &bar)?,
-        Some(_) => measure::<PyTorch>(session, name, program, config, passes, beside, &bar)?,
+) -> Result<(Replayed, Option<FirstRefusal>), Failure> {
+    let bar = session.progress(2 * u64::from(passes.repeat), job.name);
+    let replay = Replay { session, job, passes, beside, bar: &bar };
+    let (times, observed) = match &job.config.pytorch {
+        None => (replay.time::<Aquifer>()?, observe::<Aquifer>(&replay)?),
+        Some(_) => (replay.time::<PyTorch>()?, observe::<PyTorch>(&replay)?),
     };
     bar.finish_and_clear();
+    let (program, config) = (job.program, job.config);
     let Observations { costs, stats, ooms, warm_ooms, violations, first_refusal } = observed;
     let peak = |of: fn(&Costs) -> u64| costs.iter().map(of).max().unwrap_or(0);
-    let reserved = peak(|costs| costs.peaks.0);
+    let (reserved, requested) = (peak(|costs| costs.peaks.0), program.peak_requested_bytes);
     let (first, warm) = costs.split_first().map_or((None, &[][..]), |(first, warm)| (Some(first), warm));
-    let modelled = |ns: fn(&Spent) -> u64| first.and_then(|costs| costs.modelled.as_ref()).map(|m| us(ns(m)));
+    let modelled = first.and_then(|costs| costs.modelled);
     let measured = first.and_then(|costs| costs.measured);
     let warm_modelled: Vec<Spent> = warm.iter().filter_map(|costs| costs.modelled).collect();
-    let worst = warm_modelled.iter().map(|modelled| modelled.worst_alloc_ns).max();
     let calls = first.iter().flat_map(|costs| costs.calls.iter());
-    let row = Row {
-        trace: name.to_owned(),
-        config: config.text.clone(),
-        device: session.device_text().to_owned(),
-        lag: passes.lag,
-        events: program.operations(),
-        allocs: first.map_or(0, |costs| costs.allocs),
-        peak_requested_bytes: program.peak_requested_bytes,
-        peak_allocated_bytes: peak(|costs| costs.peaks.1),
+    let run = Run {
         peak_reserved_bytes: reserved,
-        reserved_over_requested: ratio(reserved, program.peak_requested_bytes),
+        reserved_over_requested: ratio(reserved, requested),
         peak_reserved_bytes_by_pass: costs.iter().map(|costs| costs.peaks.0).collect(),
-        lag_bound_over_requested: if passes.lag > 0 {
-            ratio(lag_bound(program, passes.lag), program.peak_requested_bytes)
-        } else {
-            None
-        },
+        ooms,
+        warm_ooms,
+        violations,
+        calls: first.map(|costs| costs.calls.total()),
         ns_per_op: times.ours.later().map(hundredths),
+        yardstick_ns_per_op: times.yardstick.and_then(|times| times.later()).map(hundredths),
+        driver_time_modelled_us: modelled.map(|modelled| us(modelled.total_ns)),
+        warm_driver_calls: mean(warm.iter().map(|costs| costs.calls.total())),
+        warm_driver_time_modelled_us: mean(warm_modelled.iter().map(|modelled| modelled.total_ns))
+            .map(|ns| hundredths(ns / 1e3)),
+        worst_alloc_us: modelled.map(|modelled| us(modelled.worst_alloc_ns)),
+        allocs: first.map_or(0, |costs| costs.allocs),
+    };
+    let details = Details {
+        events: program.operations(),
+        peak_allocated_bytes: peak(|costs| costs.peaks.1),
         first_pass_ns_per_op: times.ours.first().map(hundredths),
         seconds: times.ours.all().as_secs_f64(),
         driver_calls: calls.map(|(operation, count)| (operation.name(), count)).collect(),
+        driver_calls_by_pass: costs.iter().map(|costs| costs.calls.total()).collect(),
+        driver_time_modelled_us_by_pass: costs.iter().filter_map(|costs| Some(us(costs.modelled?.total_ns))).collect(),
         driver_allocs: first.map_or(0, |costs| costs.driver_allocs),
-        driver_time_modelled_us: modelled(|modelled| modelled.total_ns),
-        worst_alloc_us: modelled(|modelled| modelled.worst_alloc_ns),
         driver_allocs_measured_us: measured.map(|measured| us(measured.total_ns)),
         worst_alloc_measured_us: measured.map(|measured| us(measured.worst_alloc_ns)),
-        stalls: first.map_or(0, |costs| costs.stalls),
+        warm_driver_allocs: mean(warm.iter().map(|costs| costs.driver_allocs)),
+        warm_worst_alloc_us: warm_modelled.iter().map(|modelled| modelled.worst_alloc_ns).max().map(us),
+        warm_stalls: mean(warm.iter().map(|costs| costs.stalls)),
         remaps: stats.remaps,
         granules_moved: stats.granules_moved,
         frames_split: stats.frames_split,
-        warm_driver_calls: mean(warm.iter().map(|costs| costs.calls.total())),
-        warm_driver_allocs: mean(warm.iter().map(|costs| costs.driver_allocs)),
-        warm_driver_time_modelled_us: mean(warm_modelled.iter().map(|modelled| modelled.total_ns))
-            .map(|ns| hundredths(ns / 1e3)),
-        warm_worst_alloc_us: worst.map(us),
-        warm_stalls: mean(warm.iter().map(|costs| costs.stalls)),
-        driver_calls_by_pass: costs.iter().map(|costs| costs.calls.total()).collect(),
-        ooms,
-        warm_ooms,
         retries: stats.num_alloc_retries,
         events_recorded: first.map_or(0, |costs| costs.timeline.events_recorded),
         stream_waits: first.map_or(0, |costs| costs.timeline.waits_inserted),
-        violations,
-        yardstick_ns_per_op: times.yardstick.and_then(|times| times.later()).map(hundredths),
-        pool_ns_per_op: times.driver_pool.as_ref().and_then(|pool| pool.times.later()).map(hundredths),
-        pool_first_pass_ns_per_op: times.driver_pool.as_ref().and_then(|pool| pool.times.first()).map(hundredths),
-        pool_seconds: times.driver_pool.as_ref().map(|pool| pool.times.all().as_secs_f64()),
-        pool_peak_reserved_bytes: times.driver_pool.as_ref().map(|pool| pool.reserved),
-        pool_ooms: times.driver_pool.map(|pool| pool.ooms),
+    };
+    let row = Replayed {
+        trace: job.name.to_owned(),
+        config: config.text.clone(),
+        device: session.device_text().to_owned(),
+        lag: passes.lag,
+        lag_bound_over_requested: Some(passes.lag)
+            .filter(|&lag| lag > 0)
+            .and_then(|lag| ratio(lag_bound(program, lag), requested)),
+        stalls: first.map_or(0, |costs| costs.stalls),
+        run,
+        details,
+        pool: times.driver_pool.unwrap_or_default(),
+        peak_requested_bytes: requested,
     };
     Ok((row, first_refusal))
-}
-
-fn measure<S: Opened>(
-    session: &Session,
-    name: &str,
-    program: &Program,
-    config: &ConfigArg,
-    passes: &PassArgs,
-    beside: Beside,
-    bar: &ProgressBar,
-) -> Result<(Timings, Observations), Failure> {
-    let times = time::<S>(session, name, program, config, passes, beside, bar)?;
-    Ok((times, observe::<S>(session, name, program, config, passes, bar)?))
 }
 
 /// The first refusal of a program, with the allocator's report and what lay where.
@@ -340,16 +350,10 @@ struct Observations {
     first_refusal: Option<FirstRefusal>,
 }
 
-fn observe<S: Opened>(
-    session: &Session,
-    name: &str,
-    program: &Program,
-    config: &ConfigArg,
-    passes: &PassArgs,
-    bar: &ProgressBar,
-) -> Result<Observations, Failure> {
-    let mut subject = S::observed(session, config, program.streams.len(), passes.lag)?;
-    let mut player = Player::new(program);
+fn observe<S: Opened>(replay: &Replay<'_>) -> Result<Observations, Failure> {
+    let Replay { session, job, passes, bar, .. } = replay;
+    let mut subject = S::observed(session, job.config, job.program.streams.len(), passes.lag)?;
+    let mut player = Player::new(job.program);
     let mut pass = |subject: &mut Observed<S>| {
         let (pass, costs) = subject.pass(|subject| player.pass(subject, OnOom::Skip))?;
         bar.inc(1);
@@ -366,7 +370,14 @@ fn observe<S: Opened>(
     // Dropping the allocator is observed, too.
     let device = subject.device().clone();
     drop(subject);
-    Ok(Observations { costs, stats, ooms, warm_ooms, violations: violations(session, name, &device), first_refusal })
+    Ok(Observations {
+        costs,
+        stats,
+        ooms,
+        warm_ooms,
+        violations: violations(session, job.name, &device),
+        first_refusal,
+    })
 }
 
 /// The mean, if there are counts.
@@ -376,81 +387,45 @@ fn mean(counts: impl ExactSizeIterator<Item = u64>) -> Option<f64> {
     (number > 0).then(|| hundredths(counts.sum::<u64>() as f64 / number as f64))
 }
 
-impl Row {
+impl Run {
     pub(super) fn outcome(&self) -> Outcome {
         match self {
-            Row { violations: 1.., .. } => Outcome::Violations,
-            _ if self.refused() => Outcome::OutOfMemory,
+            Run { violations: 1.., .. } => Outcome::Violations,
+            _ if self.refused() > 0 => Outcome::OutOfMemory,
             _ => Outcome::Done,
         }
     }
 
-    /// Whether a request of any pass was refused.
-    fn refused(&self) -> bool {
-        self.refusals() > 0
-    }
-
     /// Requests refused in all passes.
-    fn refusals(&self) -> u64 {
+    pub(super) fn refused(&self) -> u64 {
         self.ooms.saturating_add(self.warm_ooms)
     }
 
-    /// The ratio of what a pass held to what is requested. Of a run that was refused a request, it
-    /// would be too low.
-    fn ratio(&self, held: Option<&u64>) -> String {
-        let held = held.filter(|_| !self.refused());
-        number(held.and_then(|&held| ratio(held, self.peak_requested_bytes)), 3)
+    /// A figure that would be too low if a request had been refused.
+    pub(super) fn served<T>(&self, figure: Option<T>) -> Option<T> {
+        figure.filter(|_| self.refused() == 0)
     }
 
-    /// The message about a program that does not finish on the device that was asked for.
-    fn failed(&self) -> String {
-        let more = "; the command fit finds the smallest device";
-        out_of_memory(&self.trace, &self.config, self.refusals(), more)
+    pub(super) fn times_yardstick(&self) -> Option<f64> {
+        Some(self.ns_per_op? / self.yardstick_ns_per_op?)
     }
 }
 
-fn tabulate(rows: &[Row], beside: Beside) -> Table {
+impl Replayed {
+    /// The ratio of what a pass held to what is requested, unless all passes held the same.
+    fn ratio(&self, pass: fn(&[u64]) -> Option<&u64>) -> String {
+        let passes = &self.run.peak_reserved_bytes_by_pass;
+        let held = pass(passes).filter(|_| passes.iter().any(|&held| held != self.run.peak_reserved_bytes));
+        factor(self.run.served(held.and_then(|&held| ratio(held, self.peak_requested_bytes))))
+    }
+}
+
+fn tabulate(rows: &[Replayed]) -> Table {
     let has_options = rows.iter().any(|row| !row.config.is_empty());
-    let mut columns: Vec<Column<Row>> = vec![("program", |row| row.trace.clone())];
-    if has_options {
-        columns.push(("options", |row| options(&row.config).to_owned()));
-    }
-    let memory: [Column<Row>; 6] = [
-        ("holds", |row| Bytes(row.peak_reserved_bytes).to_string()),
-        ("holds, ratio", |row| row.ratio(Some(&row.peak_reserved_bytes))),
-        ("bound", |row| number(row.lag_bound_over_requested, 3)),
-        ("stalls", |row| row.stalls.to_string()),
-        ("OOMs", |row| row.refusals().to_string()),
-        ("violations", |row| row.violations.to_string()),
-    ];
-    let driver: [Column<Row>; 2] = [
-        ("driver calls", |row| row.driver_calls.values().sum::<u64>().to_string()),
-        ("driver ms, modelled", |row| number(row.driver_time_modelled_us.map(|us| us / 1e3), 1)),
-    ];
-    let times: [Column<Row>; 4] = [
-        ("ns/op", |row| number(row.ns_per_op, 1)),
-        ("times yardstick", |row| {
-            number(row.ns_per_op.zip(row.yardstick_ns_per_op).map(|(ours, yardstick)| ours / yardstick), 2)
-        }),
-        ("driver's pool, ns/op", |row| number(row.pool_ns_per_op, 1)),
-        ("driver's pool holds", |row| optional(row.pool_peak_reserved_bytes.map(Bytes))),
-    ];
-    columns.extend(memory);
-    // Times beside which the user asked for others come first.
-    if beside.yardstick || beside.driver_pool {
-        columns.extend(times.into_iter().chain(driver));
-    } else {
-        columns.extend(driver.into_iter().chain(times));
-    }
-    columns.push(("later driver calls", |row| number(row.warm_driver_calls, 1)));
-    columns.push(("later driver ms, modelled", |row| number(row.warm_driver_time_modelled_us.map(|us| us / 1e3), 1)));
-    // Most programs hold as much in later passes as in the first one.
-    if rows.iter().any(|row| row.peak_reserved_bytes_by_pass.iter().any(|&held| held != row.peak_reserved_bytes)) {
-        columns.push(("holds, first pass", |row| row.ratio(row.peak_reserved_bytes_by_pass.first())));
-        columns.push(("holds, last pass", |row| row.ratio(row.peak_reserved_bytes_by_pass.last())));
-    }
-    columns.push(("requested", |row| Bytes(row.peak_requested_bytes).to_string()));
-    table(rows, 1 + usize::from(has_options), &columns)
+    let cells = rows.iter().map(Row::cells);
+    Table::new(
+        cells.map(|row| row.into_iter().filter(|(name, _)| has_options || *name != "options").collect()).collect(),
+    )
 }
 
 #[cfg(test)]
@@ -459,24 +434,26 @@ mod tests {
 
     #[test]
     fn the_figures_that_decide_fit_into_80_columns() {
-        let row = Row {
-            trace: "gnn_random_graphs".into(),
-            peak_requested_bytes: 100 << 30,
+        let run = Run {
             peak_reserved_bytes: 101 << 30,
+            reserved_over_requested: Some(1.01),
             peak_reserved_bytes_by_pass: vec![101 << 30; 5],
+            calls: Some(123_456),
             ns_per_op: Some(1234.5),
-            driver_calls: [("cuMemMap", 123_456)].into(),
             driver_time_modelled_us: Some(1_234_567.0),
             warm_driver_calls: Some(112.5),
-            ..Row::default()
+            ..Run::default()
         };
-        let shown = |row: &Row| tabulate(std::slice::from_ref(row), Beside::default()).render(Some(80));
+        let (trace, peak_requested_bytes) = ("gnn_random_graphs".to_owned(), 100 << 30);
+        let row = Replayed { trace, peak_requested_bytes, run, ..Replayed::default() };
+        let shown = |row: &Replayed| tabulate(std::slice::from_ref(row)).render(Some(80));
         let text = shown(&row);
         for figure in ["gnn_random_graphs", "101.00 GiB", "1.010", "123456", "1234.6", "1234.5", "112.5"] {
             assert!(text.contains(figure), "{figure}:\n{text}");
         }
         assert!(!text.contains("options") && !text.contains("OOMs") && !text.contains("pass"), "{text}");
-        let refused = shown(&Row { warm_ooms: 7, config: "backing:segments".into(), ..row });
+        let refused =
+            shown(&Replayed { config: "backing:segments".into(), run: Run { warm_ooms: 7, ..row.run.clone() }, ..row });
         let lines: Vec<&str> = refused.lines().collect();
         assert!(lines[0].contains("options") && lines[0].contains("OOMs"), "{refused}");
         assert!(refused.contains("backing:segments") && refused.contains("  7  "), "{refused}");

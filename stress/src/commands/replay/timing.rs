@@ -6,10 +6,14 @@ use aquifer_trace::input::Program;
 use aquifer_trace::{DriverPool, OnOom, Player, Subject, Times, Yardstick};
 use indicatif::ProgressBar;
 
-use crate::cli::{ConfigArg, PassArgs};
+use crate::cli::PassArgs;
+use crate::commands::fit::Job;
+use crate::commands::hundredths;
 use crate::exit::Failure;
 use crate::opened::Opened;
+use crate::row::row;
 use crate::session::Session;
+use crate::table::{bytes, tenths};
 
 /// Other subjects that play the program.
 #[derive(Debug, Clone, Copy, Default)]
@@ -24,49 +28,63 @@ pub(crate) struct Beside {
 pub(super) struct Timings {
     pub(super) ours: Times,
     pub(super) yardstick: Option<Times>,
-    pub(super) driver_pool: Option<Pooled>,
+    pub(super) driver_pool: Option<Pool>,
 }
 
-/// The passes of the driver's pool.
-pub(super) struct Pooled {
-    pub(super) times: Times,
-    /// The most memory that it held from the device.
-    pub(super) reserved: u64,
-    /// Requests refused in all passes.
-    pub(super) ooms: u64,
-}
-
-pub(super) fn time<S: Opened>(
-    session: &Session,
-    name: &str,
-    program: &Program,
-    config: &ConfigArg,
-    passes: &PassArgs,
-    beside: Beside,
-    bar: &ProgressBar,
-) -> Result<Timings, Failure> {
-    let streams = program.streams.len();
-    let mut ours = Timed::new(S::lagging(session, config, streams, passes.lag)?, program);
-    let new_yardstick = || Timed::new(Yardstick::new(program.peak_requested_bytes, program.slots), program);
-    let mut yardstick = beside.yardstick.then(new_yardstick);
-    let mut missed = 0;
-    for _ in 0..passes.repeat {
-        ours.pass()?;
-        missed += yardstick.as_mut().map_or(Ok(0), Timed::pass)?;
-        bar.inc(1);
+row! {
+    /// The driver's own pool
+    #[derive(Default)]
+    pub(super) struct Pool {
+        /// the same as ns_per_op of the driver's pool; null, like the next keys, without --driver-pool
+        pool_ns_per_op: Option<f64> => ["driver's pool, ns/op", tenths],
+        /// time per event of its first pass
+        pool_first_pass_ns_per_op: Option<f64>,
+        /// time of all its passes together
+        pool_seconds: Option<f64>,
+        /// the most memory that it held from the device. A real driver keeps one high-water mark for
+        /// the whole process; where this program did not raise it, the value is the most held at the
+        /// end of a pass
+        pool_peak_reserved_bytes: Option<u64> => ["driver's pool holds", bytes],
+        /// requests that it refused in all passes
+        pool_ooms: Option<u64>,
     }
-    if missed > 0 {
-        session.message(format_args!("warning: {name}: the yardstick counts to 2 TiB and refused {missed} requests"));
-    }
-    let times = ours.times.clone();
-    // Other subjects need the memory.
-    ours.subject.empty_cache()?;
-    drop(ours);
-    let driver_pool = beside.driver_pool.then(|| time_pool(session.open()?, program, passes)).transpose()?;
-    Ok(Timings { ours: times, yardstick: yardstick.map(|yardstick| yardstick.times), driver_pool })
 }
 
-fn time_pool(device: Device, program: &Program, passes: &PassArgs) -> Result<Pooled, Failure> {
+/// A program to replay.
+pub(super) struct Replay<'a> {
+    pub(super) session: &'a Session,
+    pub(super) job: &'a Job<'a>,
+    pub(super) passes: &'a PassArgs,
+    pub(super) beside: Beside,
+    pub(super) bar: &'a ProgressBar,
+}
+
+impl Replay<'_> {
+    pub(super) fn time<S: Opened>(&self) -> Result<Timings, Failure> {
+        let Replay { session, job: Job { name, program, config, .. }, passes, beside, bar } = *self;
+        let mut ours = Timed::new(S::lagging(session, config, program.streams.len(), passes.lag)?, program);
+        let new_yardstick = || Timed::new(Yardstick::new(program.peak_requested_bytes, program.slots), program);
+        let mut yardstick = beside.yardstick.then(new_yardstick);
+        let mut missed = 0;
+        for _ in 0..passes.repeat {
+            ours.pass()?;
+            missed += yardstick.as_mut().map_or(Ok(0), Timed::pass)?;
+            bar.inc(1);
+        }
+        if missed > 0 {
+            session
+                .message(format_args!("warning: {name}: the yardstick counts to 2 TiB and refused {missed} requests"));
+        }
+        let times = ours.times.clone();
+        // Other subjects need the memory.
+        ours.subject.empty_cache()?;
+        drop(ours);
+        let driver_pool = beside.driver_pool.then(|| time_pool(session.open()?, program, passes)).transpose()?;
+        Ok(Timings { ours: times, yardstick: yardstick.map(|yardstick| yardstick.times), driver_pool })
+    }
+}
+
+fn time_pool(device: Device, program: &Program, passes: &PassArgs) -> Result<Pool, Failure> {
     let mut pool = Timed::new(DriverPool::new(device, program.streams.len())?, program);
     let before = pool.subject.usage()?.reserved_peak;
     let (mut ooms, mut held) = (0, 0);
@@ -76,7 +94,13 @@ fn time_pool(device: Device, program: &Program, passes: &PassArgs) -> Result<Poo
     }
     let reserved = most_held(before, pool.subject.usage()?.reserved_peak, held);
     pool.subject.give_back()?;
-    Ok(Pooled { reserved, times: pool.times, ooms })
+    Ok(Pool {
+        pool_ns_per_op: pool.times.later().map(hundredths),
+        pool_first_pass_ns_per_op: pool.times.first().map(hundredths),
+        pool_seconds: Some(pool.times.all().as_secs_f64()),
+        pool_peak_reserved_bytes: Some(reserved),
+        pool_ooms: Some(ooms),
+    })
 }
 
 /// The most memory that the pool held. The driver keeps one high-water mark for the whole process,
@@ -118,10 +142,10 @@ mod tests {
         let device = aquifer::open("sim:4GiB").unwrap();
         let most = |text: &str| {
             let programs = aquifer_trace::input::read(Path::new("made.trace"), text.as_bytes()).unwrap();
-            time_pool(device.clone(), &programs[0], &PassArgs { repeat: 2, lag: 0 }).unwrap().reserved
+            time_pool(device.clone(), &programs[0], &PassArgs { repeat: 2, lag: 0 }).unwrap().pool_peak_reserved_bytes
         };
-        assert_eq!(most("a 0 1000000000 0\nf 0 0\n"), 1_000_000_000);
-        assert!(most("a 0 3000000 0\nf 0 0\n") <= 3_000_000);
+        assert_eq!(most("a 0 1000000000 0\nf 0 0\n"), Some(1_000_000_000));
+        assert!(most("a 0 3000000 0\nf 0 0\n").unwrap() <= 3_000_000);
         assert_eq!(device.driver().pool_usage().unwrap().reserved_peak, 1_000_000_000, "the mark stays");
     }
 

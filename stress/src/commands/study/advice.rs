@@ -3,12 +3,13 @@
 
 use std::collections::HashMap;
 
+use super::graph_pools::graph_pools;
+use super::rows::{Advice, Figures};
+use super::{Case, Manager, SPLITTING, Study, roomy, try_all};
 use aquifer_trace::headline;
 use aquifer_trace::input::{Event, Program, Site};
 use aquifer_trace::profile::Profile;
-use serde::Serialize;
 
-use super::{Case, Manager, SPLITTING, Study, graph_pools::graph_pools, try_all};
 use crate::cli::ConfigArg;
 use crate::session::Session;
 use crate::text::{Bytes, plural};
@@ -34,49 +35,17 @@ const WORTH: u64 = 50;
 const MATTERS_US: f64 = 20e3;
 const SHOWN_US: f64 = 1e3;
 
-/// A piece of advice.
-#[derive(Debug, Clone, Serialize)]
-#[expect(missing_docs, reason = "named by the type")]
-pub struct Advice {
-    pub title: String,
-    pub text: String,
-    /// Bytes that are held less, if that is known.
-    pub saves: Option<u64>,
-    /// The options to set, if any, and what the program takes and fits on with them.
-    #[serde(flatten)]
-    pub figures: Option<Figures>,
-}
-
-/// What a program takes with some options, with which it finishes. Figures of before are known only
-/// if it finishes there, too.
-#[derive(Debug, Clone, Serialize)]
-#[expect(missing_docs, reason = "named by the type")]
-pub struct Figures {
-    /// As for `--config`.
-    pub config: String,
-    /// As for `PYTORCH_ALLOC_CONF` or `AQUIFER_ALLOC_CONF`.
-    pub options: String,
-    pub peak_reserved_bytes: u64,
-    pub peak_reserved_bytes_before: Option<u64>,
-    pub smallest_device_bytes: Option<u64>,
-    pub smallest_device_bytes_before: Option<u64>,
-    pub driver_time_modelled_us: Option<f64>,
-    pub driver_time_modelled_us_before: Option<f64>,
-}
-
-impl Figures {
-    fn of(case: &Case, before: &Case) -> Figures {
-        Figures {
-            config: case.manager.config.text.clone(),
-            options: case.manager.options.clone(),
-            peak_reserved_bytes: case.sampled.peak_reserved,
-            peak_reserved_bytes_before: before.holds(),
-            smallest_device_bytes: case.smallest_device,
-            smallest_device_bytes_before: before.smallest_device,
-            driver_time_modelled_us: case.driver_us(),
-            driver_time_modelled_us_before: before.driver_us(),
-        }
-    }
+fn figures(case: &Case, before: &Case) -> Option<Figures> {
+    Some(Figures {
+        config: case.manager.config.text.clone(),
+        options: case.manager.options.clone(),
+        peak_reserved_bytes: case.sampled.peak_reserved,
+        peak_reserved_bytes_before: before.holds(),
+        smallest_device_bytes: case.smallest_device,
+        smallest_device_bytes_before: before.smallest_device,
+        driver_time_modelled_us: case.driver_us(),
+        driver_time_modelled_us_before: before.driver_us(),
+    })
 }
 
 /// Looks for what would help a program, compared with the study's usual case. Options that cannot
@@ -89,7 +58,8 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
     let own = OWN_OPTIONS.iter().filter(|_| is_default);
     let own = own.filter_map(|options| Some(Manager::aquifer(options.parse::<ConfigArg>().ok()?.trial())));
     let mut tried = Vec::new();
-    for one in try_all(session, name, program, &study.profile, pytorch.chain(own).collect(), None) {
+    let managers = pytorch.chain(own).collect();
+    for one in try_all(session, &roomy(session, program), program, &study.profile, managers, None) {
         match one {
             Ok(case) => tried.push(case),
             Err((who, failure)) => session.message(format_args!("note: {name}: {who} is left out: {failure}")),
@@ -110,7 +80,7 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
         if usual.manager.is_recorded {
             how += &format!(" This replaces {}.", usual.manager.options);
         }
-        advice.push(Advice::option(title, &how, best, usual));
+        advice.push(option(title, &how, best, usual));
     }
     let both: Vec<&Case> = study.own().into_iter().chain(study.splitting()).collect();
     if let Some(best) = best(usual, &both) {
@@ -122,7 +92,7 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
         if best.manager.config.is_trial {
             how += &format!(" {SPLITTING}");
         }
-        advice.push(Advice::option(format!("Use Aquifer{options}"), &how, best, usual));
+        advice.push(option(format!("Use Aquifer{options}"), &how, best, usual));
     }
     advice.extend(study.own().and_then(|usual| fewer_calls(usual, &own)));
     advice.extend(growing(program));
@@ -136,22 +106,20 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
     advice
 }
 
-impl Advice {
-    /// Options with which a program finishes. `how` is a sentence about them, or empty.
-    fn option(title: String, how: &str, case: &Case, usual: &Case) -> Advice {
-        let most = match (case.holds(), usual.holds()) {
-            (Some(new), Some(old)) => format!(" It holds {}.", instead(new, old)),
-            _ => " With it the program finishes on this device.".to_owned(),
-        };
-        let time = driver_time(case, usual).map_or_else(String::new, |time| format!(" {time}"));
-        let text = format!("{}{most}{time}{how}", needs(case, usual));
-        let saves = case.holds().zip(usual.holds()).and_then(|(new, old)| old.checked_sub(new));
-        Advice { title, text, saves, figures: Some(Figures::of(case, usual)) }
-    }
+/// Options with which a program finishes. `how` is a sentence about them, or empty.
+fn option(title: String, how: &str, case: &Case, usual: &Case) -> Advice {
+    let most = match (case.holds(), usual.holds()) {
+        (Some(new), Some(old)) => format!(" It holds {}.", instead(new, old)),
+        _ => " With it the program finishes on this device.".to_owned(),
+    };
+    let time = driver_time(case, usual).map_or_else(String::new, |time| format!(" {time}"));
+    let text = format!("{}{most}{time}{how}", needs(case, usual));
+    let saves = case.holds().zip(usual.holds()).and_then(|(new, old)| old.checked_sub(new));
+    Advice { title, text, saves, figures: figures(case, usual) }
+}
 
-    fn of_code(title: String, text: String) -> Advice {
-        Advice { title, text, saves: None, figures: None }
-    }
+fn of_code(title: String, text: String) -> Advice {
+    Advice { title, text, saves: None, figures: None }
 }
 
 /// A sentence about the smallest device.
@@ -218,7 +186,7 @@ fn fewer_calls(usual: &Case, others: &[&Case]) -> Option<Advice> {
             needs(best, usual)
         ),
         saves: None,
-        figures: Some(Figures::of(best, usual)),
+        figures: figures(best, usual),
     })
 }
 
@@ -286,7 +254,7 @@ fn growing(program: &Program) -> Option<Advice> {
     }
     let (&(stack, _), &(count, copied, largest)) = found.iter().max_by_key(|&(key, &(_, copied, _))| (copied, key))?;
     let place = if stack == 0 { String::new() } else { format!(" at {}", headline(&program.labels, stack)) };
-    Some(Advice::of_code(
+    Some(of_code(
         format!("Allocate arrays that grow once, at their final size{place}"),
         format!(
             "{count} times a block was replaced by one that is at most a quarter larger, up to {}. {} were copied, and \
@@ -321,7 +289,7 @@ fn outliving(program: &Program) -> Option<Advice> {
         }
     }
     (iterations >= 4 && blocks * 2 >= iterations).then(|| {
-        Advice::of_code(
+        of_code(
             "Where you can, free what an iteration allocates before the next, or allocate it before the first"
                 .to_owned(),
             format!(
@@ -358,7 +326,7 @@ fn separate_streams(program: &Program, profile: &Profile) -> Option<Advice> {
     let used = live.iter().filter(|&&(_, most)| most >= LARGE).count();
     let peak = profile.peak.bytes;
     (used > 1 && sum > peak.saturating_add(peak / 10)).then(|| {
-        Advice::of_code(
+        of_code(
             format!("Let fewer streams allocate: {used} do"),
             format!(
                 "They use most at different times: their peaks add up to {}, and the program's own peak is {}. \
@@ -394,7 +362,7 @@ fn many_sizes(program: &Program, usual: &Case, pytorch: &[&Case]) -> Option<Advi
         _ => "PyTorch finishes on this device".to_owned(),
     };
     (sizes >= 100 && sizes * 20 >= allocs && !others.iter().any(is_as_good)).then(|| {
-        Advice::of_code(
+        of_code(
             "Pad lengths to a few sizes".to_owned(),
             format!(
                 "{allocs} blocks of 1 MiB and more have {sizes} different sizes, so a freed block rarely fits the next \

@@ -4,9 +4,9 @@
 //! several pools hold the sum of what one after the other would need. What captures leave in a
 //! pool, such as outputs, adds up with every batch size that is captured.
 
+use super::rows::Advice;
 use aquifer_trace::input::{PoolUse, Program};
 
-use super::advice::Advice;
 use crate::text::{Bytes, plural};
 
 /// What must be free in pools, or live in them, in parts of all memory held.

@@ -2,6 +2,7 @@
 
 pub mod advice;
 mod graph_pools;
+pub mod rows;
 pub mod sampled;
 
 use aquifer_sim::CAPACITY_BYTES_MAX;
@@ -9,12 +10,14 @@ use aquifer_trace::FirstRefusal;
 use aquifer_trace::input::Program;
 use aquifer_trace::profile::Profile;
 
+use crate::cards::smallest_card;
 use crate::cli::ConfigArg;
 use crate::commands::fit::{Job, attempt, fit_all, with_splitting, without_same};
 use crate::commands::ratio;
 use crate::exit::Failure;
 use crate::session::Session;
 use crate::text::{Bytes, plural};
+use rows::{Allocator, Oom};
 use sampled::{Sampled, sample};
 
 /// PyTorch's allocator with its default options.
@@ -115,6 +118,22 @@ pub struct Case {
 }
 
 impl Case {
+    /// Its row, for a program that requests at most so many bytes.
+    pub fn row(&self, requested: u64) -> Allocator {
+        Allocator {
+            title: self.manager.title(),
+            name: self.manager.name.clone(),
+            config: self.manager.config.text.clone(),
+            peak_reserved_bytes: self.sampled.peak_reserved,
+            reserved_over_requested: self.holds().and_then(|held| ratio(held, requested)),
+            ooms: self.sampled.refused_at.len() as u64,
+            smallest_device_bytes: self.smallest_device,
+            driver_calls: Some(self.sampled.calls),
+            driver_time_modelled_us: self.sampled.driver_us,
+            smallest_card: self.smallest_device.and_then(smallest_card),
+        }
+    }
+
     /// Whether every request was served. Otherwise what it holds says little.
     pub fn finishes(&self) -> bool {
         self.sampled.refused_at.is_empty()
@@ -136,32 +155,27 @@ impl Case {
 #[derive(Debug, Clone)]
 #[expect(missing_docs, reason = "named by the type")]
 pub struct Exhausted {
-    pub device_bytes: u64,
-    /// Whether the device is made up, because the user named none on which memory is lacking.
-    pub is_made_up: bool,
+    pub oom: Oom,
     pub refusal: FirstRefusal,
-    /// The ids of the allocators with which it finishes on this device.
-    pub finishing: Vec<String>,
 }
 
 impl Exhausted {
-    /// Free memory, in the cache and on the device.
-    pub fn free(&self) -> u64 {
-        self.refusal.map.figures().free + self.refusal.map.free_on_device()
-    }
-
-    /// The largest piece of it.
-    pub fn largest_free(&self) -> u64 {
-        self.refusal.map.figures().largest_free.max(self.refusal.map.free_on_device())
+    fn new(device_bytes: u64, is_made_up: bool, refusal: FirstRefusal, finishes_with: Vec<String>) -> Exhausted {
+        let (event, requested_bytes) = (refusal.event, refusal.refusal.bytes);
+        let (figures, on_device) = (refusal.map.figures(), refusal.map.free_on_device());
+        let (free_bytes, largest_free_bytes) = (figures.free + on_device, figures.largest_free.max(on_device));
+        let oom =
+            Oom { device_bytes, is_made_up, event, requested_bytes, free_bytes, largest_free_bytes, finishes_with };
+        Exhausted { oom, refusal }
     }
 
     /// A sentence about the device, if it is made up for a program that uses at most `peak` bytes.
     pub fn about_device(&self, peak: u64) -> Option<String> {
-        let what = match self.device_bytes.checked_sub(peak) {
+        let what = match self.oom.device_bytes.checked_sub(peak) {
             None => "it is the largest that can be simulated".to_owned(),
-            Some(_) => format!("it has {} than the program ever uses", more_than(peak, self.device_bytes)),
+            Some(_) => format!("it has {} than the program ever uses", more_than(peak, self.oom.device_bytes)),
         };
-        self.is_made_up.then(|| format!("The device is made up, to show how memory runs out: {what}."))
+        self.oom.is_made_up.then(|| format!("The device is made up, to show how memory runs out: {what}."))
     }
 
     /// Why the largest free piece does not serve the request, if it is large enough.
@@ -169,7 +183,7 @@ impl Exhausted {
         let FirstRefusal { refusal, map, .. } = &self.refusal;
         let options = manager.config.pytorch.as_ref().filter(|options| !options.expandable_segments)?;
         let (rest, segment) = (map.free_on_device(), options.segment_of_request(refusal.bytes));
-        if self.largest_free() < refusal.bytes || rest >= segment {
+        if self.oom.largest_free_bytes < refusal.bytes || rest >= segment {
             return None;
         }
         Some(if rest >= refusal.bytes {
@@ -227,7 +241,7 @@ impl Study {
             time_of_trials(profile.buckets.events, managers.len() as u64)
         ));
         let mut cases = Vec::new();
-        for tried in try_all(session, name, program, &profile, managers, Some(maps)) {
+        for tried in try_all(session, &roomy(session, program), program, &profile, managers, Some(maps)) {
             match tried {
                 Ok(case) => cases.push(case),
                 Err((_, failure)) if cases.is_empty() => return Err(failure),
@@ -261,25 +275,20 @@ impl Study {
     pub fn splitting(&self) -> Option<&Case> {
         self.cases.iter().find(|case| !case.manager.is_pytorch && case.manager.config.is_trial)
     }
-
-    /// The cases that finish on the device where the usual one does not.
-    pub fn finishing<'a>(&'a self, exhausted: &'a Exhausted) -> impl Iterator<Item = &'a Case> {
-        self.cases.iter().filter(|case| exhausted.finishing.contains(&case.manager.id))
-    }
 }
 
-/// Tries a program with some allocators. Maps are taken when most is held and in at most `maps`
+/// Tries a program with some allocators, on a device of `roomy` and on smaller ones. Maps are taken when most is held and in at most `maps`
 /// buckets; without, figures suffice, and the smallest device is a rough one. An allocator that
 /// fails for another reason than lack of memory is named with its error.
-fn try_all(
+pub(super) fn try_all(
     session: &Session,
-    name: &str,
+    roomy: &Session,
     program: &Program,
     profile: &Profile,
     managers: Vec<Manager>,
     maps: Option<usize>,
 ) -> Vec<Result<Case, (String, Failure)>> {
-    let roomy = roomy(session, program);
+    let name = &program.name;
     let moments = maps.map(|maps| moments(profile, maps));
     let jobs = managers.iter().map(|manager| {
         let job = Job::new(name, program, &manager.config);
@@ -295,7 +304,7 @@ fn try_all(
             Err(Failure::OutOfMemory(_)) => Ok(None),
             Err(failure) => Err(failure),
         };
-        let sampled = || sample(&roomy, program, &manager.config, &profile.buckets, moments.as_deref());
+        let sampled = || sample(roomy, program, &manager.config, &profile.buckets, moments.as_deref());
         match smallest_device.and_then(|smallest| Ok((smallest, sampled()?))) {
             Ok((smallest_device, sampled)) => {
                 let mut case = Case { manager, sampled, smallest_device };
@@ -318,9 +327,8 @@ fn exhausted(session: &Session, program: &Program, study: &Study) -> Result<Opti
     let Some(usual) = study.usual() else { return Ok(None) };
     if let Some(refusal) = &usual.sampled.first_refusal {
         let device_bytes = roomy(session, program).sim().map_or(0, |sim| sim.capacity_bytes);
-        let finishing = study.cases.iter().filter(|case| case.finishes()).map(|case| case.manager.id.clone());
-        let (refusal, finishing) = (refusal.clone(), finishing.collect());
-        return Ok(Some(Exhausted { device_bytes, is_made_up: session.is_default_device(), refusal, finishing }));
+        let finishing = study.cases.iter().filter(|case| case.finishes()).map(|case| case.manager.title()).collect();
+        return Ok(Some(Exhausted::new(device_bytes, session.is_default_device(), refusal.clone(), finishing)));
     }
     let device_bytes = tight(program);
     let sampled = sample(&session.resized(device_bytes), program, &usual.manager.config, &study.profile.buckets, None)?;
@@ -330,8 +338,7 @@ fn exhausted(session: &Session, program: &Program, study: &Study) -> Result<Opti
         let job = Job::new(&manager.name, program, &manager.config);
         matches!(attempt(session, &job, device_bytes), Ok(Some(_)))
     });
-    let finishing = managers.map(|manager| manager.id.clone()).collect();
-    Ok(Some(Exhausted { device_bytes, is_made_up: true, refusal, finishing }))
+    Ok(Some(Exhausted::new(device_bytes, true, refusal, managers.map(Manager::title).collect())))
 }
 
 /// About how long trying a program of so many events takes, in words: a search for the smallest
@@ -373,16 +380,16 @@ fn managers(session: &Session, program: &Program, notes: &mut Vec<String>) -> Ve
     all
 }
 
-/// The session on the user's device, or else on one with plenty of memory, below the size at which
-/// granules get larger.
+/// The session on the user's device, or else on one with plenty of memory.
 fn roomy(session: &Session, program: &Program) -> Session {
+    let own = session.sim().filter(|_| !session.is_default_device()).map(|sim| sim.capacity_bytes);
+    session.resized(own.unwrap_or_else(|| plenty(program)))
+}
+
+/// The size of a device with plenty of memory, below that at which granules get larger.
+pub(super) fn plenty(program: &Program) -> u64 {
     let peak = program.peak_requested_bytes;
-    let plenty = peak.saturating_mul(64).min(512 << 30).max(peak.saturating_mul(4));
-    session.resized(if session.is_default_device() {
-        rounded(plenty, 1 << 30)
-    } else {
-        session.sim().map_or(plenty, |sim| sim.capacity_bytes)
-    })
+    rounded(peak.saturating_mul(64).min(512 << 30).max(peak.saturating_mul(4)), 1 << 30)
 }
 
 /// A size rounded up to a multiple of `step`, at most that of the largest device.
@@ -458,9 +465,9 @@ mod tests {
             let study = study(None, &format!("a 1 {bytes} 0\nf 1 0\n"), None);
             assert_eq!(study.profile.peak.bytes, bytes);
             if let Some(exhausted) = &study.exhausted {
-                assert!(exhausted.device_bytes >= STEP, "{bytes}");
-                assert!(exhausted.is_made_up, "{bytes}");
-                assert!(exhausted.device_bytes > bytes || bytes > CAPACITY_BYTES_MAX, "{bytes}");
+                assert!(exhausted.oom.device_bytes >= STEP, "{bytes}");
+                assert!(exhausted.oom.is_made_up, "{bytes}");
+                assert!(exhausted.oom.device_bytes > bytes || bytes > CAPACITY_BYTES_MAX, "{bytes}");
             }
         }
     }
@@ -469,6 +476,9 @@ mod tests {
     fn what_lacks_memory_on_the_users_device_is_told_of_that_device() {
         let study = study(Some("sim:48MiB"), PROGRAM, None);
         let exhausted = study.exhausted.unwrap();
-        assert_eq!((exhausted.device_bytes, exhausted.is_made_up, exhausted.refusal.event), (48 << 20, false, 4));
+        assert_eq!(
+            (exhausted.oom.device_bytes, exhausted.oom.is_made_up, exhausted.refusal.event),
+            (48 << 20, false, 4)
+        );
     }
 }

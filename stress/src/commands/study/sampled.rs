@@ -2,9 +2,7 @@
 
 use aquifer_trace::input::Program;
 use aquifer_trace::profile::{Buckets, Range};
-use aquifer_trace::{
-    Aquifer, Figures, FirstRefusal, Map, Measured, Observed, OnOom, Player, PyTorch, Refusal, Refused, Subject,
-};
+use aquifer_trace::{Aquifer, Figures, FirstRefusal, Map, Observed, OnOom, Player, PyTorch, Refusal, Refused, Subject};
 use serde::Serialize;
 
 use crate::cli::ConfigArg;
@@ -57,50 +55,35 @@ pub struct Space {
 }
 
 impl Space {
-    /// What lay where at these buckets; `None` if there are none.
-    pub fn of(moments: &[(usize, Map)]) -> Option<Space> {
-        let figures: Vec<Figures> = moments.iter().map(|(_, map)| map.figures()).collect();
-        let held = |figures: &Figures| figures.live + figures.free + figures.waiting;
-        let most = figures.iter().map(held).max()?;
-        let cell = cell(most);
-        let each = |of: fn(&Figures) -> u64| figures.iter().map(of).collect();
+    /// What lay where at these buckets; `None` if there are none. With `spare`, what is free on the
+    /// device follows what is held, as `-`.
+    pub fn of(moments: &[(usize, Map)], spare: bool) -> Option<Space> {
+        let spare = |map: &Map| if spare { map.free_on_device() } else { 0 };
+        let held = |Figures { live, free, waiting, .. }: Figures| live + free + waiting;
+        let cell = cell(moments.iter().map(|(_, map)| held(map.figures()) + spare(map)).max()?);
+        let each = |of: fn(Figures) -> u64| moments.iter().map(|(_, map)| of(map.figures())).collect();
+        let row = |map: &Map| {
+            let row = map.row(cell, COLUMNS);
+            let taken = row.trim_end_matches('_');
+            let spare = usize::try_from(spare(map).div_ceil(cell)).unwrap_or(COLUMNS).min(COLUMNS - taken.len());
+            format!("{:_<COLUMNS$}", format!("{taken}{}", "-".repeat(spare)))
+        };
+        let largest_free_at = |map: &Map| match map.figures() {
+            figures if spare(map) > figures.largest_free => held(figures),
+            figures => figures.largest_free_at,
+        };
         Some(Space {
             cell,
             columns: COLUMNS,
             buckets: moments.iter().map(|&(bucket, _)| bucket).collect(),
-            rows: moments.iter().map(|(_, map)| map.row(cell, COLUMNS)).collect(),
+            rows: moments.iter().map(|(_, map)| row(map)).collect(),
             live: each(|figures| figures.live),
             free: each(|figures| figures.free),
             largest_free: each(|figures| figures.largest_free),
-            largest_free_at: each(|figures| figures.largest_free_at),
+            largest_free_at: moments.iter().map(|(_, map)| largest_free_at(map)).collect(),
             waiting: each(|figures| figures.waiting),
             parts: each(|figures| figures.segments),
         })
-    }
-}
-
-/// A row of a map alone, in which memory that is free on the device follows what is held, as `-`.
-#[derive(Debug, Clone, Serialize)]
-#[expect(missing_docs, reason = "the page's schema")]
-pub struct Row {
-    pub cell: u64,
-    pub columns: usize,
-    pub row: String,
-    pub largest_free_at: u64,
-}
-
-impl Row {
-    /// The row of a map.
-    pub fn of(map: &Map) -> Row {
-        let Figures { live, free, waiting, largest_free, largest_free_at, .. } = map.figures();
-        let (held, spare) = (live + free + waiting, map.free_on_device());
-        let cell = cell(held + spare);
-        let spare_cells = usize::try_from(spare.div_ceil(cell)).unwrap_or(COLUMNS);
-        let row = map.row(cell, COLUMNS);
-        let taken = row.trim_end_matches('_').len();
-        let row =
-            format!("{:_<COLUMNS$}", format!("{}{}", &row[..taken], "-".repeat(spare_cells.min(COLUMNS - taken))));
-        Row { cell, columns: COLUMNS, row, largest_free_at: if spare > largest_free { held } else { largest_free_at } }
     }
 }
 
@@ -197,7 +180,7 @@ struct Sampler<'a, S> {
     failed: Option<Failure>,
 }
 
-impl<'a, S: Measured> Sampler<'a, S> {
+impl<'a, S: Opened> Sampler<'a, S> {
     fn new(observed: &'a mut Observed<S>, buckets: &'a Buckets, mut events: Vec<u64>) -> Sampler<'a, S> {
         events.reverse();
         let samples = Samples {
@@ -232,7 +215,7 @@ impl<'a, S: Measured> Sampler<'a, S> {
     }
 }
 
-impl<S: Measured> Subject for Sampler<'_, S> {
+impl<S: Opened> Subject for Sampler<'_, S> {
     type Handle = S::Handle;
 
     fn alloc(&mut self, bytes: u64, stream: u16) -> Result<S::Handle, Refused> {
@@ -273,13 +256,14 @@ mod tests {
     fn a_row_has_what_is_free_on_the_device_behind_what_is_held() {
         let piece = |mib, is, starts| Piece { bytes: mib * MIB, is, stream: 0, starts };
         let held = vec![piece(4, Use::Live, true), piece(6, Use::Free, false), piece(2, Use::Live, false)];
-        let row = |spare| Row::of(&Map::new(held.clone(), spare * MIB, 64 * MIB));
-        let tight = row(3);
-        let (taken, per_mib) = (tight.row.trim_end_matches('_'), COLUMNS / 15);
-        assert_eq!(tight.row.len(), COLUMNS);
+        let space = |spare| Space::of(&[(0, Map::new(held.clone(), spare * MIB, 64 * MIB))], true).unwrap();
+        let tight = space(3);
+        let (taken, per_mib) = (tight.rows[0].trim_end_matches('_'), COLUMNS / 15);
+        assert_eq!(tight.rows[0].len(), COLUMNS);
         assert!(taken.matches('-').count().abs_diff(3 * per_mib) <= 3 && taken.ends_with('-'), "{taken}");
-        assert_eq!((tight.largest_free_at, row(7).largest_free_at), (4 * MIB, 12 * MIB), "in the cache, on the device");
-        assert!(!row(0).row.contains('-'));
+        let at = [tight.largest_free_at[0], space(7).largest_free_at[0]];
+        assert_eq!(at, [4 * MIB, 12 * MIB], "in the cache, on the device");
+        assert!(!space(0).rows[0].contains('-'));
     }
 
     #[test]
