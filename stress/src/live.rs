@@ -397,7 +397,7 @@ mod tests {
             let mut terminal = Terminal::with_options(AtBottom(TestBackend::new(50, height)), options).unwrap();
             terminal.draw(|frame| view_of(vec![reading(10)]).draw(frame)).unwrap();
             let has_chart = terminal.backend().0.to_string().contains('│');
-            assert_eq!(has_chart, height >= 10, "four rows of text, and six of a chart: {height}");
+            assert_eq!(has_chart, height >= 9, "three rows of text, and six of a chart: {height}");
         }
     }
 

@@ -230,7 +230,6 @@ fn next_steps(story: &Story<'_>) -> Result<(), Failure> {
         ("explain snapshot.pickle", "what it uses memory for, why it runs out of it, and what helps"),
         ("report snapshot.pickle", "the same as a page: memory over time, what is alive, what lies where"),
         ("fit --config '' --config backing:segments snapshot.pickle", "the smallest device for it"),
-        ("bench", "how fast the allocator is"),
         ("--help", "everything else"),
     ] {
         text += &format!("  {program} {arguments}\n      {meaning}\n");
