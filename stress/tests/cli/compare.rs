@@ -117,7 +117,8 @@ fn compare_takes_configs_and_prints_tables() {
         "{text}"
     );
     assert!(!text.contains("means"), "of one program they are its figures: {text}");
-    let two = ["--config", "no_cache:True", &file, &data("two.trace.xz")];
+    let other = Scratch::new("other.trace", b"a 0 30000000 0\nf 0 0\n");
+    let two = ["--config", "no_cache:True", &file, other.path()];
     let text = String::from_utf8(stress(&[&["compare", "--repeat", "1"], &two[..]].concat()).stdout).unwrap();
     assert!(text.contains("\n\nAll 2 programs: geometric means"), "{text}");
     assert!(!text.contains("backing:segments"), "{text}");

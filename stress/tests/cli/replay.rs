@@ -2,7 +2,7 @@
 
 use super::*;
 
-pub(super) const REPLAY_KEYS: [&str; 42] = [
+pub(super) const REPLAY_KEYS: [&str; 44] = [
     "trace",
     "config",
     "device",
@@ -20,6 +20,7 @@ pub(super) const REPLAY_KEYS: [&str; 42] = [
     "warm_driver_time_modelled_us",
     "worst_alloc_us",
     "allocs",
+    "lag_bound_over_requested",
     "stalls",
     "events",
     "peak_allocated_bytes",
@@ -27,6 +28,7 @@ pub(super) const REPLAY_KEYS: [&str; 42] = [
     "seconds",
     "driver_calls",
     "driver_calls_by_pass",
+    "driver_time_modelled_us_by_pass",
     "driver_allocs",
     "driver_allocs_measured_us",
     "worst_alloc_measured_us",
