@@ -30,7 +30,7 @@ use crate::error::TransferError;
 /// A piece of host memory.
 pub(crate) struct PinnedMemory {
     pool: Arc<SharedPool>,
-    ptr: HostPtr,
+    pub(super) ptr: HostPtr,
     bytes: usize,
     pub(super) origin: Origin,
     pub(super) uses: Uses,

@@ -144,7 +144,7 @@ fn a_buffer_that_several_threads_upload_is_written_after_all_of_them() {
             let memory = shared.clone();
             spawn(&world, move |world| {
                 let stream = world.device.stream().unwrap();
-                let part = HostPart { memory: &memory, ptr: memory.ptr(), bytes: BYTES };
+                let part = HostPart { memory: &memory, ptr: memory.ptr, bytes: BYTES };
                 world.upload(part, place, &stream);
             })
         });
@@ -170,7 +170,7 @@ fn a_launch_and_a_borrow_of_the_host_see_each_other() {
                 #[allow(unsafe_code, reason = "a raw driver copy, as a graph makes it")]
                 // SAFETY: the access keeps others from the memory until the copy is done.
                 unsafe {
-                    stream.download(memory.ptr(), world.memory, BYTES).unwrap()
+                    stream.download(memory.ptr, world.memory, BYTES).unwrap()
                 };
             }
             drop(access);
