@@ -281,7 +281,10 @@ impl<'a> Player<'a> {
             Step::TrimTo(bytes) => drop(world.allow(world.memory.trim_to(bytes))),
             Step::SetLimit(limit) => world.memory.set_limit(limit),
             Step::SetShare(bytes) => world.set_share(bytes),
-            Step::OtherProcess(bytes) => world.subject.set_other_process_bytes(bytes),
+            Step::OtherProcess(bytes) => {
+                world.others.store(bytes > 0, Ordering::Relaxed);
+                world.subject.set_other_process_bytes(bytes);
+            }
             Step::Second { stream, bytes } => {
                 let stream = self.stream(stream);
                 self.add(&world.second, bytes, &stream, 0, || world.second.alloc(length(bytes), &stream));

@@ -53,6 +53,8 @@ pub(crate) struct World {
     pub(crate) handed: Mutex<Vec<Handed>>,
     /// A fault was injected: any call may fail, and fail again.
     faulty: AtomicBool,
+    /// Another process holds memory, or wants to.
+    pub(crate) others: AtomicBool,
     pub(crate) lost: AtomicBool,
     /// Bytes reserved after the step before.
     reserved: AtomicU64,
@@ -122,6 +124,7 @@ impl World {
             asks_first: plan.seed.is_multiple_of(2),
             handed: Mutex::default(),
             faulty: false.into(),
+            others: false.into(),
             lost: false.into(),
             reserved: 0.into(),
             pinned: Mutex::default(),
@@ -152,11 +155,12 @@ impl World {
         self.is_alone() && !self.sleeping.may_refuse(self.threads)
     }
 
-    /// True if no other thread takes memory, none is pinned, no call fails, and the host may wait
-    /// for the device.
+    /// True if no other thread or process takes memory, none is pinned, no call fails, and the host
+    /// may wait for the device.
     pub(crate) fn is_alone(&self) -> bool {
         self.threads == 1
             && !self.faulty.load(Ordering::Relaxed)
+            && !self.others.load(Ordering::Relaxed)
             && self.pinned.lock().is_empty()
             && !self.handed.lock().iter().any(|handed| matches!(handed, Handed::Capture(..)))
     }
