@@ -132,9 +132,9 @@ pub fn attribution(report: &OomReport) {
     }
 }
 
-/// Panics if the report of a refusal contradicts what the allocator holds by then, while nothing but
-/// the allocator takes memory in this process, and the host may wait for the device. `padded` is a
-/// request of the heap with padding for an alignment.
+/// Panics if the report of a refusal contradicts what the allocator holds when this is called. Nothing
+/// else may take memory in this process, and the host may wait for the device. `padded` is a request
+/// of the heap with padding for an alignment.
 pub fn refusal(allocator: &Allocator, report: &OomReport, padded: Option<u64>) {
     let (config, snapshot) = (allocator.config(), allocator.snapshot());
     if config.fail_fast {
