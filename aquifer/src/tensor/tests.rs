@@ -338,6 +338,9 @@ fn memory_and_shape_must_fit() {
         }
         let scalar = Tensor::full(&[], 3u8, &place).unwrap();
         assert_eq!(scalar.item::<u8>().unwrap(), 3);
+        let twos = Tensor::full(&[3, 2], bf16::from_f32(2.0), &place).unwrap();
+        assert_eq!((twos.dtype(), bytes(&twos)), (DType::BF16, bf16::from_f32(2.0).to_le_bytes().repeat(6)));
+        assert!(twos.place().serves_as(&place) && place.serves_as(&twos.place()), "{twos:?}");
     }
 }
 

@@ -295,7 +295,14 @@ fn a_device_may_lag() {
     }
     let large = row("1000", "sim:1GiB", 0);
     assert_eq!((bytes(&large, "stalls"), &large["peak_reserved_bytes_by_pass"][0]), (0, &(60 << 20).into()), "{large}");
-    assert_eq!(bytes(&row("0", "sim:1GiB", 0), "peak_reserved_bytes"), 30 << 20);
+    let at_once = row("0", "sim:1GiB", 0);
+    assert_eq!(
+        (bytes(&at_once, "peak_reserved_bytes"), &at_once["lag_bound_over_requested"]),
+        (30 << 20, &Value::Null)
+    );
+    let two_streams = Scratch::new("streams.trace", b"a 0 30000000 0\nr 0 1\nf 0 0\na 1 30000000 1\nf 1 1\n");
+    let row = rows(0, &["replay", "--repeat", "1", "--lag", "1000", two_streams.path()]).remove(0);
+    assert_eq!(row["lag_bound_over_requested"], 2.0, "each stream needs its own: {row}");
 }
 
 #[test]
