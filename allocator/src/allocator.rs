@@ -345,7 +345,10 @@ impl Allocator {
 
     /// Sets or removes the limit on bytes held from the device. Memory held already is kept.
     pub fn set_limit(&self, limit: Option<u64>) {
-        self.inner.limit.store(limit.unwrap_or(u64::MAX), Ordering::Relaxed);
+        let limit = limit.unwrap_or(u64::MAX);
+        if limit < self.inner.limit.swap(limit, Ordering::Relaxed) {
+            self.state().shared().forget_moves();
+        }
         self.inner.limit_of_free.store(u64::MAX, Ordering::Relaxed);
     }
 

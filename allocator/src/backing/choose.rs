@@ -4,8 +4,9 @@
 use aquifer_device::{Attribute, Device, DeviceError, DevicePtr, ErrorKind, PhysicalOptions, RawPhysical, Reservation};
 
 use crate::backing::paged::carry_out::{release, unless_capturing};
-use crate::config::{Backing, Config, GRANULE_MIN};
+use crate::config::{Backing, Config, GRANULE_MIN, MemoryFirst};
 use crate::core::paged::granules::{Ability, Paged};
+use crate::core::policy::Weights;
 use crate::error::{AllocError, WhySegments};
 
 /// The state of the paged backing; or why memory comes in segments.
@@ -38,7 +39,8 @@ fn try_paged(device: &Device, config: &Config) -> Result<Paged, WhySegments> {
     let granule = wanted.max(granularity).checked_next_power_of_two();
     let fits = granule.filter(|&bytes| bytes <= total).ok_or(WhySegments::GranuleTooLarge { granule, total })?;
     let ability = probe(device, fits).map_err(WhySegments::Failed)?;
-    Ok(Paged::new(fits, config.frame.map(|bytes| bytes.min(total)), ability, device.info().ordinal))
+    let weights = if config.memory_first == MemoryFirst::On { Weights::MEMORY } else { Weights::TIME };
+    Ok(Paged::new(weights, fits, config.frame.map(|bytes| bytes.min(total)), ability, device.info().ordinal))
 }
 
 /// Returns how granules of `granule` bytes are mapped on the device, or why they cannot be. Maps

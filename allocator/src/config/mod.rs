@@ -19,7 +19,7 @@ pub use error::{ConfigError, ConfigErrorKind};
 pub use options::OPTIONS;
 pub use options::{Config, IgnoredOption};
 pub(crate) use options::{GRANULE_MIN, listed};
-pub use values::{Backing, CrossStream, SplitFrames, TagSource};
+pub use values::{Backing, CrossStream, MemoryFirst, SplitFrames, TagSource};
 
 mod error;
 mod options;

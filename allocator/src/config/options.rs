@@ -6,7 +6,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use super::error::{ConfigError, ConfigErrorKind, quoted};
-use super::values::{Backing, CrossStream, Field, SplitFrames, TagSource};
+use super::values::{Backing, CrossStream, Field, MemoryFirst, SplitFrames, TagSource};
 
 /// An option.
 #[derive(Debug)]
@@ -134,8 +134,9 @@ options! {
         "a power of two of MiB, from 2 to 8796093022208", "2, more above 512 GiB",
         "mapped memory only: [`Config::granule`]", MAPPED_ONLY;
     "frame_mb" => frame if |config| config.frame.is_none_or(is_granule),
-        "a power of two of MiB, from 2 to 8796093022208", "up to 16",
+        "a power of two of MiB, from 2 to 8796093022208", "up to 512",
         "mapped memory only: [`Config::frame`]", MAPPED_ONLY;
+    "memory_first" => memory_first, "`off` or `on`", "`off`", "mapped memory only: [`MemoryFirst`]", MAPPED_ONLY;
     "split_frames" => split_frames, "`off` or `on`", "`off`", "mapped memory only: [`SplitFrames`]", MAPPED_ONLY;
     "cross_stream" => cross_stream, "`off`, `ready` or `wait`", "`ready`",
         "reuse between streams: [`CrossStream`]; PyTorch's is `off`";
@@ -242,10 +243,12 @@ pub struct Config {
     pub granule: Option<u64>,
     /// Size in bytes of the largest frames, the pieces in which physical memory is taken from the
     /// device and mapped with [`Backing::Paged`]: a power of two, at least 2 MiB. A frame is one
-    /// granule or several. `None`, the default, is 16 MiB, but less for small blocks and for
-    /// programs that use less than 4 GiB. Either way frames are granules while memory is scarce. As
+    /// granule or several. `None`, the default, is 32 to 64 MiB, more for large blocks while much is
+    /// left, and less for small pools. Either way frames are granules while memory is scarce. As
     /// large as a granule, every frame is one. Option `frame_mb`.
     pub frame: Option<u64>,
+    /// Whether mapped memory saves memory rather than driver time. Option `memory_first`.
+    pub memory_first: MemoryFirst,
     /// Whether frames that are partly in use are split before a request is refused. Option
     /// `split_frames`.
     pub split_frames: SplitFrames,
@@ -296,6 +299,7 @@ impl Default for Config {
             backing: Backing::default(),
             granule: None,
             frame: None,
+            memory_first: MemoryFirst::default(),
             split_frames: SplitFrames::default(),
             cross_stream: CrossStream::default(),
             limit: None,

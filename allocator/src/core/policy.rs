@@ -2,15 +2,14 @@
 //! serves. Pure functions of facts.
 //!
 //! Memory is worth time only when it is scarce:
-//! * **Scarce or not**: memory is scarce if the device, or the limit, has little left, or if more
-//!   than the peak of use and a margin would be held. Otherwise there is room. What the device has
-//!   left counts as enough until it is known.
-//! * **Frames** that are made are large where there is room, but for small blocks and programs, and
-//!   single granules where memory is scarce. A large one is broken only for what no whole frame
-//!   serves.
-//! * **Moving**: where there is room, memory is bought rather than moved until the peak of use and
-//!   a smaller margin is held. Beyond that, free memory that the device is done with moves, then
-//!   memory that the request's own stream may use again at once; the rest is bought.
+//! * **Scarce or not**: there is room while the device and the limit can give an eighth of the peak
+//!   of use. What the device has left counts as enough until it is known.
+//! * **Slots**: where there is room, memory is bought and moved in aligned slots, which one frame
+//!   fills, and for large blocks in frames of several: a frame costs about the same driver time at
+//!   any size. Where memory is scarce, it comes in granules.
+//! * **Rent or buy**: memory is bought rather than moved until the peak of use, a share of it, and a
+//!   *credit* are held. Moving is rent: each frame that moves while there is room raises the credit,
+//!   so what moves again and again is bought in the end. Giving memory back clears it.
 //! * **Waiting**: no stream and no host waits to save memory, only before a request is refused
 //!   (`recovery/ladder.rs`). With `cross_stream:wait`, streams wait for each other earlier.
 //! * **Questions**: the device is asked how far it got where that may save buying. Events that make
@@ -19,19 +18,48 @@
 //!   purchase or move.
 //!
 //! The *peak of use* is the most bytes that were live, or that no stream could use yet although
-//! they were free, at one time. Figures: docs/notes/2026-11-28-policy.md.
+//! they were free, at one time. Figures: docs/notes/2026-11-30-rent-or-buy.md.
 
-/// Memory is scarce if the device and the limit can give less than the peak of use divided by this.
-const LEFT_SHARE: u64 = 8;
-/// Memory is scarce if more would be held than the peak of use, and that peak divided by this.
-const OVER_SHARE: u64 = 48;
-/// Memory is bought rather than moved until the peak of use, and that peak divided by this, is
-/// held.
-const BUY_SHARE: u64 = 96;
-/// Bytes of frames where there is room,
-const FRAME: u64 = 16 << 20;
-/// or the peak of use divided by this, if that is less.
-pub(crate) const FRAME_SHARE: u64 = 256;
+/// What memory is worth in driver time: a point between holding little and making few calls.
+#[derive(Debug)]
+pub(crate) struct Weights {
+    /// Memory is bought rather than moved until the peak of use, that peak divided by this, and the
+    /// credit are held.
+    buy_share: u64,
+    /// Memory is taken ahead of need until as much more is held, with this share.
+    ahead_share: u64,
+    /// Bytes of slots: the least and the most.
+    slot: (u64, u64),
+    /// Slots of the largest frames.
+    slots_of_frame: u64,
+    /// The credit once as much memory moved as the peak of use has: that peak divided by this.
+    credit_share: Option<u64>,
+}
+
+impl Weights {
+    /// Few driver calls.
+    pub(crate) const TIME: &Weights = &Weights {
+        buy_share: 48,
+        ahead_share: 32,
+        slot: (32 << 20, 64 << 20),
+        slots_of_frame: 4,
+        credit_share: Some(24),
+    };
+    /// Little memory: for those who share a device.
+    pub(crate) const MEMORY: &Weights =
+        &Weights { buy_share: 96, ahead_share: 48, slot: (0, 16 << 20), slots_of_frame: 1, credit_share: None };
+}
+
+/// There is room while the device and the limit can give the peak of use divided by this.
+const ROOM_SHARE: u64 = 8;
+/// Slots have the peak of use divided by this.
+pub(crate) const SLOT_SHARE: u64 = 256;
+/// Slots have at most what is left divided by this.
+const SLOT_LEFT_SHARE: u64 = 1024;
+/// Frames fill several slots while this many times the peak of use is left.
+const LARGE_FRAMES_LEFT: u64 = 2;
+/// The credit is at most what is left divided by this.
+const CREDIT_LEFT_SHARE: u64 = 8;
 /// Bytes held, divided by this, are taken ahead of need.
 const AHEAD_SHARE: u64 = 256;
 /// Bytes that a stream frees between two events that are recorded ahead of need: bytes held,
@@ -45,48 +73,67 @@ pub(crate) const EVENTS_AT_START: u64 = 32;
 /// What is known when a request needs memory that no free block has.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Facts {
+    pub(crate) weights: &'static Weights,
     /// The peak of use, this request included.
     pub(crate) peak: u64,
     /// Bytes held from the device, and those that threads are taking just now.
     pub(crate) held: u64,
     /// Bytes that the device and the limit can still give, as far as that is known.
     pub(crate) left: u64,
+    /// Frames that moved while there was room, since memory last went back.
+    pub(crate) moves: u64,
 }
 
 impl Facts {
-    /// True if memory is scarce when `more` bytes are taken from the device.
-    pub(crate) fn is_scarce(&self, more: u64) -> bool {
-        self.little_is_left() || self.exceeds(more, OVER_SHARE)
+    /// True unless memory is scarce.
+    pub(crate) fn has_room(&self) -> bool {
+        self.left >= self.peak / ROOM_SHARE
     }
 
     /// True if `more` bytes are bought although free memory might move.
     pub(crate) fn buys_rather_than_moves(&self, more: u64) -> bool {
-        more <= self.left && !self.little_is_left() && !self.exceeds(more, BUY_SHARE)
-    }
-
-    /// Bytes of the largest frames that are made for a block when `more` bytes are taken. They are
-    /// at most half as large as the block: then it has a whole frame, which may move once the block
-    /// is free, wherever it begins. `given` is the configuration's size of frames, if it has one.
-    pub(crate) fn frame(&self, block: u64, more: u64, granule: u64, given: Option<u64>) -> u64 {
-        if self.is_scarce(more) {
-            return granule;
-        }
-        let frame = given.unwrap_or_else(|| FRAME.min(self.peak / FRAME_SHARE).min(block / 2)).max(granule);
-        1 << frame.ilog2()
+        more <= self.left && self.has_room() && self.is_within(more, self.weights.buy_share)
     }
 
     /// Bytes to take beyond a need of `more`.
     pub(crate) fn ahead(&self, more: u64) -> u64 {
-        if self.is_scarce(more) { 0 } else { self.held / AHEAD_SHARE }
+        if self.has_room() && self.is_within(more, self.weights.ahead_share) { self.held / AHEAD_SHARE } else { 0 }
     }
 
-    fn little_is_left(&self) -> bool {
-        self.left < self.peak / LEFT_SHARE
+    /// Bytes of the slots that a block is given memory in, and of the largest frames that are made
+    /// for it: powers of two, at most `most` bytes unless a granule is more. `given` is the configuration's size of both, if it has one.
+    pub(crate) fn slot_and_frame(&self, block: u64, most: u64, granule: u64, given: Option<u64>) -> (u64, u64) {
+        let power = |bytes: u64| 1 << bytes.max(granule).ilog2();
+        let slot = power(given.unwrap_or_else(|| self.usual_slot().min(most).min(self.left / SLOT_LEFT_SHARE)));
+        // Whole slots are no reason to refuse a request.
+        if !self.has_room() || self.left < block.saturating_add(2 * slot) {
+            return (granule, granule);
+        }
+        let several = given.is_none() && self.left / LARGE_FRAMES_LEFT >= self.peak;
+        let frame = if several { power(block.min(slot * self.weights.slots_of_frame)) } else { slot };
+        (slot, frame.max(slot))
     }
 
-    /// True if more than the peak of use and a share of it would be held.
-    fn exceeds(&self, more: u64, share: u64) -> bool {
-        self.held.saturating_add(more) > self.peak.saturating_add(self.peak / share)
+    fn usual_slot(&self) -> u64 {
+        let (least, most) = self.weights.slot;
+        (self.peak / SLOT_SHARE).max(least).min(most)
+    }
+
+    /// True if no more than the peak of use, a share of it, and the credit would be held.
+    fn is_within(&self, more: u64, share: u64) -> bool {
+        self.held.saturating_add(more) <= self.peak.saturating_add(self.peak / share).saturating_add(self.credit())
+    }
+
+    /// Bytes that are bought in addition because as many moved: with m for the memory that moved,
+    /// relative to the peak, the peak times the lesser of m³ and m, divided by the weight. A frame
+    /// counts as a slot, whatever its size, as it costs the same.
+    fn credit(&self) -> u64 {
+        let Some(share) = self.weights.credit_share else { return 0 };
+        let (peak, moved) = (self.peak.max(1), self.moves.saturating_mul(self.usual_slot()));
+        // In 1024ths, as bytes would overflow.
+        let relative = (u128::from(moved.min(peak)) << 10) / u128::from(peak);
+        let credit = u128::from(moved) * relative * relative / u128::from(share) >> 20;
+        u64::try_from(credit).unwrap_or(u64::MAX).min(self.left / CREDIT_LEFT_SHARE)
     }
 }
 
@@ -97,52 +144,63 @@ mod tests {
     use super::*;
 
     const MIB: u64 = 1 << 20;
+    const GIB: u64 = 1 << 30;
     const GRANULE: u64 = 2 * MIB;
     /// A program whose peak is 9600 MiB, all of it held.
-    const ROOM: Facts = Facts { peak: 9600 * MIB, held: 9600 * MIB, left: u64::MAX };
-
-    #[test]
-    fn memory_is_scarce_over_the_peak_and_where_little_is_left() {
-        assert!(!ROOM.is_scarce(200 * MIB) && ROOM.is_scarce(202 * MIB));
-        assert!(Facts { left: 1199 * MIB, ..ROOM }.is_scarce(0));
-        assert!(!Facts { left: 1200 * MIB, ..ROOM }.is_scarce(0));
-    }
+    const ROOM: Facts = Facts { weights: Weights::TIME, peak: 9600 * MIB, held: 9600 * MIB, left: u64::MAX, moves: 0 };
 
     #[test]
     fn memory_is_bought_up_to_a_bound_unless_little_is_left() {
-        assert!(ROOM.buys_rather_than_moves(100 * MIB) && !ROOM.buys_rather_than_moves(102 * MIB));
+        assert!(ROOM.buys_rather_than_moves(200 * MIB) && !ROOM.buys_rather_than_moves(202 * MIB));
         assert!(!Facts { left: 1199 * MIB, ..ROOM }.buys_rather_than_moves(2 * MIB));
-        let empty = Facts { peak: 96 * MIB, held: 0, left: 94 * MIB };
+        let empty = Facts { peak: 96 * MIB, held: 0, left: 94 * MIB, ..ROOM };
         assert!(empty.buys_rather_than_moves(94 * MIB) && !empty.buys_rather_than_moves(96 * MIB));
+        assert!(!Facts { weights: Weights::MEMORY, ..ROOM }.buys_rather_than_moves(102 * MIB));
     }
 
     #[test]
-    fn frames_are_large_where_there_is_room() {
-        let block = 100 * MIB;
-        assert_eq!(ROOM.frame(block, 0, GRANULE, None), 16 * MIB);
-        assert_eq!(ROOM.frame(block, 0, 64 * MIB, None), 64 * MIB, "no less than a granule");
-        assert_eq!(ROOM.frame(block, 0, GRANULE, Some(64 * MIB)), 64 * MIB);
-        assert_eq!(ROOM.frame(block, 300 * MIB, GRANULE, Some(64 * MIB)), GRANULE);
-        assert_eq!(ROOM.frame(15 * MIB, 0, GRANULE, None), 4 * MIB);
-        let small = Facts { peak: 1500 * MIB, held: 0, left: u64::MAX };
-        assert_eq!(small.frame(block, 0, GRANULE, None), 4 * MIB);
-        assert_eq!(Facts { peak: 1, ..small }.frame(block, 0, GRANULE, None), GRANULE);
+    fn what_moves_again_and_again_is_bought() {
+        // Slots have 37.5 MiB, so as much memory moved as the peak with 256 of them.
+        let credit = |facts: Facts| facts.credit() / MIB;
+        assert_eq!([0, 64, 256, 512].map(|moves| credit(Facts { moves, ..ROOM })), [0, 6, 400, 800]);
+        let moved = Facts { moves: 512, ..ROOM };
+        assert!(moved.buys_rather_than_moves(1000 * MIB) && !moved.buys_rather_than_moves(1002 * MIB));
+        assert_eq!(credit(Facts { left: 2400 * MIB, ..moved }), 300, "a share of what is left");
+        assert_eq!(credit(Facts { weights: Weights::MEMORY, ..moved }), 0);
+        let _no_overflow = Facts { moves: u64::MAX, peak: u64::MAX, ..ROOM }.credit();
+    }
+
+    #[test]
+    fn slots_and_frames_are_large_where_there_is_room() {
+        let sizes = |facts: Facts, block: u64, most: u64, given: Option<u64>| {
+            let (slot, frame) = facts.slot_and_frame(block * MIB, most * MIB, GRANULE, given.map(|mib| mib * MIB));
+            (slot / MIB, frame / MIB)
+        };
+        assert_eq!(sizes(ROOM, 100, 100, None), (32, 64));
+        assert_eq!(sizes(ROOM, 1000, 1000, None), (32, 128));
+        assert_eq!(sizes(Facts { peak: 64 * GIB, ..ROOM }, 1000, 1000, None), (64, 256));
+        assert_eq!(sizes(Facts { left: 18 * GIB, ..ROOM }, 1000, 1000, None), (16, 16), "by what is left");
+        assert_eq!(sizes(ROOM, 1, 7, None), (4, 4), "of a small pool");
+        assert_eq!(sizes(ROOM, 100, 100, Some(8)), (8, 8), "as configured");
+        assert_eq!(sizes(Facts { left: GIB, ..ROOM }, 100, 100, Some(8)), (2, 2), "little is left");
+        assert_eq!(sizes(Facts { left: 2 * GIB, ..ROOM }, 2047, 100, None), (2, 2), "whole slots may not fit");
+        assert_eq!(sizes(Facts { weights: Weights::MEMORY, ..ROOM }, 1000, 1000, None), (16, 16));
     }
 
     proptest! {
         #[test]
         fn more_memory_is_never_less_scarce(
-            peak: u64, held: u64, left: u64, one: u64, other: u64, block: u64, granule in 21..40_u32,
+            peak: u64, held: u64, left: u64, moves: u64, one: u64, other: u64, block: u64, granule in 21..40_u32,
         ) {
-            let (facts, granule) = (Facts { peak, held, left }, 1 << granule);
+            let (facts, granule) = (Facts { weights: Weights::TIME, peak, held, left, moves }, 1 << granule);
             let (less, more) = (one.min(other), one.max(other));
-            prop_assert!(facts.is_scarce(more) || !facts.is_scarce(less));
             prop_assert!(facts.buys_rather_than_moves(less) || !facts.buys_rather_than_moves(more));
-            prop_assert!(!facts.is_scarce(less) || facts.ahead(less) == 0);
-            prop_assert!(!facts.buys_rather_than_moves(less) || !facts.is_scarce(less), "buying leaves room");
-            let frame = facts.frame(block, less, granule, None);
-            prop_assert!(frame.is_power_of_two() && frame >= granule);
-            prop_assert!(facts.frame(block, more, granule, None) <= frame);
+            prop_assert!(facts.ahead(less) >= facts.ahead(more));
+            prop_assert!(!facts.buys_rather_than_moves(less) || facts.has_room(), "buying leaves room");
+            let (slot, frame) = facts.slot_and_frame(block, more, granule, None);
+            prop_assert!(slot.is_power_of_two() && frame.is_power_of_two() && granule <= slot && slot <= frame);
+            prop_assert!(facts.slot_and_frame(block, less, granule, None).0 <= slot);
+            prop_assert!(slot == granule || slot <= left, "whole slots fit");
         }
     }
 }

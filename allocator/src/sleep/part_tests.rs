@@ -307,7 +307,7 @@ fn a_pool_sleeps_with_what_its_graphs_use() {
 #[test]
 fn what_a_pool_lent_is_no_part_of_it() {
     for contents in [Contents::Discard, Contents::Zero, Contents::SaveToHost] {
-        let setup = setup_with(SimConfig::new(64 * MIB), "");
+        let setup = setup_with(SimConfig::new(64 * MIB), "frame_mb:2");
         let Setup { allocator, stream, .. } = &setup;
         let pool = allocator.create_pool(PoolOptions { use_on_oom: true, ..PoolOptions::default() }).unwrap();
         let own = pool.alloc_bytes(4 * MIB, stream).unwrap();

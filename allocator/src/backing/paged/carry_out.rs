@@ -77,8 +77,7 @@ fn frames_of(ranges: &[(Range<u64>, Vec<Frame>)]) -> LooseFrames {
 fn layout(work: &Work, reused: &LooseFrames) -> Layout {
     let mut there = frames_of(&work.unmap);
     there.extend(work.spares.iter());
-    let lengths: Vec<u64> = work.fill.iter().map(|range| (range.end - range.start) / work.granule).collect();
-    Layout::new(reused, &there, &lengths, work.create, work.largest)
+    Layout::of(reused, &there, (&work.fill, work.granule), work.create, work.sizes)
 }
 
 /// Creates frames of these sizes. If one fails, releases those created before it.

@@ -106,9 +106,8 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
         let refusal = if buyable < request.size { refusal } else { Refusal::Device };
         return Ok(Next::Finished(Err(refusal)));
     }
-    let may_buy_rather = allowed.purchase >= Purchase::InsteadOfMoving;
     let left = guard.left().min(buyable);
-    let Some(mut draft) = guard.draft(request, left, may_buy_rather) else { return Ok(Next::Reserve) };
+    let Some(mut draft) = guard.draft(request, left, allowed.purchase) else { return Ok(Next::Reserve) };
     if let Some(next) = instead_of_buying(&mut guard, request, &mut draft, allowed) {
         return Ok(next);
     }

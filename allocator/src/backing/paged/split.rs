@@ -26,6 +26,7 @@ use crate::backing::growth::{buyable, room};
 use crate::backing::paged::carry_out::{map_frames, unmap_range};
 use crate::config::SplitFrames;
 use crate::core::paged::frames::Frame;
+use crate::core::remap::plan::Purchase;
 use crate::core::remap::split::{Replaced, Split, SplitDone, SplitOutcome, choose};
 use crate::error::AllocError;
 use crate::recovery::hooks::Hooks;
@@ -66,7 +67,7 @@ pub(crate) fn split_frames(allocator: &Allocator, request: &Request) -> Result<O
         return Err(AllocError::Asleep);
     }
     let (buyable, _) = buyable(allocator, &guard, &room);
-    let Some(draft) = guard.draft(request, 0, false) else { return Ok(Outcome::Nothing) };
+    let Some(draft) = guard.draft(request, 0, Purchase::Needed) else { return Ok(Outcome::Nothing) };
     let Some(paged) = guard.paged() else { return Ok(Outcome::Nothing) };
     let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
     let affordable = buyable.min(free) / granule * granule;

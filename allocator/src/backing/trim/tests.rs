@@ -141,7 +141,7 @@ fn work_of_another_stream_at_the_new_address_must_wait_for_work_at_the_old_one()
 
 #[test]
 fn a_move_that_fails_leaves_nothing_behind() {
-    let maps = [1, 2, 9, 17].map(|nth| (Operation::Map, nth));
+    let maps = [1, 2, 5, 9].map(|nth| (Operation::Map, nth));
     for (operation, nth) in maps.into_iter().chain([(Operation::SetAccess, 1), (Operation::CreatePhysical, 1)]) {
         let bench = Bench::new(1000);
         let between = bench.with_gap();

@@ -11,6 +11,7 @@ use crate::core::paged::deferred_release::DeferredReleases;
 use crate::core::paged::frames::{Frame, Lingering, LooseFrames, granules_of};
 use crate::core::paged::places::Places;
 use crate::core::paged::{Capacity, Pins};
+use crate::core::policy::Weights;
 use crate::core::sleep::{Sleep, united, within};
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
@@ -21,7 +22,8 @@ use crate::types::{BlockId, PoolId, StreamId};
 pub(crate) struct Paged {
     /// Bytes of a granule: a power of two and a multiple of the device's granularity.
     pub(crate) granule: u64,
-    /// Bytes of large frames, if the configuration says so.
+    pub(crate) weights: &'static Weights,
+    /// Bytes of slots and frames, if the configuration says so.
     pub(crate) frame: Option<u64>,
     /// Properties that frames are created with.
     pub(crate) options: PhysicalOptions,
@@ -52,6 +54,8 @@ pub(crate) struct Paged {
     pub(crate) accounted: [u64; 2],
     /// The peak of use (`policy.rs`), as far as plans have seen it.
     pub(crate) peak: u64,
+    /// Frames that moved while there was room, since memory last went back.
+    pub(crate) moves: u64,
     /// How much the device can give.
     pub(crate) capacity: Capacity,
 }
@@ -113,11 +117,18 @@ impl Mapped {
 }
 
 impl Paged {
-    /// No memory yet. `frame` is the size of large frames, if the configuration says so.
-    pub(crate) fn new(granule: u64, frame: Option<u64>, ability: Ability, ordinal: u32) -> Paged {
+    /// No memory yet. `frame` is the size of slots and frames, if the configuration says so.
+    pub(crate) fn new(
+        weights: &'static Weights,
+        granule: u64,
+        frame: Option<u64>,
+        ability: Ability,
+        ordinal: u32,
+    ) -> Paged {
         debug_assert!(granule.is_power_of_two());
         let (reservations, spares) = (BTreeMap::new(), LooseFrames::default());
         Paged {
+            weights,
             granule,
             frame,
             options: ability.options,
@@ -135,6 +146,7 @@ impl Paged {
             mapped_bytes: [0; 2],
             accounted: [0; 2],
             peak: 0,
+            moves: 0,
             capacity: Capacity::default(),
         }
     }
@@ -439,7 +451,8 @@ mod tests {
     #[test]
     fn only_whole_frames_of_a_range_may_move() {
         const G: u64 = 1 << 21;
-        let mut paged = Paged::new(G, None, Ability { options: PhysicalOptions::default(), may_alias: true }, 0);
+        let ability = Ability { options: PhysicalOptions::default(), may_alias: true };
+        let mut paged = Paged::new(Weights::TIME, G, None, ability, 0);
         let base = 64 * G;
         paged.add_reservation(base, 64 * G, PoolKind::Large, Purpose::Heap);
         let frames = [4, 4, 2, 1].map(|granules| Frame::new(RawPhysical(1), granules));

@@ -4,36 +4,76 @@
 //!
 //! Frames that there are come first, large ones before small ones. What they do not fill is filled
 //! with new frames, whose memory comes from the device, as far as that was planned, and otherwise
-//! from frames that fit nowhere: those are *broken*, that is, released, and others made of the
-//! memory.
+//! from frames that fit nowhere, or are too small: those are *broken*, that is, released, and others
+//! made of the memory.
 //!
 //! Frames that are still mapped elsewhere (`../remap/trim.rs`) are never broken. They come before
 //! all others, whatever their size; only those are chosen that have room ([`FrameRoom`]).
 
+use std::ops::Range;
+
 use super::frames::{LooseFrames, sizes};
 
-/// Granules of the frames of a remap.
+/// Aligned stretches of addresses that get memory as a whole, as far as there is none: a granule
+/// each, or several.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Largest {
+pub(crate) struct Slots {
+    /// Bytes of a granule, and of a slot: powers of two.
+    pub(crate) granule: u64,
+    pub(crate) bytes: u64,
+}
+
+impl Slots {
+    /// The addresses of the slots that a range touches.
+    pub(crate) fn around(self, range: Range<u64>) -> Range<u64> {
+        range.start / self.bytes * self.bytes..range.end.next_multiple_of(self.bytes)
+    }
+
+    /// The granules of whole slots that have no more than so many bytes.
+    pub(crate) fn whole(self, bytes: u64) -> u64 {
+        bytes / self.bytes * (self.bytes / self.granule)
+    }
+}
+
+/// Lengths, in granules, of the two parts of a range to fill: below and above the most aligned
+/// address in it. Frames whose sizes ascend in the one and descend in the other lie at multiples of
+/// their size.
+pub(crate) fn parts(range: &Range<u64>, granule: u64) -> [u64; 2] {
+    let Range { start, end } = *range;
+    let common = (start.wrapping_sub(1) ^ end).checked_ilog2().unwrap_or(0);
+    let border = if start < end { (end >> common << common).max(start) } else { start };
+    [(border - start) / granule, (end - border) / granule]
+}
+
+/// Which frames take part in a remap, by their granules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct FrameSizes {
     /// Of the largest that are made.
     made: u32,
     /// Of the largest that are mapped as they are.
     kept: u32,
+    /// Of a slot. Smaller ones fill none: one is made of their memory, as each costs driver time
+    /// whenever it moves.
+    slot: u32,
 }
 
-impl Largest {
+impl FrameSizes {
     /// Every frame is one granule: for memory that is given back granule by granule.
-    pub(crate) const GRANULE: Largest = Largest { made: 1, kept: 1 };
+    pub(crate) const GRANULE: FrameSizes = FrameSizes { made: 1, kept: 1, slot: 1 };
 
-    /// For a heap's region: frames stay as they are, and at most so large ones are made.
-    pub(crate) fn in_region(made: u32) -> Largest {
-        Largest { made, kept: u32::MAX }
+    /// For a heap's region where little is left: frames stay as they are, and granules are made.
+    pub(crate) const SMALL: FrameSizes = FrameSizes { kept: u32::MAX, ..FrameSizes::GRANULE };
+
+    /// For a heap's region: frames stay as they are, and of at most so many bytes are made.
+    pub(crate) fn in_slots(slots: Slots, frame: u64) -> FrameSizes {
+        let granules = |bytes: u64| u32::try_from(bytes / slots.granule).unwrap_or(1);
+        FrameSizes { made: granules(frame), kept: u32::MAX, slot: granules(slots.bytes) }
     }
 }
 
-impl Default for Largest {
-    fn default() -> Largest {
-        Largest::GRANULE
+impl Default for FrameSizes {
+    fn default() -> FrameSizes {
+        FrameSizes::GRANULE
     }
 }
 
@@ -54,38 +94,58 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// Fills ranges, given by their lengths in granules, with frames that there are, first with the
-    /// `unbroken` ones, and with `create` granules from the device. Together they suffice. No frame
-    /// is larger than `largest` allows, but for unbroken ones.
-    pub(crate) fn new(
+    /// Fills ranges with frames that there are, first with the `unbroken` ones, and with `create`
+    /// granules from the device. Together they suffice. All but the unbroken ones have the `sizes`.
+    pub(crate) fn of(
+        unbroken: &LooseFrames,
+        there: &LooseFrames,
+        (fill, granule): (&[Range<u64>], u64),
+        create: u64,
+        sizes: FrameSizes,
+    ) -> Layout {
+        let lengths: Vec<u64> = fill.iter().flat_map(|range| parts(range, granule)).collect();
+        let mut layout = Layout::new(unbroken, there, &lengths, create, sizes);
+        let mut parts = std::mem::take(&mut layout.ranges).into_iter();
+        while let (Some(mut low), Some(high)) = (parts.next(), parts.next()) {
+            low.reverse();
+            low.extend(high);
+            layout.ranges.push(low);
+        }
+        layout
+    }
+
+    /// The same for ranges that are given by their lengths in granules, frames in descending order.
+    fn new(
         unbroken: &LooseFrames,
         there: &LooseFrames,
         lengths: &[u64],
         create: u64,
-        largest: Largest,
+        FrameSizes { made, kept, slot }: FrameSizes,
     ) -> Layout {
-        let Largest { made, kept } = largest;
         let mut layout = Layout { ranges: vec![Vec::new(); lengths.len()], ..Layout::default() };
         let mut left = lengths.to_vec();
-        let mut fill = |frames: &LooseFrames, kept: u32| {
+        let mut fill = |frames: &LooseFrames, kept: u32, slot: u32| {
             let mut unused: Vec<(u32, usize)> = frames.counts().collect();
             for (size, count) in unused.iter_mut().rev().filter(|(size, _)| *size <= kept) {
+                let granules = u64::from(*size);
+                let room = |left: u64| if *size < slot { left % u64::from(slot) } else { left };
                 for (left, frames) in left.iter_mut().zip(&mut layout.ranges) {
-                    while *count > 0 && *left >= u64::from(*size) {
+                    while *count > 0 && room(*left) >= granules {
                         frames.push(*size);
-                        *left -= u64::from(*size);
+                        *left -= granules;
                         *count -= 1;
                     }
                 }
             }
             unused
         };
-        fill(unbroken, u32::MAX);
-        let unused = fill(there, kept);
+        fill(unbroken, u32::MAX, 1);
+        let unused = fill(there, kept, slot);
         let mut new: Vec<u32> = Vec::new();
         for (left, frames) in left.iter().zip(&mut layout.ranges) {
             frames.extend(sizes(*left, made));
             new.extend(sizes(*left, made));
+            frames.sort_unstable_by(|one, other| other.cmp(one));
         }
         new.sort_unstable_by(|one, other| other.cmp(one));
         let mut from_device = create;
@@ -156,41 +216,65 @@ mod tests {
     use super::super::frames::Frame;
     use super::*;
 
+    const UP_TO_32: FrameSizes = FrameSizes { made: 32, kept: u32::MAX, slot: 1 };
+
     fn there(sizes: &[u32]) -> LooseFrames {
         let mut there = LooseFrames::default();
         there.extend(sizes.iter().map(|&size| Frame::new(RawPhysical(1), size)));
         there
     }
 
-    fn laid_out(there: &LooseFrames, lengths: &[u64], create: u64, largest: Largest) -> Layout {
-        Layout::new(&LooseFrames::default(), there, lengths, create, largest)
+    fn laid_out(there: &LooseFrames, lengths: &[u64], create: u64, sizes: FrameSizes) -> Layout {
+        Layout::new(&LooseFrames::default(), there, lengths, create, sizes)
     }
 
     #[test]
     fn frames_that_are_not_broken_come_first_at_any_size() {
-        let layout = Layout::new(&there(&[8]), &there(&[4]), &[3, 11], 2, Largest::in_region(1));
+        let layout = Layout::new(&there(&[8]), &there(&[4]), &[3, 11], 2, FrameSizes::SMALL);
         assert_eq!(layout.ranges, [vec![1, 1, 1], vec![8, 1, 1, 1]]);
         assert_eq!((layout.broken, layout.first.len(), layout.then.len()), (vec![4], 2, 4));
     }
 
     #[test]
     fn large_frames_come_first_and_new_ones_fill_up() {
-        let layout = laid_out(&there(&[8, 2]), &[11, 4], 5, Largest::in_region(32));
+        let layout = laid_out(&there(&[8, 2]), &[11, 4], 5, UP_TO_32);
         assert_eq!(layout.ranges, [vec![8, 2, 1], vec![4]]);
         assert_eq!((layout.first, layout.broken, layout.then), (vec![4, 1], vec![], vec![]));
     }
 
     #[test]
     fn a_frame_that_fits_nowhere_is_broken() {
-        let layout = laid_out(&there(&[8]), &[3], 0, Largest::in_region(32));
+        let layout = laid_out(&there(&[8]), &[3], 0, UP_TO_32);
         assert_eq!(layout.ranges, [vec![2, 1]]);
         assert_eq!((layout.broken, layout.then, layout.surplus), (vec![8], vec![2, 1], vec![4, 1]));
     }
 
     #[test]
+    fn small_frames_fill_no_whole_slot() {
+        let sizes = FrameSizes { slot: 16, ..UP_TO_32 };
+        let layout = laid_out(&there(&[16, 8, 4, 2, 1, 1]), &[40], 8, sizes);
+        assert_eq!(layout.ranges, [vec![16, 16, 8]]);
+        assert_eq!((layout.broken, layout.then, layout.surplus), (vec![1, 1, 2, 4], vec![16], vec![]));
+    }
+
+    #[test]
+    fn frames_lie_at_multiples_of_their_size() {
+        for (start, end) in [(1, 7), (5, 37), (8, 16), (3, 4), (0, 21), (40, 48), (0, 0)] {
+            let nothing = LooseFrames::default();
+            let layout = Layout::of(&nothing, &nothing, (&[start..end], 1), end - start, UP_TO_32);
+            let mut at = start;
+            for size in layout.ranges.into_iter().flatten() {
+                assert_eq!(at % u64::from(size), 0, "{start}..{end}");
+                at += u64::from(size);
+            }
+            assert_eq!(at, end);
+        }
+    }
+
+    #[test]
     fn frames_stay_as_they_are_unless_every_granule_is_on_its_own() {
-        assert_eq!(laid_out(&there(&[8]), &[8], 0, Largest::in_region(1)).ranges, [vec![8]], "large ones stay");
-        let layout = laid_out(&there(&[2, 1]), &[3], 0, Largest::GRANULE);
+        assert_eq!(laid_out(&there(&[8]), &[8], 0, FrameSizes::SMALL).ranges, [vec![8]], "large ones stay");
+        let layout = laid_out(&there(&[2, 1]), &[3], 0, FrameSizes::GRANULE);
         assert_eq!((layout.ranges, layout.broken), (vec![vec![1, 1, 1]], vec![2]), "every granule is on its own");
     }
 
@@ -202,10 +286,11 @@ mod tests {
             lengths in prop::collection::vec(1..90_u64, 0..6),
             more in 0..20_u64,
             largest in 0..6_u32,
+            slot in 0..6_u32,
             by_granule in any::<bool>(),
         ) {
             let sizes: Vec<u32> = powers.iter().map(|power| 1 << power).collect();
-            let (there, largest) = (there(&sizes), 1 << largest);
+            let (there, largest, slot) = (there(&sizes), 1 << largest, 1 << slot);
             let mut room = FrameRoom::new(&lengths);
             let unbroken = unbroken.into_iter().map(|power| 1 << power).filter(|&size| room.take(u64::from(size)));
             let unbroken: Vec<u32> = unbroken.collect();
@@ -214,7 +299,8 @@ mod tests {
             // they lack.
             let create = if more < 10 { fill.saturating_sub(there.granules()) } else { 0 };
             prop_assume!(there.granules() + create >= fill);
-            let bounds = if by_granule { Largest::GRANULE } else { Largest::in_region(largest) };
+            let in_slots = FrameSizes { made: largest, kept: u32::MAX, slot: slot.min(largest) };
+            let bounds = if by_granule { FrameSizes::GRANULE } else { in_slots };
             let mut layout = Layout::new(&self::there(&unbroken), &there, &lengths, create, bounds);
             for (frames, &length) in layout.ranges.iter().zip(&lengths) {
                 prop_assert_eq!(total(frames), length);

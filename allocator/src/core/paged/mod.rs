@@ -9,7 +9,8 @@ pub(crate) mod granules;
 pub(crate) mod layout;
 pub(crate) mod places;
 
-/// For so many plans one answer of the device is good.
+/// For so many plans one answer of the device is good where it has plenty: other programs may take
+/// some meanwhile.
 const GOOD_FOR: u32 = 16;
 
 /// The most bytes that may be held, and for how many more plans that is good.
@@ -20,9 +21,9 @@ pub(crate) struct Capacity {
 }
 
 impl Capacity {
-    /// Notes that no more than so many bytes can be held now.
-    pub(crate) fn set(&mut self, bytes: u64) {
-        *self = Capacity { bytes, good_for: GOOD_FOR };
+    /// Notes that no more than so many bytes can be held now, and whether the device has `plenty`.
+    pub(crate) fn set(&mut self, bytes: u64, plenty: bool) {
+        *self = Capacity { bytes, good_for: if plenty { GOOD_FOR } else { 1 } };
     }
 
     /// Bytes that the device can give beyond those that are held; no limit if that is not known.
@@ -74,7 +75,9 @@ mod tests {
     fn an_answer_is_good_for_a_while() {
         let mut capacity = Capacity::default();
         assert_eq!(capacity.left(0), u64::MAX, "not known");
-        capacity.set(100);
+        capacity.set(100, false);
+        assert_eq!([0, 0].map(|held| capacity.left(held)), [100, u64::MAX]);
+        capacity.set(100, true);
         assert_eq!([40, 100, 120].map(|held| capacity.left(held)), [60, 0, 0]);
         (3..GOOD_FOR).for_each(|_| assert_eq!(capacity.left(0), 100));
         assert_eq!((capacity.left(0), capacity.good_for), (u64::MAX, 0), "the device has to be asked again");

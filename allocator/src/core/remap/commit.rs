@@ -45,11 +45,13 @@ impl Core {
         let moved = unmapped + self.commit_reused(&filled, &reused, std::mem::take(&mut done.unmoved));
         self.note_moved(moved);
         let window = match target {
-            Target::Window { pieces, peak } => {
+            Target::Window { pieces, peak, earns } => {
                 let free = self.commit_window(&pieces, (pool, stream), used_until, &done.filled);
                 // A request that is refused raises no peak.
                 if let (Some(paged), None) = (&mut self.paged, &done.error) {
                     paged.peak = paged.peak.max(peak);
+                    let frames = done.filled.iter().map(|filled| filled.frames.len() as u64).sum::<u64>();
+                    paged.moves += if earns && moved > 0 { frames } else { 0 };
                 }
                 free.filter(|_| done.error.is_none())
             }

@@ -1,8 +1,7 @@
 //! Donors: frames that may move, because they lie wholly in free blocks and their last use is done.
 //!
-//! Frames at the highest addresses are chosen first, so that memory in use gathers at low
-//! addresses, and steady programs find their memory where they left it; those larger than what is
-//! still wanted are passed over, unless nothing else helps. Granules whose last use is not known
+//! Frames of the blocks that were used longest ago are chosen first, as they may stay unused for
+//! longest; those larger than what is still wanted are passed over, unless nothing else helps. Granules whose last use is not known
 //! done are counted by the tick that would let them move; those of the request's own stream may
 //! serve it before that (`trim.rs`). While a stream captures, nothing moves: unmapping might
 //! break the capture. A capture gets frames of its own pool, which stay mapped where they are.
@@ -100,7 +99,9 @@ impl Core {
         }
         let window = window.map_or(0..0, |window| window.granules(paged.granule));
         let mut passed_over: Option<Donor> = None;
-        for candidate in self.donor_candidates(paged, from) {
+        let mut candidates = self.donor_candidates(paged, from);
+        candidates.sort_by_key(|candidate| self.heap.block(candidate.block).after);
+        for candidate in candidates {
             let larger = self.choose_in(&candidate, wanted, &window, &mut donors);
             passed_over = passed_over.into_iter().chain(larger).min_by_key(|donor| donor.bytes);
             if donors.granules >= wanted {

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use crate::core::Core;
 use crate::core::heap::State;
-use crate::core::paged::layout::Largest;
+use crate::core::paged::layout::FrameSizes;
 use crate::core::pools::{PoolKey, Private, Which};
 use crate::core::remap::donors::{Donor, Donors};
 use crate::core::remap::plan::{Remap, Target, Work};
@@ -82,7 +82,7 @@ impl Core {
         }
         let (target, pool, stream) = (Target::Spares, PoolId::LARGE, StreamId::default());
         let mut remap = Remap { target, pool, stream, donors, reused: Vec::new(), create: 0, spares: 0 };
-        Some((self.work_of(&mut remap, Vec::new(), Largest::GRANULE), remap))
+        Some((self.work_of(&mut remap, Vec::new(), FrameSizes::GRANULE), remap))
     }
 
     /// Accounts for what was lent: the memory of the first `unmapped` donors. The others have
@@ -154,10 +154,10 @@ impl Core {
             fill.push(range.clone());
         }
         let donors = self.hold_all(donors.into_joined());
-        let target = Target::Window { pieces, peak: 0 };
+        let target = Target::Window { pieces, peak: 0, earns: false };
         let mut remap = Remap { target, pool, stream, donors, reused: Vec::new(), create, spares };
         // As small as they can be, because memory is scarce where some was lent.
-        (self.work_of(&mut remap, fill, Largest::in_region(1)), remap)
+        (self.work_of(&mut remap, fill, FrameSizes::SMALL), remap)
     }
 
     /// Forgets what was lent within an address range that goes.

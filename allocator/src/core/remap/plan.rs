@@ -9,9 +9,7 @@ use aquifer_device::PhysicalOptions;
 use crate::core::Core;
 use crate::core::heap::{Holding, State};
 use crate::core::paged::frames::{Frame, LooseFrames};
-use crate::core::paged::granules::Paged;
-use crate::core::paged::layout::Largest;
-use crate::core::policy::FRAME_SHARE;
+use crate::core::paged::layout::FrameSizes;
 use crate::core::remap::donors::{Donor, Donors};
 use crate::core::remap::draft::Draft;
 use crate::core::remap::window::Window;
@@ -71,8 +69,8 @@ pub(crate) struct Remap {
 #[derive(Debug)]
 pub(crate) enum Target {
     /// A window of the heap: its pieces, by address. `peak` is the peak of use once its request is
-    /// served.
-    Window { pieces: Vec<BlockId>, peak: u64 },
+    /// served. What moves `earns` credit (`policy.rs`), or does not.
+    Window { pieces: Vec<BlockId>, peak: u64, earns: bool },
     /// Memory outside of heaps, in the reservation at `base`.
     Dedicated { base: u64 },
     /// Nowhere: the frames become spare, and the donors' pools have lent them.
@@ -99,34 +97,33 @@ impl Core {
         may_buy_ahead: bool,
     ) -> Result<Box<Plan>, Short> {
         let captured = self.pools.keeps_for_graphs(request.pool);
-        // Captures have the memory of their pool in whatever pieces if its frames are small.
-        let share = |paged: &Paged| (paged.mapped_around(draft.window.start) + request.size) / FRAME_SHARE;
-        let frame = |paged: &Paged| if captured { Some(share(paged)) } else { paged.frame };
-        let (granule, frame) = self.paged.as_ref().map_or((1, None), |paged| (paged.granule, frame(paged)));
+        let granule = draft.slots.granule;
         let buyable = buyable / granule;
         if draft.buy > buyable {
             return Err(Short { missing: draft.buy - buyable, not_done: draft.donors.not_done });
         }
         let more = draft.buy > 0 && may_buy_ahead && !draft.bought_though_movable;
         let bought_ahead = if more { self.bought_ahead(&draft, request.pool, granule, buyable) } else { 0 };
-        let Draft { window, facts, donors, spares, buy, ahead, bought_though_movable } = draft;
+        let Draft { window, facts, slots, frame, donors, spares, buy, ahead, bought_though_movable } = draft;
         let create = buy + bought_ahead;
-        let purchase = match (bought_though_movable, bought_ahead, buy) {
-            (true, ..) => Purchase::InsteadOfMoving,
-            (_, 1.., _) => Purchase::Ahead,
-            (.., 1..) => Purchase::Needed,
+        // Frames that slots are to have are made, too, which may fail.
+        let purchase = match (buy, bought_though_movable) {
+            (1.., true) => Purchase::InsteadOfMoving,
+            _ if bought_ahead > 0 || slots.bytes > granule => Purchase::Ahead,
+            (1.., _) => Purchase::Needed,
             _ => Purchase::Nothing,
         };
-        let made = u32::try_from(facts.frame(request.size, create * granule, granule, frame) / granule).unwrap_or(1);
-        let largest = Largest::in_region(made);
+        let sizes = FrameSizes::in_slots(slots, frame);
         let (pieces, fill, changed) = self.hold_window(&window, (ahead + bought_ahead) * granule);
         let donors = self.hold_donors(donors.into_joined(), &changed, window.end);
         let moves = |donor: &Donor| !captured && donor.after == After::NOTHING;
         let (donors, reused) = donors.into_iter().partition::<Vec<Donor>, _>(moves);
-        let target = Target::Window { pieces, peak: facts.peak };
+        // Private pools have no choice.
+        let earns = facts.has_room() && !request.pool.is_private();
+        let target = Target::Window { pieces, peak: facts.peak, earns };
         let (pool, stream) = (request.pool, request.stream);
         let mut remap = Remap { target, pool, stream, donors, reused, create, spares };
-        let work = self.work_of(&mut remap, fill, largest);
+        let work = self.work_of(&mut remap, fill, sizes);
         Ok(Box::new(Plan { work, remap, purchase }))
     }
 
@@ -143,12 +140,11 @@ impl Core {
         let donors = self.hold_all(donors.into_joined());
         let target = Target::Dedicated { base };
         let mut remap = Remap { target, pool: PoolId::LARGE, stream, donors, reused: Vec::new(), create, spares };
-        (self.work_of(&mut remap, fill, Largest::GRANULE), remap)
+        (self.work_of(&mut remap, fill, FrameSizes::GRANULE), remap)
     }
 
-    /// The driver's work for a remap, whose frames are to fill ranges, none larger than `largest`
-    /// allows.
-    pub(super) fn work_of(&mut self, remap: &mut Remap, fill: Vec<Range<u64>>, largest: Largest) -> Work {
+    /// The driver's work for a remap, whose frames are to fill ranges.
+    pub(super) fn work_of(&mut self, remap: &mut Remap, fill: Vec<Range<u64>>, sizes: FrameSizes) -> Work {
         let (unmap, reused) = (self.mappings_of(&remap.donors), self.mappings_of(&remap.reused));
         let Some(paged) = self.paged.as_mut() else { return Work::default() };
         let spares = paged.spares.take(remap.spares);
@@ -156,7 +152,7 @@ impl Core {
         paged.in_hands += remap.spares;
         let (granule, options, access, create) = (paged.granule, paged.options, paged.access.clone(), remap.create);
         self.growing.begin(create * granule);
-        Work { granule, options, access, create, largest, unmap, reused, spares, fill }
+        Work { granule, options, access, create, sizes, unmap, reused, spares, fill }
     }
 
     /// Takes the frames of donors out of the table of what is mapped where.
@@ -166,27 +162,25 @@ impl Core {
         donors.iter().map(|donor| (range(donor), paged.forget_mapped(donor.addr, donor.bytes))).collect()
     }
 
-    /// Holds the window, and some bytes of the hole behind it. Returns the held pieces, the ranges
+    /// Holds the window and what is filled around it, and some bytes of the hole behind that. Returns the held pieces, the ranges
     /// to be filled, and the remainders of the blocks of which only a part was held.
     fn hold_window(
         &mut self,
         window: &Window,
         ahead: u64,
     ) -> (Vec<BlockId>, Vec<Range<u64>>, BTreeMap<BlockId, Holding>) {
-        let granule = self.paged.as_ref().map_or(1, |paged| paged.granule);
         let heap = &mut self.heap;
         let (mut held, mut changed) = (Vec::new(), BTreeMap::new());
         let mut fill: Vec<Range<u64>> = Vec::new();
         let mut pieces = window.pieces.clone();
-        let filled_to = window.end.next_multiple_of(granule) + ahead;
+        let filled_to = window.fill.end + ahead;
         // The hole that memory is taken ahead in may begin where the window ends.
         let beyond = window.pieces.last().and_then(|&id| heap.block(id).next.some());
         pieces.extend(beyond.filter(|&id| ahead > 0 && heap.block(id).state == State::Hole));
         for id in pieces {
             let block = *heap.block(id);
             let is_hole = block.state == State::Hole;
-            let (from, to) =
-                if is_hole { (window.start / granule * granule, filled_to) } else { (window.start, window.end) };
+            let (from, to) = if is_hole { (window.fill.start, filled_to) } else { (window.start, window.end) };
             let (from, to) = (from.max(block.addr), to.min(block.addr + block.size));
             if from >= to {
                 continue;
@@ -254,8 +248,7 @@ pub(crate) struct Work {
     pub(crate) access: Vec<u32>,
     /// Granules to create.
     pub(crate) create: u64,
-    /// How large frames may be.
-    pub(crate) largest: Largest,
+    pub(crate) sizes: FrameSizes,
     /// Mapped ranges to unmap, and the frames that are mapped there.
     pub(crate) unmap: Vec<(Range<u64>, Vec<Frame>)>,
     /// Mapped ranges whose frames are mapped elsewhere in addition, and these frames.

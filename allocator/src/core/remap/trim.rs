@@ -81,11 +81,13 @@ impl Core {
         }
     }
 
-    /// Ends a trim: the loose frames are still here.
+    /// Ends a trim: the loose frames are still here. What was bought so that less moves is not worth
+    /// its memory any more.
     pub(crate) fn commit_trim(&mut self, bytes: u64, loose: &LooseFrames) {
         self.leaving -= bytes;
         if let Some(paged) = &mut self.paged {
             paged.spares.extend(loose.iter());
+            paged.moves = if bytes > 0 { 0 } else { paged.moves };
         }
         self.account_for_granules();
     }

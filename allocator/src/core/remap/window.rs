@@ -2,13 +2,14 @@
 //!
 //! In a stream's regions, adjacent free blocks of the stream and holes form a *run*; each of them
 //! is a *piece*. A *window* is a stretch of a run as long as the request, and its cost is the
-//! number of granules that its holes lack. The best windows begin where a piece begins or end where
+//! number of granules that its holes lack, which get memory in whole slots. The best windows begin where a piece begins or end where
 //! one ends, so only those are looked at, and runs with large free blocks before others. Among
 //! equally cheap ones the lowest address wins, which keeps the high ends of regions empty.
 
 use std::ops::Range;
 
 use crate::core::heap::{Block, Heap, Owner, State};
+use crate::core::paged::layout::{Slots, parts};
 use crate::types::{BlockId, PoolId, StreamId};
 
 /// The regions that windows are looked for in.
@@ -27,22 +28,25 @@ pub(crate) struct Window {
     pub(crate) lacks: u64,
     /// The pieces that it touches, by address.
     pub(crate) pieces: Vec<BlockId>,
+    /// Its holes get memory within these addresses.
+    pub(crate) fill: Range<u64>,
     /// Room for memory taken ahead of need: the end of the hole that the window's end lies in or
     /// beside, if there is one.
     pub(crate) room: Option<u64>,
 }
 
 impl Window {
-    /// The addresses of the granules that it touches.
+    /// The addresses of the granules that it touches, and of those that get memory.
     pub(crate) fn granules(&self, granule: u64) -> Range<u64> {
-        self.start / granule * granule..self.end.next_multiple_of(granule)
+        let (start, end) = (self.start / granule * granule, self.end.next_multiple_of(granule));
+        start.min(self.fill.start)..end.max(self.fill.end)
     }
 
-    /// Lengths of its holes, in the granules that they lack, by address.
+    /// Lengths of the parts of its holes that get memory, in granules.
     pub(crate) fn holes(&self, heap: &Heap, granule: u64) -> Vec<u64> {
         let holes = self.pieces.iter().map(|&id| heap.block(id)).filter(|block| block.state == State::Hole);
-        let Range { start, end } = self.granules(granule);
-        holes.map(|hole| ((hole.addr + hole.size).min(end) - hole.addr.max(start)) / granule).collect()
+        let filled = |hole: &Block| hole.addr.max(self.fill.start)..(hole.addr + hole.size).min(self.fill.end);
+        holes.flat_map(|hole| parts(&filled(hole), granule)).collect()
     }
 }
 
@@ -59,7 +63,7 @@ struct Piece {
 
 /// A run: pieces that lie side by side.
 struct Run {
-    granule: u64,
+    slots: Slots,
     pieces: Vec<Piece>,
 }
 
@@ -74,12 +78,12 @@ const LARGE_SHARE: u64 = 8;
 /// out takes a look at their neighbours' records. So windows beside large free blocks are looked
 /// for first. A cheaper window without large blocks would have to hold several small ones that
 /// holes separate. Figures in docs/notes/2026-11-26-mapped-memory.md.
-pub(crate) fn cheapest(heap: &Heap, of: Of, size: u64, granule: u64) -> Option<Window> {
+pub(crate) fn cheapest(heap: &Heap, of: Of, size: u64, slots: Slots) -> Option<Window> {
     let large = size.div_ceil(LARGE_SHARE);
-    let good = ((size - large) / granule).max(1);
+    let good = ((size - large) / slots.granule).max(1).next_multiple_of(slots.bytes / slots.granule);
     let near = runs_of(heap, of, beside_large_blocks(heap, of, large));
-    let near = cheapest_in(heap, of, near, size, granule);
-    near.filter(|window| window.lacks <= good).or_else(|| cheapest_in(heap, of, all_runs(heap, of), size, granule))
+    let near = cheapest_in(heap, of, near, size, slots);
+    near.filter(|window| window.lacks <= good).or_else(|| cheapest_in(heap, of, all_runs(heap, of), size, slots))
 }
 
 /// The holes beside free blocks of at least `least` bytes, by address. Empty if there are more such
@@ -134,17 +138,17 @@ fn all_runs(heap: &Heap, of: Of) -> impl Iterator<Item = Extent> {
 }
 
 /// The cheapest window in runs that are given by ascending address.
-fn cheapest_in(heap: &Heap, of: Of, runs: impl Iterator<Item = Extent>, size: u64, granule: u64) -> Option<Window> {
+fn cheapest_in(heap: &Heap, of: Of, runs: impl Iterator<Item = Extent>, size: u64, slots: Slots) -> Option<Window> {
     let mut best: Option<(u64, u64)> = None;
     let mut best_run = None;
     for extent in runs {
         // Most runs are too short, or would lack too much even with all their free memory in the
         // window.
-        let lacks_at_least = || size.saturating_sub(extent.free).div_ceil(granule);
+        let lacks_at_least = || size.saturating_sub(extent.free).div_ceil(slots.granule);
         if extent.end - extent.start < size || best.is_some_and(|best| (lacks_at_least(), extent.start) >= best) {
             continue;
         }
-        let run = Run::of(heap, of, &extent, granule);
+        let run = Run::of(heap, of, &extent, slots);
         if let Some(found) = run.cheapest(size)
             && best.is_none_or(|best| found < best)
         {
@@ -198,17 +202,17 @@ impl Extent {
 }
 
 impl Run {
-    fn of(heap: &Heap, of: Of, extent: &Extent, granule: u64) -> Run {
+    fn of(heap: &Heap, of: Of, extent: &Extent, slots: Slots) -> Run {
         let next = |&id: &BlockId| Some(heap.block(id).next).filter(|&id| of.is_piece(heap, id));
         let mut holes_before = 0;
         let pieces = std::iter::successors(Some(extent.first), next).map(|id| {
             let block = heap.block(id);
             let (start, end, is_hole) = (block.addr, block.addr + block.size, block.state == State::Hole);
             let piece = Piece { id, start, end, is_hole, holes_before };
-            holes_before += if is_hole { block.size / granule } else { 0 };
+            holes_before += if is_hole { block.size / slots.granule } else { 0 };
             piece
         });
-        Run { granule, pieces: pieces.collect() }
+        Run { slots, pieces: pieces.collect() }
     }
 
     fn start(&self) -> u64 {
@@ -224,17 +228,23 @@ impl Run {
         self.pieces.get(self.pieces.partition_point(|piece| piece.end <= addr))
     }
 
-    /// Number of granules of holes, or of their parts, that begin before `addr`, which is in the
-    /// run or at its end.
-    fn holes_to(&self, addr: u64) -> u64 {
-        let Some(piece) = self.piece_at(addr.saturating_sub(1)) else { return 0 };
-        piece.holes_before + if piece.is_hole { (addr - piece.start).div_ceil(self.granule) } else { 0 }
+    /// Where memory begins in the piece that `addr` lies in, so that the slot there is whole as far
+    /// as the piece goes.
+    fn filled_from(&self, addr: u64) -> u64 {
+        let hole = self.piece_at(addr).filter(|piece| piece.is_hole);
+        hole.map_or(addr, |hole| self.slots.around(addr..addr).start.max(hole.start))
     }
 
-    /// Number of granules of holes, or of their parts, that end at or before `addr`.
-    fn holes_done(&self, addr: u64) -> u64 {
-        let Some(piece) = self.piece_at(addr) else { return 0 };
-        piece.holes_before + if piece.is_hole { (addr - piece.start) / self.granule } else { 0 }
+    /// The same for where it ends, below `addr`.
+    fn filled_to(&self, addr: u64) -> u64 {
+        let hole = self.piece_at(addr.saturating_sub(1)).filter(|piece| piece.is_hole);
+        hole.map_or(addr, |hole| self.slots.around(addr..addr).end.min(hole.end))
+    }
+
+    /// Number of granules of holes, or of their parts, that lie below an address.
+    fn holes_below(&self, addr: u64) -> u64 {
+        let Some(piece) = self.piece_at(addr.saturating_sub(1)) else { return 0 };
+        piece.holes_before + if piece.is_hole { (addr - piece.start) / self.slots.granule } else { 0 }
     }
 
     /// The number of granules that the cheapest window of `size` bytes lacks, and its first
@@ -248,19 +258,19 @@ impl Run {
             [Some(piece.start), ends_here].into_iter().flatten()
         });
         let inside = edges.filter(|&at| start <= at && at <= last);
-        inside.map(|at| (self.holes_to(at + size) - self.holes_done(at), at)).min()
+        let lacks = |at| self.holes_below(self.filled_to(at + size)) - self.holes_below(self.filled_from(at));
+        inside.map(|at| (lacks(at), at)).min()
     }
 
     fn window(&self, start: u64, end: u64, lacks: u64) -> Window {
         let touched = self.pieces.iter().filter(|piece| piece.start < end && start < piece.end);
         let pieces = touched.map(|piece| piece.id).collect();
-        let filled_to = end.next_multiple_of(self.granule);
-        let beyond =
-            self.pieces.iter().find(|piece| piece.is_hole && piece.start <= filled_to && filled_to < piece.end);
+        let fill = self.filled_from(start)..self.filled_to(end).max(end.next_multiple_of(self.slots.granule));
+        let beyond = self.pieces.iter().find(|piece| piece.is_hole && piece.start <= fill.end && fill.end < piece.end);
         // A window that ends in a free block has its room there.
         let inside_hole = self.piece_at(end - 1).is_some_and(|piece| piece.is_hole);
         let room = beyond.filter(|piece| inside_hole || piece.start == end).map(|piece| piece.end);
-        Window { start, end, lacks, pieces, room }
+        Window { start, end, lacks, pieces, fill, room }
     }
 }
 
@@ -272,6 +282,7 @@ mod tests {
     use crate::types::{StreamId, ticks};
 
     const G: u64 = 4096;
+    const SLOTS: Slots = Slots { granule: G, bytes: G };
     const BASE: u64 = 1 << 20;
     const OF: Of = Of { pool: PoolId::SMALL, stream: StreamId(0) };
 
@@ -295,7 +306,7 @@ mod tests {
     }
 
     fn found(map: &str, size: u64) -> Option<(u64, u64, bool)> {
-        let window = cheapest(&heap(map), OF, size, G)?;
+        let window = cheapest(&heap(map), OF, size, SLOTS)?;
         Some(((window.start - BASE) / G, window.lacks, window.room.is_some()))
     }
 
@@ -309,6 +320,22 @@ mod tests {
         assert_eq!(found("lfl", 2 * G), None);
         assert_eq!(found("lf.ff.l.........", 4 * G), Some((1, 1, true)));
         assert_eq!(found("lf..fffl", 4 * G), Some((3, 1, false)), "it may begin within a hole");
+    }
+
+    #[test]
+    fn holes_are_filled_by_whole_slots() {
+        let filled = |map: &str, size: u64| {
+            let heap = heap(map);
+            let window = cheapest(&heap, OF, size, Slots { bytes: 4 * G, ..SLOTS }).unwrap();
+            let [start, from, to] = [window.start, window.fill.start, window.fill.end].map(|at| (at - BASE) / G);
+            assert!(window.holes(&heap, G).iter().sum::<u64>() == window.lacks);
+            (start, window.lacks, from..to)
+        };
+        assert_eq!(filled("........", 3 * G), (0, 4, 0..4));
+        assert_eq!(filled("ff......", 3 * G), (0, 2, 0..4));
+        assert_eq!(filled("l.......", 2 * G), (1, 3, 1..4), "as far as the hole goes");
+        assert_eq!(filled("....f...", 2 * G), (4, 3, 4..8), "upwards, as downwards are more");
+        assert_eq!(filled("l..ff...", 4 * G), (1, 2, 1..5));
     }
 
     /// What a window lacks that starts so many bytes into the region; `None` if something in it is
@@ -339,7 +366,7 @@ mod tests {
         fn no_window_lacks_less(map in "[.fl]{1,24}", granules in 1..8u64, bytes in 0..3u64) {
             let size = granules * G - bytes * 512;
             let least = least(&map, size);
-            let window = cheapest(&heap(&map), OF, size, G);
+            let window = cheapest(&heap(&map), OF, size, SLOTS);
             let found = window.as_ref().map(|window| window.lacks);
             prop_assert_eq!(found, window.as_ref().and_then(|window| lacks(&map, size, window.start - BASE)));
             prop_assert!(fits_already(&map, size) || found == least, "{:?}", window);
@@ -352,7 +379,7 @@ mod tests {
             granules in 1..60u64,
         ) {
             let size = granules * G;
-            let (least, window) = (least(&map, size), cheapest(&heap(&map), OF, size, G));
+            let (least, window) = (least(&map, size), cheapest(&heap(&map), OF, size, SLOTS));
             let found = window.as_ref().map(|window| window.lacks);
             let good = found.is_some_and(|lacks| lacks <= (granules - granules.div_ceil(8)).max(1)) && found >= least;
             prop_assert!(fits_already(&map, size) || good || found == least, "{:?}, {:?}", least, window);

@@ -98,6 +98,7 @@ impl Core {
         }
         paged.sleep.list(ranges, [&[], &[]]);
         paged.sleep.is_whole |= options.are_for_all();
+        paged.moves = 0;
         self.account_for_granules();
         falling
     }

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Barrier};
 
-use aquifer_device::{AccessKind, Code, Device, Operation, Stream};
+use aquifer_device::{AccessKind, Code, Device, DevicePtr, Operation, Stream};
 use aquifer_sim::{Fault, SimConfig, SimDriver};
 use proptest::prelude::*;
 
@@ -29,14 +29,27 @@ impl Program {
         Program { sim, device, allocator, stream, live: Vec::new() }
     }
 
-    /// Frames of 16 MiB with a live block of 2 MiB in each, for a limit of 66 MiB.
-    fn sieve(config: &str) -> Program {
+    /// Four frames of 16 MiB with a live block of 2 MiB in each, and a limit that leaves `more`
+    /// bytes.
+    fn sieve(config: &str, more: u64) -> Program {
         let mut program = Program::new(config);
-        drop(program.alloc(64 * MIB).unwrap());
-        let blocks: Vec<_> = (0..32).map(|_| program.alloc(2 * MIB).unwrap()).collect();
-        program.live = blocks.into_iter().zip(0..).step_by(8).collect();
+        let blocks = program.sieved(|| program.alloc(2 * MIB).unwrap(), Allocation::ptr, more);
+        program.live = blocks.into_iter().zip(0..).collect();
         program.fill();
         program
+    }
+
+    /// As [`Program::sieve`], with blocks of 2 MiB that `alloc` gives.
+    fn sieved<T>(&self, alloc: impl Fn() -> T, ptr: impl Fn(&T) -> DevicePtr, more: u64) -> Vec<T> {
+        drop(self.alloc(64 * MIB).unwrap());
+        // The memory is in whole frames but for what lies below the first border.
+        let count = self.allocator.memory_reserved() / (2 * MIB);
+        let mut blocks: Vec<T> = (0..count).map(|_| alloc()).collect();
+        blocks.retain(|block| ptr(block).0.is_multiple_of(16 * MIB));
+        self.allocator.empty_cache().unwrap();
+        assert_eq!((blocks.len(), self.allocator.memory_reserved()), (4, 64 * MIB));
+        self.allocator.set_limit(Some(64 * MIB + more));
+        blocks
     }
 
     fn alloc(&self, bytes: u64) -> Result<Allocation, AllocError> {
@@ -67,11 +80,11 @@ impl Program {
     }
 }
 
-const SIEVE: &str = "frame_mb:16,limit_mb:66,split_frames:on";
+const SIEVE: &str = "frame_mb:16,split_frames:on";
 
 #[test]
 fn a_request_is_served_by_memory_of_frames_that_are_partly_in_use() {
-    let program = Program::sieve(SIEVE);
+    let program = Program::sieve(SIEVE, 2 * MIB);
     let large = program.alloc(56 * MIB).unwrap();
     program.stream.fill(large.ptr(), 9, large.bytes()).unwrap();
     program.assert_contents();
@@ -83,8 +96,8 @@ fn a_request_is_served_by_memory_of_frames_that_are_partly_in_use() {
 
 #[test]
 fn frames_are_split_only_where_that_is_allowed() {
-    for config in ["frame_mb:16,limit_mb:66", "frame_mb:16,limit_mb:66,split_frames:off"] {
-        let program = Program::sieve(config);
+    for config in ["frame_mb:16", "frame_mb:16,split_frames:off"] {
+        let program = Program::sieve(config, 2 * MIB);
         assert!(matches!(program.alloc(56 * MIB), Err(AllocError::OutOfMemory(_))));
         assert_eq!(program.allocator.stats().frames_split, 0);
         program.assert_contents();
@@ -93,7 +106,7 @@ fn frames_are_split_only_where_that_is_allowed() {
 
 #[test]
 fn no_more_frames_are_split_than_a_request_needs() {
-    let program = Program::sieve(SIEVE);
+    let program = Program::sieve(SIEVE, 2 * MIB);
     let _large = program.alloc(20 * MIB).unwrap();
     assert_eq!(program.allocator.stats().frames_split, 1);
     program.assert_contents();
@@ -101,7 +114,7 @@ fn no_more_frames_are_split_than_a_request_needs() {
 
 #[test]
 fn pinned_frames_stay() {
-    let program = Program::sieve(SIEVE);
+    let program = Program::sieve(SIEVE, 2 * MIB);
     let _pinned: Vec<_> = program.live.iter().map(|(block, _)| program.allocator.pin_mapping(block).unwrap()).collect();
     assert!(matches!(program.alloc(20 * MIB), Err(AllocError::OutOfMemory(_))));
     program.assert_contents();
@@ -109,7 +122,7 @@ fn pinned_frames_stay() {
 
 #[test]
 fn nothing_is_split_during_a_capture() {
-    let program = Program::sieve(SIEVE);
+    let program = Program::sieve(SIEVE, 2 * MIB);
     let other = program.device.stream().unwrap();
     let capture = other.begin_capture().unwrap();
     assert!(program.alloc(20 * MIB).is_err());
@@ -120,7 +133,7 @@ fn nothing_is_split_during_a_capture() {
 
 #[test]
 fn work_under_way_on_any_stream_is_waited_for() {
-    let program = Program::sieve(SIEVE);
+    let program = Program::sieve(SIEVE, 2 * MIB);
     let other = program.device.stream().unwrap();
     for (block, byte) in &program.live {
         other.wait_for(&program.stream.tick()).unwrap();
@@ -135,7 +148,7 @@ fn work_under_way_on_any_stream_is_waited_for() {
 
 #[test]
 fn observers_follow_live_memory() {
-    let program = Program::sieve(SIEVE);
+    let program = Program::sieve(SIEVE, 2 * MIB);
     let unmapped: Arc<std::sync::Mutex<BTreeSet<u64>>> = Arc::default();
     let seen = unmapped.clone();
     let live: Vec<u64> = program.live.iter().map(|(block, _)| block.ptr().0).collect();
@@ -157,15 +170,16 @@ fn frames_of_a_pool_that_a_graph_may_use_stay() {
     let program = Program::new(SIEVE);
     let pool = program.allocator.create_pool(PoolOptions::default()).unwrap();
     drop(pool.alloc_bytes(64 * MIB, &program.stream).unwrap());
+    program.allocator.set_limit(Some(program.allocator.memory_reserved() + 2 * MIB));
     let blocks: Vec<_> = (0..32).map(|_| pool.alloc_bytes(2 * MIB, &program.stream).unwrap()).collect();
     let _live: Vec<_> = blocks.into_iter().step_by(8).collect();
-    assert!(matches!(program.alloc(20 * MIB), Err(AllocError::OutOfMemory(_))));
+    assert!(matches!(program.alloc(56 * MIB), Err(AllocError::OutOfMemory(_))));
     assert_eq!(program.allocator.stats().frames_split, 0);
 }
 
 #[test]
 fn nothing_is_split_while_another_thread_has_an_access_guard() {
-    let program = Program::sieve("frame_mb:16,limit_mb:68,split_frames:on");
+    let program = Program::sieve(SIEVE, 4 * MIB);
     let buffer = program.allocator.alloc_storage(1000, 1, &program.stream).unwrap();
     let (taken, end) = (Barrier::new(2), Barrier::new(2));
     std::thread::scope(|scope| {
@@ -175,8 +189,9 @@ fn nothing_is_split_while_another_thread_has_an_access_guard() {
             end.wait();
         });
         taken.wait();
-        assert!(matches!(program.alloc(20 * MIB), Err(AllocError::OutOfMemory(_))));
+        let refused = program.alloc(20 * MIB);
         end.wait();
+        assert!(matches!(refused, Err(AllocError::OutOfMemory(_))));
     });
     let _own = AccessGuard::acquire(&program.stream, &[(&buffer, AccessKind::Read)]).unwrap();
     let _large = program.alloc(20 * MIB).unwrap();
@@ -184,11 +199,9 @@ fn nothing_is_split_while_another_thread_has_an_access_guard() {
 
 #[test]
 fn work_of_another_thread_that_begins_in_the_middle_waits() {
-    let mut program = Program::new("frame_mb:16,limit_mb:66,split_frames:on");
-    drop(program.alloc(64 * MIB).unwrap());
-    let blocks: Vec<_> =
-        (0..32).map(|_| program.allocator.alloc_storage(2 << 20, 1, &program.stream).unwrap()).collect();
-    let live: Vec<_> = blocks.into_iter().step_by(8).collect();
+    let mut program = Program::new(SIEVE);
+    let alloc = || program.allocator.alloc_storage(2 << 20, 1, &program.stream).unwrap();
+    let live = program.sieved(alloc, |buffer| buffer.ptr(), 2 * MIB);
     let threads: Arc<std::sync::Mutex<Vec<_>>> = Arc::default();
     let (started, used) = (threads.clone(), live.clone());
     let stream = program.device.stream().unwrap();
@@ -223,7 +236,7 @@ fn work_of_another_thread_that_begins_in_the_middle_waits() {
 
 #[test]
 fn live_memory_that_cannot_be_mapped_sleeps_until_the_driver_recovers() {
-    let program = Program::sieve(SIEVE);
+    let program = Program::sieve(SIEVE, 2 * MIB);
     let kept = program.allocator.keep_awake().unwrap();
     // The first call gives access to the addresses that the contents are copied to.
     (2..40).for_each(|nth| {
@@ -247,7 +260,7 @@ fn any_driver_call_may_fail_once_or_several_times() {
     for times in [1, 3] {
         let mut reached_the_end = false;
         for nth in 1..400 {
-            let program = Program::sieve(SIEVE);
+            let program = Program::sieve(SIEVE, 2 * MIB);
             let before = program.device.driver_calls().total();
             (0..times).for_each(|more| {
                 let code = if nth % 2 == 0 { Code::OUT_OF_MEMORY } else { Code(999) };
