@@ -55,11 +55,11 @@ const ROOM_SHARE: u64 = 8;
 /// Slots have the peak of use divided by this.
 pub(crate) const SLOT_SHARE: u64 = 256;
 /// Slots have at most what is left divided by this.
-const SLOT_LEFT_SHARE: u64 = 1024;
+const SLOT_LEFT_SHARE: u64 = 512;
 /// Frames fill several slots while this many times the peak of use is left.
 const LARGE_FRAMES_LEFT: u64 = 2;
 /// The credit is at most what is left divided by this.
-const CREDIT_LEFT_SHARE: u64 = 8;
+const CREDIT_LEFT_SHARE: u64 = 4;
 /// Bytes held, divided by this, are taken ahead of need.
 const AHEAD_SHARE: u64 = 256;
 /// Bytes that a stream frees between two events that are recorded ahead of need: bytes held,
@@ -165,7 +165,7 @@ mod tests {
         assert_eq!([0, 64, 256, 512].map(|moves| credit(Facts { moves, ..ROOM })), [0, 6, 400, 800]);
         let moved = Facts { moves: 512, ..ROOM };
         assert!(moved.buys_rather_than_moves(1000 * MIB) && !moved.buys_rather_than_moves(1002 * MIB));
-        assert_eq!(credit(Facts { left: 2400 * MIB, ..moved }), 300, "a share of what is left");
+        assert_eq!(credit(Facts { left: 2400 * MIB, ..moved }), 600, "a share of what is left");
         assert_eq!(credit(Facts { weights: Weights::MEMORY, ..moved }), 0);
         let _no_overflow = Facts { moves: u64::MAX, peak: u64::MAX, ..ROOM }.credit();
     }
@@ -179,7 +179,7 @@ mod tests {
         assert_eq!(sizes(ROOM, 100, 100, None), (32, 64));
         assert_eq!(sizes(ROOM, 1000, 1000, None), (32, 128));
         assert_eq!(sizes(Facts { peak: 64 * GIB, ..ROOM }, 1000, 1000, None), (64, 256));
-        assert_eq!(sizes(Facts { left: 18 * GIB, ..ROOM }, 1000, 1000, None), (16, 16), "by what is left");
+        assert_eq!(sizes(Facts { left: 10 * GIB, ..ROOM }, 1000, 1000, None), (16, 16), "by what is left");
         assert_eq!(sizes(ROOM, 1, 7, None), (4, 4), "of a small pool");
         assert_eq!(sizes(ROOM, 100, 100, Some(8)), (8, 8), "as configured");
         assert_eq!(sizes(Facts { left: GIB, ..ROOM }, 100, 100, Some(8)), (2, 2), "little is left");
