@@ -102,7 +102,7 @@ impl Allocator {
         self.state().tell_witness(|witness| witness.managed(ptr.range(reserved)));
         self.state().shared().add_growable(ptr.0, reserved, id, Tag::current());
         let memory = Arc::new(DedicatedMemory::new(self, ptr, 0, id));
-        let storage = Arc::new(Storage::new(Memory::Dedicated(memory.clone()), self, stream));
+        let storage = Arc::new(Storage::new(Memory::Dedicated(memory.clone()), stream));
         Ok(Growable { memory, storage, capacity, granule, rest: Vec::new() })
     }
 }
@@ -227,7 +227,7 @@ impl Growable {
     }
 
     fn allocator(&self) -> &Allocator {
-        self.storage.allocator()
+        self.memory.allocator()
     }
 
     /// Its bytes rounded up to whole granules, all of which have memory.
