@@ -142,7 +142,8 @@ impl Allocator {
     /// What its buffers share.
     pub(crate) fn services(&self) -> Result<&Services, Error> {
         let device = || self.memory.device().clone();
-        let made = self.memory.services(|| Services { device: device(), runtime: OnceLock::new(), kernels: OnceLock::new() });
+        let made =
+            self.memory.services(|| Services { device: device(), runtime: OnceLock::new(), kernels: OnceLock::new() });
         made.ok_or_else(|| Error::other("another version of this crate serves the allocator"))
     }
 

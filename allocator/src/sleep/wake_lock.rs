@@ -161,7 +161,10 @@ impl NotedCount {
     }
 
     /// That of access guards on all this memory; `None` if there is none.
-    pub(crate) fn of_all(state: &'static AllocatorState, memory: &[Range<u64>]) -> Result<Option<NotedCount>, AllocError> {
+    pub(crate) fn of_all(
+        state: &'static AllocatorState,
+        memory: &[Range<u64>],
+    ) -> Result<Option<NotedCount>, AllocError> {
         let Some((first, others)) = memory.split_first() else { return Ok(None) };
         let count = NotedCount::of_guard(state, first)?;
         if others.iter().any(|range| state.refuses(range)) { Err(AllocError::Asleep) } else { Ok(Some(count)) }

@@ -25,6 +25,7 @@ mod free;
 mod schedules;
 
 use std::any::Any;
+use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::panic::Location;
 use std::sync::Arc;
@@ -66,7 +67,7 @@ pub(crate) mod special {
     pub(crate) const FORKED: u32 = 32;
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct AllocatorState {
     /// Fields that every operation reads and few write.
     read: CachePadded<Read>,
@@ -140,6 +141,12 @@ static IDLE: Mutex<Vec<&'static AllocatorState>> = Mutex::new(Vec::new());
 #[cfg(aquifer_shuttle)]
 shuttle::lazy_static! {
     static ref IDLE: fork::Mutex<Vec<&'static AllocatorState>> = fork::Mutex::new(Vec::new());
+}
+
+impl fmt::Debug for AllocatorState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("AllocatorState")
+    }
 }
 
 impl AllocatorState {

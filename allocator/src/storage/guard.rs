@@ -73,7 +73,6 @@ use crate::storage::{GraphUses, Storage, Uses};
 /// device.assert_no_violations();
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Debug)]
 #[must_use = "the access guard ends when it is dropped"]
 pub struct AccessGuard<'a> {
     /// What most guards hold, of a single stream. Written in place: a list would take it by way of
@@ -92,9 +91,10 @@ pub(super) struct Held<'a> {
     awake: Option<NotedCount>,
 }
 
-impl fmt::Debug for Held<'_> {
+impl fmt::Debug for AccessGuard<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Held").field(&self.kind).field(self.storage).finish()
+        let memory = self.few.iter().flatten().count() + self.many.len();
+        f.debug_struct("AccessGuard").field("memory", &memory).finish_non_exhaustive()
     }
 }
 

@@ -120,8 +120,7 @@ impl Allocator {
     #[inline]
     pub fn alloc_storage(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
         if alignment == ALIGNMENT
-            && let Ok(Granted { block, addr }) =
-                grant_cached(self, bytes, stream, Location::caller(), Owner::Storage)
+            && let Ok(Granted { block, addr }) = grant_cached(self, bytes, stream, Location::caller(), Owner::Storage)
         {
             let (state, marks) = (self.inner().state, self.inner().mark | KEEPS_OPEN);
             let block = LiveBlock::new((state, block), stream.id() | marks, DevicePtr(addr), bytes);
@@ -135,12 +134,7 @@ impl Allocator {
     #[track_caller]
     #[cold]
     #[inline(never)]
-    fn alloc_storage_uncached(
-        &self,
-        bytes: u64,
-        alignment: u64,
-        stream: &Stream,
-    ) -> Result<Arc<Storage>, AllocError> {
+    fn alloc_storage_uncached(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
         if self.state().special().load(Ordering::Relaxed) & special::ROUTED != 0 {
             return pass::alloc_in_pass(self, (bytes, alignment), stream);
         }
@@ -329,6 +323,30 @@ impl Storage {
         Ok(uses.record(self.state()).before(kind).cloned().collect())
     }
 
+    /// Enqueues the first write of new memory on the stream that it was handed out for, and notes it
+    /// without an access guard: no other thread may know the memory, which is then to be written
+    /// there. In a capture it takes one.
+    ///
+    /// # Errors
+    /// As [`AccessGuard::acquire`], and those of `write`.
+    #[doc(hidden)]
+    pub fn write_first<E: From<AllocError>>(
+        self: &Arc<Self>,
+        stream: &Stream,
+        write: impl FnOnce() -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (state, range) = self.place();
+        if range.is_empty() || stream.timeline().device_id_unless_capturing() != self.device_id {
+            let _access = AccessGuard::acquire(stream, &[(self, AccessKind::Write)])?;
+            return write();
+        }
+        let _awake = NotedCount::of_guard(state, &range)?;
+        let written = write();
+        // After the write was enqueued (T1).
+        self.hold()?.note_now(stream, AccessKind::Write);
+        written
+    }
+
     /// Notes that work of `stream` uses the memory, without ordering it; see
     /// [`Allocation::record_stream`].
     ///
@@ -506,7 +524,6 @@ impl Uses {
         self.order_after_others(storage, stream, kind)
     }
 
-    #[cold]
     #[inline(never)]
     fn order_after_others(&mut self, storage: &Storage, stream: &Stream, kind: AccessKind) -> Result<(), AllocError> {
         let is_home = stream.id() == self.home;
@@ -540,7 +557,6 @@ impl Uses {
         }
     }
 
-    #[cold]
     #[inline(never)]
     fn note_with_others(&mut self, stream: &Stream, kind: AccessKind) {
         let (now, is_home) = (stream.timeline().now(), stream.id() == self.home);

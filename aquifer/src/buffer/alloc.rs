@@ -29,8 +29,13 @@ impl Allocator {
     /// As [`Allocator::alloc`].
     #[track_caller]
     pub fn alloc_zeros<T: Copy>(&self, len: usize, stream: &Stream) -> Result<Buffer<T>, Error> {
-        let mut buffer = self.alloc(len, stream)?;
-        buffer.zero(stream)?;
+        let buffer = self.alloc(len, stream)?;
+        if buffer.bytes() > 0 {
+            buffer.storage().write_first(stream, || {
+                stream.fill(buffer.ptr(), 0, buffer.bytes())?;
+                Ok::<_, Error>(())
+            })?;
+        }
         Ok(buffer)
     }
 

@@ -1,5 +1,6 @@
 //! [`Transfer`]: copies of typed memory.
 
+use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -48,11 +49,17 @@ use crate::error::Error;
 /// ```
 ///
 /// It derefs to the runtime below, which has streams and counters.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Transfer {
     copies: aquifer_transfer::Transfer,
     allocator: Allocator,
     pinned: PinnedPool,
+}
+
+impl fmt::Debug for Transfer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.copies.fmt(f)
+    }
 }
 
 impl RunsCopies for Transfer {

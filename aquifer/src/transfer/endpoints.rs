@@ -31,15 +31,29 @@ pub trait RunsCopies {
     /// Copies to and from the buffer's memory.
     #[doc(hidden)]
     fn copies_of<T>(&self, buffer: View<'_, T>) -> Result<Transfer, Error>;
+
+    /// The stream, if it is one.
+    #[doc(hidden)]
+    fn stream(&self) -> Option<&Stream> {
+        None
+    }
 }
 
 impl RunsCopies for Stream {
+    fn stream(&self) -> Option<&Stream> {
+        Some(self)
+    }
+
     fn copies_of<T>(&self, buffer: View<'_, T>) -> Result<Transfer, Error> {
         buffer.copies_on(self)
     }
 }
 
 impl<R: RunsCopies + ?Sized> RunsCopies for &R {
+    fn stream(&self) -> Option<&Stream> {
+        (**self).stream()
+    }
+
     fn copies_of<T>(&self, buffer: View<'_, T>) -> Result<Transfer, Error> {
         (**self).copies_of(buffer)
     }

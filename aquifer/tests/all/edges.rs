@@ -1,5 +1,7 @@
 //! Ends of the range of arguments: nothing, and more than there can be.
 
+use aquifer::device::AccessKind;
+use aquifer::memory::{AccessGuard, PoolOptions};
 use aquifer::prelude::*;
 use aquifer::transfer::Region;
 
@@ -50,5 +52,46 @@ fn tensors_go_to_what_names_memory() -> Result<(), aquifer::Error> {
     }
     let elsewhere = aquifer::open("sim:1GiB")?.stream()?;
     assert!(host.to((&memory, &elsewhere)).is_err());
+    Ok(())
+}
+
+#[test]
+fn each_handle_is_shown_on_one_short_line() -> Result<(), aquifer::Error> {
+    let device = aquifer::open("sim:1GiB")?;
+    let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+    let mut x = memory.from_slice(&[1.0_f32; 4], &stream)?;
+    let tensor = Tensor::from_buffer(&memory.from_slice(&[1.0_f32; 4], &stream)?, &[2, 2])?;
+    let event = device.create_event(false)?;
+    event.record(&stream)?;
+    let graph = memory.graph(&stream, |stream| x.zero(stream))?;
+    let pending = x.upload(vec![1.0; 4], &stream)?;
+    let shown = [
+        format!("{device:?}"),
+        format!("{device}"),
+        format!("{stream:?}"),
+        format!("{:?}", stream.tick()),
+        format!("{event:?}"),
+        format!("{memory:?}"),
+        format!("{:?}", memory.kernels()?),
+        format!("{:?}", memory.transfer()?),
+        format!("{:?}", memory.pinned::<f32>(4)?),
+        format!("{:?}", memory.alloc_bytes(4, &stream)?),
+        format!("{:?}", memory.growable(1 << 30, &stream)?),
+        format!("{:?}", memory.create_pool(PoolOptions::default())?),
+        format!("{:?}", memory.keep_awake()?),
+        format!("{graph:?}"),
+        format!("{pending:?}"),
+        format!("{x:?}"),
+        format!("{:?}", x.slice(1..)),
+        format!("{:?}", x.slice_mut(1..)),
+        format!("{:?}", x.storage()),
+        format!("{:?}", read(&x)),
+        format!("{:?}", AccessGuard::acquire(&stream, &[(x.storage(), AccessKind::Read)])?),
+        format!("{tensor:?}"),
+        format!("{tensor}"),
+    ];
+    for shown in shown {
+        assert!(shown.len() < 120 && !shown.contains('\n'), "{}: {shown}", shown.len());
+    }
     Ok(())
 }

@@ -13,9 +13,9 @@
 use std::hint::black_box;
 use std::time::Instant;
 
+use aquifer::Error;
 use aquifer::device::DevicePtr;
 use aquifer::prelude::*;
-use aquifer::Error;
 use aquifer_stress::exit::Failure;
 
 use crate::row::Row;
@@ -82,9 +82,9 @@ fn measure(bench: &Bench, name: &str) -> Result<Vec<Row>, Failure> {
         "share" => timed(rounds, || Ok(drop(black_box(x.share())))),
         "with_read" => timed(rounds, || Ok(with(&stream, [read(&x)], |_, [x]| enqueue([x.ptr()]))?)),
         "with_write" => timed(rounds, || Ok(with(&stream, [write(&mut x)], |_, [x]| enqueue([x.ptr()]))?)),
-        "with_two" => timed(rounds, || {
-            Ok(with(&stream, [read(&y), write(&mut x)], |_, [y, x]| enqueue([y.ptr(), x.ptr()]))?)
-        }),
+        "with_two" => {
+            timed(rounds, || Ok(with(&stream, [read(&y), write(&mut x)], |_, [y, x]| enqueue([y.ptr(), x.ptr()]))?))
+        }
         "with_three" => timed(rounds, || {
             let accesses = [read(&z), read(&y), write(&mut x)];
             Ok(with(&stream, accesses, |_, all| enqueue(all.map(|one| one.ptr())))?)

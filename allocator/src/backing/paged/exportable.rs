@@ -102,10 +102,7 @@ impl Allocator {
         let memory = Arc::new(DedicatedMemory::new(self, ptr, bytes, id));
         let at = Location::caller();
         self.state().tell_witness(|witness| memory.report_block(witness, bytes, at));
-        Ok(Exportable {
-            storage: Arc::new(Storage::new(Memory::Dedicated(memory), stream)),
-            physical: Some(physical),
-        })
+        Ok(Exportable { storage: Arc::new(Storage::new(Memory::Dedicated(memory), stream)), physical: Some(physical) })
     }
 }
 
