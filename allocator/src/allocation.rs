@@ -50,14 +50,14 @@ pub struct Allocation(LiveBlock);
 /// What an [`Allocation`] owns, without its alignment: a heap allocation that is aligned costs
 /// several times a plain one.
 pub(crate) struct LiveBlock {
-    state: &'static AllocatorState,
+    pub(crate) state: &'static AllocatorState,
     /// [`BlockId::NONE`] for an allocation of zero bytes, which has none, and for a handle that was
     /// given up.
-    block: BlockId,
+    pub(crate) block: BlockId,
     /// The stream's number, and whether [`WATCHED`] and [`KEEPS_OPEN`].
-    stream: u32,
-    ptr: DevicePtr,
-    bytes: u64,
+    pub(crate) stream: u32,
+    pub(crate) ptr: DevicePtr,
+    pub(crate) bytes: u64,
 }
 
 impl Allocation {
@@ -68,7 +68,7 @@ impl Allocation {
         ptr: DevicePtr,
         bytes: u64,
     ) -> Allocation {
-        Allocation(LiveBlock::new((state, block), stream, ptr, bytes))
+        Allocation(LiveBlock { state, block, stream, ptr, bytes })
     }
 
     pub(crate) fn state(&self) -> &'static AllocatorState {
@@ -151,31 +151,6 @@ impl Allocation {
 }
 
 impl LiveBlock {
-    #[inline]
-    pub(crate) fn new(
-        (state, block): (&'static AllocatorState, BlockId),
-        stream: u32,
-        ptr: DevicePtr,
-        bytes: u64,
-    ) -> LiveBlock {
-        LiveBlock { state, block, stream, ptr, bytes }
-    }
-
-    #[inline]
-    pub(crate) fn state(&self) -> &'static AllocatorState {
-        self.state
-    }
-
-    #[inline]
-    pub(crate) fn ptr(&self) -> DevicePtr {
-        self.ptr
-    }
-
-    #[inline]
-    pub(crate) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
     /// As [`Allocation::record_stream`].
     pub(crate) fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
         fork::check(Operation::Record)?;

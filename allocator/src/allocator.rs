@@ -2,7 +2,7 @@
 
 use std::any::Any;
 use std::fmt;
-use std::panic::{RefUnwindSafe, UnwindSafe};
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -99,7 +99,7 @@ pub(crate) struct Inner {
     /// What was seen of the device's memory that no allocator holds.
     pub(crate) outside: Mutex<Outside>,
     /// See [`Allocator::services`].
-    services: OnceLock<Box<dyn Any + Send + Sync + UnwindSafe + RefUnwindSafe>>,
+    services: OnceLock<AssertUnwindSafe<Box<dyn Any + Send + Sync>>>,
 }
 
 impl fmt::Debug for Allocator {
@@ -288,9 +288,8 @@ impl Allocator {
     /// What a crate above keeps with the allocator, as long as it is open: made at the first call.
     /// `None` if another crate does.
     #[doc(hidden)]
-    pub fn services<T: Any + Send + Sync + UnwindSafe + RefUnwindSafe>(&self, make: impl FnOnce() -> T) -> Option<&T> {
-        let services = &**self.inner.services.get_or_init(|| Box::new(make()));
-        (services as &dyn Any).downcast_ref()
+    pub fn services<T: Any + Send + Sync>(&self, make: impl FnOnce() -> T) -> Option<&T> {
+        self.inner.services.get_or_init(|| AssertUnwindSafe(Box::new(make()))).downcast_ref()
     }
 
     /// The device.

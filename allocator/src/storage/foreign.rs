@@ -16,6 +16,13 @@ pub(crate) struct Foreign {
     pub(super) release: Mutex<Option<Release>>,
 }
 
+impl Foreign {
+    /// Zero bytes, which nobody owns.
+    pub(super) fn nothing(allocator: &Allocator) -> Foreign {
+        Foreign { allocator: allocator.kept_open(), ptr: DevicePtr(0), bytes: 0, release: Mutex::new(None) }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};

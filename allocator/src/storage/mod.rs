@@ -20,7 +20,6 @@ use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use aquifer_device::fork::{Condvar, Mutex};
 use aquifer_device::internal::Timeline;
@@ -33,7 +32,7 @@ use crate::backing::paged::dedicated::DedicatedMemory;
 use crate::error::AllocError;
 use crate::pools::private_pool::PrivatePool;
 use crate::sleep::wake_lock::NotedCount;
-use crate::state::{AllocatorState, special};
+use crate::state::AllocatorState;
 use crate::sync::Holder;
 
 pub(crate) mod foreign;
@@ -67,11 +66,9 @@ pub struct Storage {
 pub(crate) enum Memory {
     /// A block of a heap.
     Block(LiveBlock),
-    /// Zero bytes.
-    Nothing(Allocator),
     /// Memory outside of heaps.
     Dedicated(Arc<DedicatedMemory>),
-    /// Memory that another library owns.
+    /// Memory that another library owns, or zero bytes.
     Foreign(Foreign),
 }
 
@@ -122,23 +119,11 @@ impl Allocator {
         if alignment == ALIGNMENT
             && let Ok(Granted { block, addr }) = grant_cached(self, bytes, stream, Location::caller(), Owner::Storage)
         {
-            let (state, marks) = (self.inner().state, self.inner().mark | KEEPS_OPEN);
-            let block = LiveBlock::new((state, block), stream.id() | marks, DevicePtr(addr), bytes);
-            return Ok(Arc::new(Storage::of_cached(block, stream)));
+            let (state, stream_id) = (self.inner().state, stream.id() | self.inner().mark | KEEPS_OPEN);
+            let block = LiveBlock { state, block, stream: stream_id, ptr: DevicePtr(addr), bytes };
+            return Ok(Arc::new(Storage::with_uses(Memory::Block(block), stream, Uses::of_home(stream))));
         }
-        self.alloc_storage_uncached(bytes, alignment, stream)
-    }
-
-    /// As [`Allocator::alloc_storage`], where no cached block serves it, or a capture or a pass is
-    /// under way.
-    #[track_caller]
-    #[cold]
-    #[inline(never)]
-    fn alloc_storage_uncached(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
-        if self.state().special().load(Ordering::Relaxed) & special::ROUTED != 0 {
-            return pass::alloc_in_pass(self, (bytes, alignment), stream);
-        }
-        self.alloc_plain(bytes, alignment, stream)
+        pass::alloc_in_pass(self, (bytes, alignment), stream)
     }
 
     /// As [`Allocator::alloc_storage`], whatever pass the thread is in.
@@ -210,38 +195,28 @@ impl Storage {
     /// A storage of memory that work of `stream` may use from now on. The stream must be known to
     /// the memory as a user.
     pub(crate) fn new(memory: Memory, stream: &Stream) -> Storage {
-        let device_id = stream.device_id();
-        if let Memory::Block(block) = memory {
-            if stream.timeline().device_id_unless_capturing() == device_id {
-                block.state().shared().stream(stream);
-                return Storage::of_cached(block, stream);
+        let is_home = stream.timeline().device_id_unless_capturing() == stream.device_id();
+        let uses = match &memory {
+            Memory::Block(block) if is_home => {
+                block.state.shared().stream(stream);
+                Uses::of_home(stream)
             }
-            return Storage::with_uses(Memory::Block(block), device_id, Uses::of_unknown(stream));
-        }
-        Storage::with_uses(memory, device_id, Uses::of_unknown(stream))
-    }
-
-    /// As [`Storage::new`], of a block for a stream that does not capture, and that the allocator
-    /// knows.
-    #[inline]
-    fn of_cached(block: LiveBlock, stream: &Stream) -> Storage {
-        let (first, written) = (stream.id(), stream.timeline().now());
-        let uses = Uses { written, read: NO_TICK, first, home: first, others: None };
-        Storage::with_uses(Memory::Block(block), stream.device_id(), uses)
+            _ => Uses::of_unknown(stream),
+        };
+        Storage::with_uses(memory, stream, uses)
     }
 
     #[inline]
-    fn with_uses(memory: Memory, device_id: u32, uses: Uses) -> Storage {
+    fn with_uses(memory: Memory, stream: &Stream, uses: Uses) -> Storage {
         let (uses, unreserved, holder) = (Mutex::new(uses), Condvar::new(), Holder::default());
-        Storage { memory, device_id, uses, unreserved, holder }
+        Storage { memory, device_id: stream.device_id(), uses, unreserved, holder }
     }
 
     /// The first address; null for zero bytes.
     #[inline]
     pub fn ptr(&self) -> DevicePtr {
         match &self.memory {
-            Memory::Block(block) => block.ptr(),
-            Memory::Nothing(_) => DevicePtr(0),
+            Memory::Block(block) => block.ptr,
             Memory::Dedicated(memory) => memory.ptr(),
             Memory::Foreign(memory) => memory.ptr,
         }
@@ -251,8 +226,7 @@ impl Storage {
     #[inline]
     pub fn bytes(&self) -> u64 {
         match &self.memory {
-            Memory::Block(block) => block.bytes(),
-            Memory::Nothing(_) => 0,
+            Memory::Block(block) => block.bytes,
             Memory::Dedicated(memory) => memory.bytes(),
             Memory::Foreign(memory) => memory.bytes,
         }
@@ -264,8 +238,7 @@ impl Storage {
     /// In a forked child of a process that has opened a device, if another thread was allocating.
     pub fn allocator(&self) -> Allocator {
         match &self.memory {
-            Memory::Block(block) => Allocator::of_keeper(block.state()),
-            Memory::Nothing(allocator) => allocator.clone(),
+            Memory::Block(block) => Allocator::of_keeper(block.state),
             Memory::Dedicated(memory) => memory.allocator().clone(),
             Memory::Foreign(memory) => memory.allocator.clone(),
         }
@@ -278,8 +251,7 @@ impl Storage {
     #[inline]
     pub(crate) fn state(&self) -> &'static AllocatorState {
         match &self.memory {
-            Memory::Block(block) => block.state(),
-            Memory::Nothing(allocator) => allocator.state(),
+            Memory::Block(block) => block.state,
             Memory::Dedicated(memory) => memory.state(),
             Memory::Foreign(memory) => memory.allocator.state(),
         }
@@ -446,13 +418,12 @@ impl Memory {
     /// The memory of an allocation of this allocator.
     pub(crate) fn of(allocation: Allocation, allocator: &Allocator) -> Memory {
         let block = allocation.into_keeping_open(allocator.inner());
-        block.map_or_else(|| Memory::Nothing(allocator.kept_open()), Memory::Block)
+        block.map_or_else(|| Memory::Foreign(Foreign::nothing(allocator)), Memory::Block)
     }
 
     pub(crate) fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
         match self {
             Memory::Block(block) => block.record_stream(stream),
-            Memory::Nothing(_) => Ok(()),
             Memory::Dedicated(memory) => memory.record_stream(stream),
             // Its owner gets the ticks of all uses.
             Memory::Foreign(_) => Ok(()),
@@ -473,6 +444,14 @@ impl Others {
 }
 
 impl Uses {
+    /// Uses that begin now, of a block for a stream that does not capture, and that the allocator
+    /// knows.
+    #[inline]
+    fn of_home(stream: &Stream) -> Uses {
+        let (first, written) = (stream.id(), stream.timeline().now());
+        Uses { written, read: NO_TICK, first, home: first, others: None }
+    }
+
     /// Uses that begin in a capture, or of memory whose streams the allocator need not know.
     fn of_unknown(stream: &Stream) -> Uses {
         let others = Others {

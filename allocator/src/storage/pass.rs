@@ -111,6 +111,8 @@ impl Outlived {
 /// Serves a request, with memory that was allocated for it before if it is one of the work of a
 /// pass.
 #[track_caller]
+#[cold]
+#[inline(never)]
 pub(super) fn alloc_in_pass(
     allocator: &Allocator,
     (bytes, alignment): Layout,

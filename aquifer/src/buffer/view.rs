@@ -17,6 +17,18 @@ use super::Buffer;
 
 /// A borrowed part of a [`Buffer`], made by [`Buffer::slice`]. It has the methods of a buffer that
 /// do not write, and costs nothing to make or copy.
+///
+/// ```compile_fail,E0505
+/// # fn main() -> Result<(), aquifer::Error> {
+/// # use aquifer::prelude::*;
+/// # let device = aquifer::open("sim:24GiB")?;
+/// # let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+/// let buffer = memory.alloc_zeros::<f32>(1000, &stream)?;
+/// let head = buffer.slice(..500);
+/// drop(buffer); // error: `head` borrows it
+/// head.to_vec(&stream)?;
+/// # Ok(()) }
+/// ```
 pub type View<'a, T> = Buffer<T, &'a Arc<Storage>>;
 
 impl<T> Clone for View<'_, T> {

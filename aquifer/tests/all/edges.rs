@@ -28,6 +28,41 @@ fn empty_buffers_take_every_verb() -> Result<(), aquifer::Error> {
     Ok(())
 }
 
+/// A view to write derefs to a buffer, which outlives the borrow then.
+#[test]
+fn the_buffer_of_a_view_that_is_swapped_keeps_its_memory() -> Result<(), aquifer::Error> {
+    let device = aquifer::open("sim:1GiB,violations=panic")?;
+    let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+    let mut x = memory.from_slice(&[1.0_f32, 2.0, 3.0], &stream)?;
+    let mut other = memory.from_slice(&[4.0_f32], &stream)?;
+    std::mem::swap(&mut *x.slice_mut(1..), &mut other);
+    drop(x);
+    let another = memory.from_slice(&[9.0_f32; 3], &stream)?;
+    assert_eq!((other.to_vec(&stream)?, another.item(&stream).is_err()), (vec![2.0, 3.0], true));
+    drop(other);
+    drop(another);
+    assert_eq!(memory.memory_allocated(), 0);
+    Ok(())
+}
+
+/// Work of a stream that records an event between the allocation and its first write.
+#[test]
+fn work_of_other_streams_comes_after_the_first_write_of_new_memory() -> Result<(), aquifer::Error> {
+    let device = aquifer::open("sim:1GiB,violations=panic")?;
+    let (memory, one, two) = (Allocator::of(&device)?, device.stream()?, device.stream()?);
+    for len in [4, 1 << 20] {
+        let x = memory.alloc_zeros::<f32>(len, &one)?;
+        assert_eq!(x.slice(..4).to_vec(&two)?, [0.0; 4]);
+        let storage = memory.alloc_storage(4 << 20, 512, &one)?;
+        storage.write_first(&one, || {
+            two.wait_for(&one.tick())?;
+            Ok::<_, aquifer::Error>(one.fill(storage.ptr(), 7, 4 << 20)?)
+        })?;
+        assert_eq!(Buffer::<u8>::of(&storage).slice(..2).to_vec(&two)?, [7, 7]);
+    }
+    Ok(())
+}
+
 #[test]
 fn lengths_that_no_machine_has_are_errors() -> Result<(), aquifer::Error> {
     let device = aquifer::open("sim:1GiB")?;

@@ -19,7 +19,9 @@ fn unavailable() -> Unavailable {
     let error = cuda::shared(0).unwrap_err();
     assert!(error.kind == ErrorKind::Unavailable, "{error}");
     assert_eq!(error.to_string(), format!("no GPU was opened: {why}"), "cuInit may not even have been found");
-    assert!(matches!(aquifer::open("cuda:0"), Err(Error::Open(open)) if matches!(&*open, OpenError::Unavailable(same) if *same == why)));
+    assert!(
+        matches!(aquifer::open("cuda:0"), Err(Error::Open(open)) if matches!(&*open, OpenError::Unavailable(same) if *same == why))
+    );
     let best = aquifer::open_best().unwrap();
     assert_eq!(best.info().kind, "sim");
     assert!(best.chosen_because().is_some_and(|reason| reason.contains(&why.to_string())), "{best:?}");
