@@ -86,10 +86,10 @@ fn forward_and_backward(_batch: &Tensor, stream: &Stream, kernels: &Kernels, com
 
 fn time_of_a_copy(transfer: &Transfer, stream: &Stream, batch: &Tensor) -> Result<Duration> {
     let on_stream = transfer.on(stream)?;
-    drop(batch.to(&on_stream)?.wait()?); // the first time, memory is taken from the device
+    batch.to(&on_stream)?.wait()?; // the first time, memory is taken from the device
     let timer = Timer::start(transfer.device(), stream)?;
     let pending = batch.to(&on_stream)?;
     let copy = timer.stop(stream)?.wait()?;
-    drop(pending.wait()?);
+    pending.wait()?;
     Ok(copy)
 }

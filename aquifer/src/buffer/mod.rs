@@ -283,7 +283,7 @@ impl<T: Copy, H: Handle> Buffer<T, H> {
     /// # Ok::<(), aquifer::Error>(())
     /// ```
     pub fn reinterpret<U: Copy>(&self) -> Option<View<'_, U>> {
-        self.view().as_elements()
+        self.view().into_elements()
     }
 
     fn elements(&self, range: impl RangeBounds<usize>) -> Result<Range<usize>, Error> {
@@ -297,7 +297,7 @@ impl<T: Copy, H: Handle> Buffer<T, H> {
         Buffer { start: self.start + range.start as u64, len: range.len(), ..self }
     }
 
-    fn as_elements<U: Copy>(self) -> Option<Buffer<U, H>> {
+    fn into_elements<U: Copy>(self) -> Option<Buffer<U, H>> {
         let (size, start) = (size_of::<U>() as u64, self.start * size_of::<T>() as u64);
         let whole = size > 0 && start.is_multiple_of(size) && self.bytes().is_multiple_of(size);
         let aligned = self.ptr().0.is_multiple_of(align_of::<U>() as u64);
@@ -350,7 +350,7 @@ impl<T: Copy> Buffer<T> {
 
     /// As [`Buffer::reinterpret`], for writing.
     pub fn reinterpret_mut<U: Copy>(&mut self) -> Option<ViewMut<'_, U>> {
-        self.share().as_elements().map(ViewMut::new)
+        self.share().into_elements().map(ViewMut::new)
     }
 }
 

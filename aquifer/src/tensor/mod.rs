@@ -70,7 +70,6 @@ use crate::transfer::{OnStreams, Transfer};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
-#[must_use = "operations return a new tensor"]
 pub struct Tensor {
     pub(crate) memory: Memory,
     pub(crate) dtype: DType,

@@ -64,22 +64,16 @@ fn measure(bench: &Bench, name: &str) -> Result<Vec<Row>, Failure> {
     let rounds = bench.args.rounds.unwrap_or(if bench.args.quick { ROUNDS / 50 } else { ROUNDS });
     let bytes = (LEN * size_of::<f32>()) as u64;
     let row = match name {
-        "alloc_bytes" => timed(rounds, || Ok(drop(black_box(memory.alloc_bytes(bytes, &stream)?)))),
-        "alloc" => timed(rounds, || Ok(drop(black_box(buffer()?)))),
+        "alloc_bytes" => timed(rounds, || Ok(memory.alloc_bytes(bytes, &stream)?)),
+        "alloc" => timed(rounds, buffer),
         "alloc_with" => timed(rounds, || {
             let mut x = buffer()?;
             with(&stream, [write(&mut x)], |_, [x]| enqueue([x.ptr()]))?;
             Ok(())
         }),
-        "slice" => timed(rounds, || {
-            black_box(x.slice(black_box(100)..black_box(900)).ptr());
-            Ok(())
-        }),
-        "slice_mut" => timed(rounds, || {
-            black_box(x.slice_mut(black_box(100)..black_box(900)).ptr());
-            Ok(())
-        }),
-        "share" => timed(rounds, || Ok(drop(black_box(x.share())))),
+        "slice" => timed(rounds, || Ok(x.slice(black_box(100)..black_box(900)).ptr())),
+        "slice_mut" => timed(rounds, || Ok(x.slice_mut(black_box(100)..black_box(900)).ptr())),
+        "share" => timed(rounds, || Ok(x.share())),
         "with_read" => timed(rounds, || Ok(with(&stream, [read(&x)], |_, [x]| enqueue([x.ptr()]))?)),
         "with_write" => timed(rounds, || Ok(with(&stream, [write(&mut x)], |_, [x]| enqueue([x.ptr()]))?)),
         "with_two" => {
@@ -114,14 +108,14 @@ fn measure(bench: &Bench, name: &str) -> Result<Vec<Row>, Failure> {
 }
 
 /// The time of a call: the least and the median of the rounds.
-fn timed(rounds: u32, mut call: impl FnMut() -> Result<(), Error>) -> Result<Row, Error> {
+fn timed<R>(rounds: u32, mut call: impl FnMut() -> Result<R, Error>) -> Result<Row, Error> {
     for _ in 0..10 * CALLS {
-        call()?;
+        drop(black_box(call()?));
     }
     let mut round = || {
         let start = Instant::now();
         for _ in 0..CALLS {
-            call()?;
+            drop(black_box(call()?));
         }
         Ok(start.elapsed().as_secs_f64() * 1e9 / f64::from(CALLS))
     };
