@@ -15,7 +15,7 @@ use crate::error::AllocError;
 use crate::pools::{came_from_a_graph, refuse_capture, route_and_note};
 use crate::recovery::ladder::climb;
 use crate::size_class::{self, PoolKind, REQUEST_LIMIT};
-use crate::sleep::wake_lock::WakeLock;
+use crate::sleep::wake_lock::NotedCount;
 use crate::state::special;
 use crate::tags::Tag;
 use crate::types::{BlockId, Granted, PoolId, Request, StreamId};
@@ -39,7 +39,7 @@ impl Allocator {
         // callee is read back with wider loads than it was written with, and these stall until the
         // stores retire: longer than the rest of a hit takes.
         let at = Location::caller();
-        let Granted { block, addr } = match grant_cached(self, bytes, stream, at, false) {
+        let Granted { block, addr } = match grant_cached(self, bytes, stream, at, Owner::Handle) {
             Ok(granted) => granted,
             Err(searched) => grant_uncached(self, bytes, stream, searched, at)?,
         };
@@ -83,37 +83,48 @@ impl Allocator {
             return self.alloc_bytes(bytes, stream);
         }
         // The fill is enqueued without an access guard.
-        let _awake = WakeLock::of_guard(self.state(), &(0..0))?;
+        let _awake = NotedCount::of_guard(self.state(), &(0..0))?;
         let allocation = self.alloc_bytes(bytes, stream)?;
         stream.fill(allocation.ptr(), 0, bytes)?;
         Ok(allocation)
     }
 }
 
-/// Takes a free block that the stream may reuse at once. With `raw`, also enters the block in the
-/// table of raw pointers. The error says whether the heap was searched.
+/// Who gets a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Owner {
+    /// A handle.
+    Handle,
+    /// A caller with the bare pointer: the block is entered in the table of raw pointers.
+    Raw,
+    /// A storage: the block keeps the allocator open.
+    Storage,
+}
+
+/// Takes a free block that the stream may reuse at once. The error says whether the heap was
+/// searched.
 #[inline]
 pub(crate) fn grant_cached(
     allocator: &Allocator,
     bytes: u64,
     stream: &Stream,
     at: &'static Location<'static>,
-    raw: bool,
+    owner: Owner,
 ) -> Result<Granted, bool> {
-    let (block, addr) = take_cached(allocator, bytes, stream, at, raw);
+    let (block, addr) = take_cached(allocator, bytes, stream, at, owner);
     if block == BlockId::NONE { Err(addr != 0) } else { Ok(Granted { block, addr }) }
 }
 
 /// Takes a free block that the stream may reuse at once, and returns its number and address. If
 /// there is none, returns [`BlockId::NONE`] and whether the heap was searched (1). One function
-/// serves handles and raw pointers, because its callees are inlined only if they have one caller.
+/// serves all owners, because its callees are inlined only if they have one caller.
 #[inline(never)]
 fn take_cached(
     allocator: &Allocator,
     bytes: u64,
     stream: &Stream,
     at: &'static Location<'static>,
-    raw: bool,
+    owner: Owner,
 ) -> (BlockId, u64) {
     let inner = &**allocator.inner();
     let special = inner.state.special().load(Ordering::Relaxed) != 0;
@@ -137,8 +148,10 @@ fn take_cached(
     };
     let granted = guard.take_own(&request);
     let is_event_due = guard.is_progress_event_due(request.stream);
-    if raw && let Some(granted) = &granted {
-        inner.state.raw.insert(granted.addr, granted.block);
+    match (owner, &granted) {
+        (Owner::Raw, Some(granted)) => inner.state.raw.insert(granted.addr, granted.block),
+        (Owner::Storage, Some(_)) => guard.count_keeping_open(allocator.inner()),
+        _ => (),
     }
     drop(guard);
     if is_event_due {
@@ -231,7 +244,7 @@ fn grant_rounded(
             return Ok(granted);
         }
         // The block was not used: give it back and search the pool that captures do not use.
-        state.free(granted.block, request.stream, None, bytes);
+        state.free(granted.block, request.stream.0, None, bytes);
     }
 }
 

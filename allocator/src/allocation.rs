@@ -1,10 +1,12 @@
 //! The owning handle of a live block. Dropping it makes no driver call and waits for nothing
 //! (invariant A3).
 
+use std::any::Any;
 use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
+use std::sync::Arc;
 
 use aquifer_device::{Device, DevicePtr, Operation, Stream, fork};
 
@@ -12,9 +14,18 @@ use crate::error::AllocError;
 use crate::state::{AllocatorState, StateGuard};
 use crate::types::{BlockId, StreamId};
 
-/// Bit of [`Allocation::stream`], set if the device has a witness that watches how work uses the
+/// Bit of [`LiveBlock::stream`], set if the device has a witness that watches how work uses the
 /// block.
 pub(crate) const WATCHED: u32 = 1 << 31;
+/// Bit of [`LiveBlock::stream`], set if the block keeps its allocator open, as that of a storage
+/// does.
+pub(crate) const KEEPS_OPEN: u32 = 1 << 30;
+
+/// The stream in [`LiveBlock::stream`].
+#[inline]
+pub(crate) fn stream_of(marked: u32) -> StreamId {
+    StreamId(marked & (KEEPS_OPEN - 1))
+}
 
 /// The stream that memory is asked for, used, or given back on. A body of a conditional node is a
 /// part of the work of the stream with the node: so its memory is that stream's, whose other bodies
@@ -34,15 +45,19 @@ pub(crate) fn acting(stream: &Stream) -> Cow<'_, Stream> {
 // at random, a handle's line is missed.
 #[repr(align(32))]
 #[must_use = "dropping the handle gives the memory back"]
-pub struct Allocation {
-    state: &'static AllocatorState,
+pub struct Allocation(LiveBlock);
+
+/// What an [`Allocation`] owns, without its alignment: a heap allocation that is aligned costs
+/// several times a plain one.
+pub(crate) struct LiveBlock {
+    pub(crate) state: &'static AllocatorState,
     /// [`BlockId::NONE`] for an allocation of zero bytes, which has none, and for a handle that was
     /// given up.
-    block: BlockId,
-    /// The stream's number, and whether [`WATCHED`].
-    stream: u32,
-    ptr: DevicePtr,
-    bytes: u64,
+    pub(crate) block: BlockId,
+    /// The stream's number, and whether [`WATCHED`] and [`KEEPS_OPEN`].
+    pub(crate) stream: u32,
+    pub(crate) ptr: DevicePtr,
+    pub(crate) bytes: u64,
 }
 
 impl Allocation {
@@ -53,31 +68,41 @@ impl Allocation {
         ptr: DevicePtr,
         bytes: u64,
     ) -> Allocation {
-        Allocation { state, block, stream, ptr, bytes }
+        Allocation(LiveBlock { state, block, stream, ptr, bytes })
     }
 
     pub(crate) fn state(&self) -> &'static AllocatorState {
-        self.state
+        self.0.state
+    }
+
+    /// The block, which keeps its allocator open from now on: `keeper` is what does. `None` if there
+    /// are no bytes.
+    pub(crate) fn into_keeping_open(self, keeper: &Arc<impl Any + Send + Sync>) -> Option<LiveBlock> {
+        let mut block = self.0;
+        block.block.some()?;
+        block.state.shared().count_keeping_open(keeper);
+        block.stream |= KEEPS_OPEN;
+        Some(block)
     }
 
     /// Its first address; null for zero bytes.
     pub fn ptr(&self) -> DevicePtr {
-        self.ptr
+        self.0.ptr
     }
 
     /// Bytes asked for.
     pub fn bytes(&self) -> u64 {
-        self.bytes
+        self.0.bytes
     }
 
     /// Its addresses.
     pub fn range(&self) -> Range<u64> {
-        self.ptr.range(self.bytes)
+        self.ptr().range(self.bytes())
     }
 
     /// The [`Stream::id`] of the stream it was allocated for.
     pub fn stream_id(&self) -> u32 {
-        self.stream & !WATCHED
+        stream_of(self.0.stream).0
     }
 
     /// Notes that `stream` uses the memory, too. The memory is then not reused before all work is
@@ -87,15 +112,7 @@ impl Allocation {
     /// # Errors
     /// When the stream belongs to another device.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
-        fork::check(Operation::Record)?;
-        if self.block == BlockId::NONE {
-            return Ok(());
-        }
-        let stream = &*acting(stream);
-        let mut shared = self.state.shared();
-        let stream = known(&mut shared, stream)?;
-        shared.note_use(self.block, stream);
-        Ok(())
+        self.0.record_stream(stream)
     }
 
     /// Gives the memory back in the order of `stream`, which must be ordered after every use of it.
@@ -108,9 +125,9 @@ impl Allocation {
     #[track_caller]
     pub fn drop_on(self, stream: &Stream) -> Result<(), AllocError> {
         fork::check(Operation::Record)?;
-        let (bytes, own) = (self.bytes, StreamId(self.stream_id()));
-        if self.stream & WATCHED != 0 {
-            self.state.report_end(self.ptr, Some(Location::caller()));
+        let LiveBlock { stream: own, ptr, bytes, .. } = self.0;
+        if own & WATCHED != 0 {
+            self.state().report_end(ptr, Some(Location::caller()));
         }
         let (state, block) = self.into_block();
         if block == BlockId::NONE {
@@ -124,12 +141,27 @@ impl Allocation {
 
     /// Its block, if it has one.
     pub(crate) fn block(&self) -> Option<BlockId> {
-        self.block.some()
+        self.0.block.some()
     }
 
     /// Gives up the handle; the block, if there is one, stays live.
     pub(crate) fn into_block(mut self) -> (&'static AllocatorState, BlockId) {
-        (self.state, std::mem::replace(&mut self.block, BlockId::NONE))
+        (self.0.state, std::mem::replace(&mut self.0.block, BlockId::NONE))
+    }
+}
+
+impl LiveBlock {
+    /// As [`Allocation::record_stream`].
+    pub(crate) fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
+        fork::check(Operation::Record)?;
+        if self.block == BlockId::NONE {
+            return Ok(());
+        }
+        let stream = &*acting(stream);
+        let mut shared = self.state.shared();
+        let stream = known(&mut shared, stream)?;
+        shared.note_use(self.block, stream);
+        Ok(())
     }
 }
 
@@ -144,14 +176,14 @@ fn known(shared: &mut StateGuard, stream: &Stream) -> Result<StreamId, AllocErro
 
 const _: () = assert!(size_of::<Option<Allocation>>() == 32, "two handles fill a cache line");
 
-impl Drop for Allocation {
+impl Drop for LiveBlock {
     #[inline]
     fn drop(&mut self) {
         if self.block != BlockId::NONE {
             if self.stream & WATCHED != 0 {
                 self.state.report_end(self.ptr, None);
             }
-            self.state.free(self.block, StreamId(self.stream_id()), None, self.bytes);
+            self.state.free(self.block, self.stream, None, self.bytes);
         }
     }
 }
@@ -159,8 +191,8 @@ impl Drop for Allocation {
 impl fmt::Debug for Allocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Allocation")
-            .field("ptr", &self.ptr)
-            .field("bytes", &self.bytes)
+            .field("ptr", &self.ptr())
+            .field("bytes", &self.bytes())
             .field("stream", &self.stream_id())
             .finish_non_exhaustive()
     }

@@ -1,6 +1,8 @@
 //! The handle of an allocator: opening and closing one, what it consists of, its limit.
 
+use std::any::Any;
 use std::fmt;
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -96,14 +98,13 @@ pub(crate) struct Inner {
     ready_stream: OnceLock<Stream>,
     /// What was seen of the device's memory that no allocator holds.
     pub(crate) outside: Mutex<Outside>,
+    /// See [`Allocator::services`].
+    services: OnceLock<AssertUnwindSafe<Box<dyn Any + Send + Sync>>>,
 }
 
 impl fmt::Debug for Allocator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut this = f.debug_struct("Allocator");
-        this.field("device", &self.inner.device.label())
-            .field("config", &self.inner.config.to_string())
-            .finish_non_exhaustive()
+        f.debug_struct("Allocator").field("device", &self.inner.device.label()).finish_non_exhaustive()
     }
 }
 
@@ -124,6 +125,8 @@ impl Drop for Inner {
         if let Some(stream) = self.ready_stream.take() {
             self.device.drop_later(Box::new(stream));
         }
+        // Before the memory.
+        drop(self.services.take());
         self.state.close();
     }
 }
@@ -235,6 +238,7 @@ impl Allocator {
             segments: segments.map_or_else(OnceLock::new, OnceLock::from),
             ready_stream: OnceLock::new(),
             outside: Mutex::new(outside),
+            services: OnceLock::new(),
         };
         let inner = Arc::new(inner);
         register(&inner);
@@ -256,6 +260,12 @@ impl Allocator {
         &self.inner
     }
 
+    /// A handle of the allocator that a live block of this state keeps open.
+    pub(crate) fn of_keeper(state: &'static AllocatorState) -> Allocator {
+        let inner = state.keeper().and_then(|keeper| keeper.downcast().ok());
+        Allocator::keeping(inner.expect("a block keeps its allocator open"))
+    }
+
     /// A handle that only keeps the allocator open.
     pub(crate) fn keeping(inner: Arc<Inner>) -> Allocator {
         Allocator { inner, _at_last: None }
@@ -263,6 +273,7 @@ impl Allocator {
 
     /// A handle of an allocator that is open.
     pub(crate) fn of_inner(inner: Arc<Inner>) -> Allocator {
+        inner.state.begin_handle();
         let at_last = AtLast { device: inner.device.clone(), inner: Some(inner.clone()) };
         Allocator { inner, _at_last: Some(Arc::new(at_last)) }
     }
@@ -272,6 +283,13 @@ impl Allocator {
     /// allocator.
     pub(crate) fn kept_open(&self) -> Allocator {
         Allocator::keeping(self.inner.clone())
+    }
+
+    /// What a crate above keeps with the allocator, as long as it is open: made at the first call.
+    /// `None` if another crate does.
+    #[doc(hidden)]
+    pub fn services<T: Any + Send + Sync>(&self, make: impl FnOnce() -> T) -> Option<&T> {
+        self.inner.services.get_or_init(|| AssertUnwindSafe(Box::new(make()))).downcast_ref()
     }
 
     /// The device.

@@ -96,16 +96,9 @@ pub use tags::TagScope;
 /// For the other crates of Aquifer. It may change in any release.
 #[doc(hidden)]
 pub mod internal {
-    use crate::Allocator;
-
     pub use crate::core::heap::{Block, Heap, Region};
     pub use crate::pools::private_pool::Busy;
     pub use crate::storage::record::AccessRecord;
     pub use crate::storage::{Outlived, Pass};
     pub use crate::types::{After, BlockId, PoolId, StreamId};
-
-    /// A number that no other open allocator of the process has.
-    pub fn identity(allocator: &Allocator) -> usize {
-        std::sync::Arc::as_ptr(allocator.inner()).addr()
-    }
 }

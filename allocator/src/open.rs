@@ -70,6 +70,9 @@ impl Drop for AtLast {
     fn drop(&mut self) {
         let Some(inner) = self.inner.take() else { return };
         let weak = Arc::downgrade(&inner);
+        if !fork::is_child() {
+            inner.state.end_handle();
+        }
         // Buffers may keep it open; bare allocations do not.
         let closes = Arc::strong_count(&inner) == 1 && !fork::is_child();
         let closing = Allocator::keeping(inner);

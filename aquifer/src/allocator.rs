@@ -3,11 +3,10 @@
 
 use std::fmt;
 use std::ops::Deref;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, OnceLock};
 
 use aquifer_allocator::{AllocError, Config};
-use aquifer_device::fork::{self, Mutex};
-use aquifer_device::{Device, Stream};
+use aquifer_device::{Device, fork};
 use aquifer_kernels::Kernels;
 use aquifer_transfer::{Runtime, TransferConfig};
 
@@ -30,35 +29,17 @@ use crate::error::Error;
 /// ```
 #[derive(Clone)]
 pub struct Allocator {
-    // Dropped before the memory below: see `SERVICES`.
-    services: Arc<Services>,
     memory: aquifer_allocator::Allocator,
 }
 
-/// What the buffers of an allocator use, made at the first use. Buffers keep it, and it does not
-/// keep the allocator.
+/// What the buffers of an allocator use, made at the first use and kept with the allocator.
 pub(crate) struct Services {
     device: Device,
     runtime: OnceLock<Arc<Runtime>>,
     kernels: OnceLock<Kernels>,
 }
 
-/// The services of all allocators, by the identity of the allocator.
-///
-/// A holder of services also holds their allocator, and drops the services first. So while the
-/// services are alive, no other allocator has its identity.
-static SERVICES: Mutex<Vec<(usize, Weak<Services>)>> = Mutex::new(Vec::new());
-
 impl Services {
-    /// Copies to and from memory of an allocator that has these services, on `stream`.
-    pub(crate) fn copies(
-        &self,
-        memory: &aquifer_allocator::Allocator,
-        stream: &Stream,
-    ) -> Result<aquifer_transfer::Transfer, Error> {
-        Ok(self.runtime()?.transfer(memory)?.on(stream)?)
-    }
-
     pub(crate) fn runtime(&self) -> Result<&Arc<Runtime>, Error> {
         if let Some(runtime) = self.runtime.get() {
             return Ok(runtime);
@@ -95,7 +76,7 @@ impl fmt::Debug for Services {
 
 impl From<aquifer_allocator::Allocator> for Allocator {
     fn from(memory: aquifer_allocator::Allocator) -> Allocator {
-        Allocator { services: Allocator::services_of(&memory), memory }
+        Allocator { memory }
     }
 }
 
@@ -155,37 +136,20 @@ impl Allocator {
     /// # Errors
     /// As [`Kernels::load`].
     pub fn kernels(&self) -> Result<Kernels, Error> {
-        self.services.kernels().cloned()
+        self.services()?.kernels().cloned()
     }
 
     /// What its buffers share.
-    pub(crate) fn services(&self) -> &Arc<Services> {
-        &self.services
+    pub(crate) fn services(&self) -> Result<&Services, Error> {
+        let device = || self.memory.device().clone();
+        let made =
+            self.memory.services(|| Services { device: device(), runtime: OnceLock::new(), kernels: OnceLock::new() });
+        made.ok_or_else(|| Error::other("another version of this crate serves the allocator"))
     }
 
     /// The allocator below, of untyped memory.
     pub(crate) fn untyped(&self) -> &aquifer_allocator::Allocator {
         &self.memory
-    }
-
-    pub(crate) fn with_services(services: &Arc<Services>, memory: &aquifer_allocator::Allocator) -> Allocator {
-        Allocator { services: services.clone(), memory: memory.clone() }
-    }
-
-    /// The services of an allocator whose memory came from below.
-    pub(crate) fn services_of(memory: &aquifer_allocator::Allocator) -> Arc<Services> {
-        let identity = aquifer_allocator::internal::identity(memory);
-        let mut known = SERVICES.lock();
-        if let Some(services) =
-            known.iter().find(|(id, _)| *id == identity).and_then(|(_, services)| services.upgrade())
-        {
-            return services;
-        }
-        known.retain(|(id, services)| *id != identity && services.strong_count() > 0);
-        let device = memory.device().clone();
-        let services = Arc::new(Services { device, runtime: OnceLock::new(), kernels: OnceLock::new() });
-        known.push((identity, Arc::downgrade(&services)));
-        services
     }
 }
 

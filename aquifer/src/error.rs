@@ -8,7 +8,7 @@ use aquifer_allocator::config::ConfigError;
 use aquifer_allocator::snapshot::SaveError;
 use aquifer_allocator::{AllocError, OomReport};
 use aquifer_device::{DeviceError, RequestError};
-use aquifer_kernels::{ConvertError, DType, KernelError};
+use aquifer_kernels::{ConvertError, DType, KernelError, UnknownDType};
 use aquifer_transfer::{Returned, TransferError};
 
 use crate::layout::LayoutError;
@@ -65,11 +65,8 @@ pub enum Error {
         needed: DType,
     },
     /// The caller named a dtype that this version does not know.
-    #[error("unknown dtype {name:?}")]
-    NoDType {
-        /// The name.
-        name: String,
-    },
+    #[error(transparent)]
+    UnknownDType(#[from] UnknownDType),
     /// The caller asked for device memory of a tensor that is elsewhere. Move it first.
     #[error("the tensor is on {place}, not on a device; move it with `Tensor::to`")]
     NotOnDevice {

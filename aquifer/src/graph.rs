@@ -10,7 +10,7 @@ use aquifer_transfer::HostUses;
 use bytemuck::Pod;
 
 use crate::allocator::Allocator;
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, Handle};
 use crate::error::Error;
 use crate::transfer::{Pending, Source};
 
@@ -460,7 +460,7 @@ impl<R> Graph<R> {
     }
 
     /// What the graph's work does with a buffer's memory; `None` if it does not use it.
-    pub fn access_to<T>(&self, buffer: &Buffer<T>) -> Option<AccessKind> {
+    pub fn access_to<T>(&self, buffer: &Buffer<T, impl Handle>) -> Option<AccessKind> {
         self.uses.of(buffer.storage())
     }
 

@@ -219,7 +219,8 @@ pub mod device {
     #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
     pub use aquifer_cuda as cuda;
     pub use aquifer_device::{
-        Capture, DeviceError, DeviceInfo, DevicePtr, ErrorKind, Event, Graph, RequestError, StreamFlags, Tick,
+        AccessKind, AccessRange, Capture, DeviceError, DeviceInfo, DevicePtr, ErrorKind, Event, Graph, HostKernel,
+        KernelArg, Launch, RawStream, RequestError, StreamFlags, Tick,
     };
 
     pub use crate::open::{DeviceSpec, OpenError, gpus};
@@ -234,15 +235,15 @@ pub mod device {
 /// Memory of a device: configuration, statistics, private pools for graphs.
 pub mod memory {
     pub use aquifer_allocator::{
-        Advice, AllocError, Allocation, Attribution, Config, Contents, Growable, HistoryOptions, KeptBy, MemoryStats,
-        OomReport, Part, PoolOptions, PoolStats, PrivatePool, Registration, SleepOptions, Snapshot, Stat, StayingAwake,
-        TagScope,
+        AccessGuard, Advice, AllocError, Allocation, Attribution, Config, Contents, Growable, HistoryOptions, KeptBy,
+        MemoryStats, OomReport, Part, PoolOptions, PoolStats, PrivatePool, Registration, SleepOptions, Snapshot, Stat,
+        StayingAwake, Storage, TagScope,
     };
 }
 
 /// The kernels that buffers and tensors use.
 pub mod kernels {
-    pub use aquifer_kernels::{DType, Element, KernelError, Kernels};
+    pub use aquifer_kernels::{DType, Element, KernelError, Kernels, UnknownDType};
 }
 
 /// The code of the pages for users, as documentation tests.

@@ -10,6 +10,8 @@ use aquifer_device::{Device, DeviceError, DeviceInfo, Operation, fork};
 #[cfg(feature = "sim")]
 use aquifer_sim::{SimConfig, SimConfigError, SimDriver};
 
+use crate::error::Error;
+
 /// The name of a device to open, as on a command line. [`open`] parses one and opens it.
 ///
 /// | text | device |
@@ -175,13 +177,13 @@ pub fn gpus() -> Result<Vec<DeviceInfo>, OpenError> {
 /// assert_eq!(device.info().total_bytes, 24 << 30);
 /// assert_ne!(aquifer::open("sim:24GiB")?.id(), device.id());
 /// println!("{}", aquifer::open("sim:lots").unwrap_err());
-/// # Ok::<(), aquifer::device::OpenError>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 ///
 /// # Errors
 /// When the text names no device, there is no such device, or its driver fails.
-pub fn open(spec: &str) -> Result<Device, OpenError> {
-    spec.parse::<DeviceSpec>()?.open()
+pub fn open(spec: &str) -> Result<Device, Error> {
+    Ok(spec.parse::<DeviceSpec>()?.open()?)
 }
 
 /// Opens the best device available: of the real GPUs that can be used, the one with the most
@@ -191,12 +193,12 @@ pub fn open(spec: &str) -> Result<Device, OpenError> {
 /// ```
 /// let device = aquifer::open_best()?;
 /// println!("{}: {}", device.label(), device.chosen_because().unwrap_or_default());
-/// # Ok::<(), aquifer::device::OpenError>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 ///
 /// # Errors
 /// When the device chosen cannot be opened.
-pub fn open_best() -> Result<Device, OpenError> {
+pub fn open_best() -> Result<Device, Error> {
     fork::check(Operation::Init)?;
     let (device, reason) = match gpu::best() {
         Ok((ordinal, reason)) => (gpu::open(ordinal)?, reason),
@@ -314,10 +316,11 @@ mod tests {
         assert_eq!(error.to_string(), "there is no GPU 7; there are: 0 (A), 1 (B) (CUDA_VISIBLE_DEVICES is \"3,4\")");
         assert!(DeviceSpec::Cpu.open().unwrap_err().to_string().contains("host"));
         let error = open("cuda:4000000000").unwrap_err();
+        let of_open = |is: fn(&OpenError) -> bool| matches!(&error, Error::Open(open) if is(open));
         #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
-        assert!(matches!(error, OpenError::NoSuchDevice { .. } | OpenError::Unavailable(_)), "{error}");
+        assert!(of_open(|open| matches!(open, OpenError::NoSuchDevice { .. } | OpenError::Unavailable(_))), "{error}");
         #[cfg(not(all(feature = "cuda", target_pointer_width = "64")))]
-        assert!(matches!(error, OpenError::NotBuilt { feature: "cuda", .. }), "{error}");
+        assert!(of_open(|open| matches!(open, OpenError::NotBuilt { feature: "cuda", .. })), "{error}");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Events: markers on a stream that other streams wait for, and that can measure time.
 
+use std::fmt;
 use std::sync::Arc;
 
 use crate::context::Context;
@@ -27,7 +28,6 @@ use crate::timeline::{Recording, Timeline};
 /// assert!(consumer.is_ordered_after(&tick));
 /// # Ok::<(), aquifer_device::DeviceError>(())
 /// ```
-#[derive(Debug)]
 pub struct Event {
     raw: RawEvent,
     context: Arc<Context>,
@@ -39,6 +39,12 @@ pub struct Event {
 struct Record {
     timeline: Arc<Timeline>,
     recording: Recording,
+}
+
+impl fmt::Debug for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Event").field("raw", &self.raw).finish_non_exhaustive()
+    }
 }
 
 impl Event {

@@ -1,5 +1,6 @@
 //! The handle of a stream.
 
+use std::fmt;
 use std::panic::Location;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -41,12 +42,17 @@ use crate::witness::CalledFrom;
 /// device.free(ptr)?;
 /// # Ok::<(), aquifer_device::DeviceError>(())
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Stream(Arc<StreamInner>);
 
 /// A reference to a stream that does not keep it alive.
-#[derive(Debug)]
 pub(crate) struct WeakStream(Weak<StreamInner>);
+
+impl fmt::Debug for WeakStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("WeakStream").field(&self.upgrade()).finish()
+    }
+}
 
 impl WeakStream {
     /// The stream, unless its last handle is gone.
@@ -60,7 +66,6 @@ impl WeakStream {
     }
 }
 
-#[derive(Debug)]
 struct StreamInner {
     timeline: Arc<Timeline>,
     context: Arc<Context>,
@@ -527,6 +532,12 @@ impl Stream {
     pub fn hold_off_captures(&self) -> Option<CapturesHeldOff<'_>> {
         self.end_abandoned_captures().ok()?;
         self.0.timeline.hold_off_captures()
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Stream").field("device", &self.device_id()).field("id", &self.id()).finish_non_exhaustive()
     }
 }
 

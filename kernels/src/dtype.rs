@@ -1,6 +1,7 @@
 //! The dtypes of elements, and the Rust types that have one.
 
 use std::fmt;
+use std::str::FromStr;
 
 use bytemuck::Pod;
 use half::{bf16, f16};
@@ -91,11 +92,6 @@ dtypes! {
 }
 
 impl DType {
-    /// The dtype with the given name.
-    pub fn from_name(name: &str) -> Option<DType> {
-        DType::ALL.iter().copied().find(|dtype| dtype.name() == name)
-    }
-
     /// The unsigned integers of the same size in place of signed ones: arithmetic that wraps gives
     /// both the same bits.
     pub(crate) const fn unsigned(self) -> DType {
@@ -131,6 +127,23 @@ impl DType {
             _ => None,
         }
     }
+}
+
+/// By its name, such as `bf16`.
+impl FromStr for DType {
+    type Err = UnknownDType;
+
+    fn from_str(name: &str) -> Result<DType, UnknownDType> {
+        let known = DType::ALL.iter().copied().find(|dtype| dtype.name() == name);
+        known.ok_or_else(|| UnknownDType { name: name.to_owned() })
+    }
+}
+
+/// A name that no dtype has.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unknown dtype {name:?}")]
+pub struct UnknownDType {
+    name: String,
 }
 
 impl fmt::Display for DType {

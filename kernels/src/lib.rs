@@ -125,7 +125,7 @@ mod spin;
 mod strided;
 
 pub use args::KernelParam;
-pub use dtype::{DType, Element};
+pub use dtype::{DType, Element, UnknownDType};
 pub use error::{KernelError, OperandError, OperandFault};
 pub use kernel::Kernel;
 pub use kernels::Kernels;

@@ -3,6 +3,7 @@
 pub use std::sync::{Arc, Mutex};
 pub use std::time::Duration;
 
+pub use aquifer::buffer::Handle;
 pub use aquifer::{Allocator, Buffer};
 pub use aquifer_allocator::config::Backing;
 pub use aquifer_allocator::{

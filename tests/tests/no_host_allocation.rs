@@ -4,6 +4,7 @@
 use std::error::Error;
 
 use allocation_counter::measure;
+use aquifer::prelude::{read, with, write};
 use aquifer_tests::prelude::*;
 
 /// Sizes of both pools, in an order that splits and merges blocks and moves them between bins.
@@ -91,4 +92,32 @@ fn blocks_given_back_by_another_thread_take_no_host_memory_either() {
     }
     assert_eq!(allocator.stats().allocation.all.freed, 2000);
     assert_eq!(counts, (0, 0), "allocations of the two threads in the last round");
+}
+
+#[test]
+fn access_to_one_or_two_buffers_takes_no_host_memory_and_more_take_one_list() {
+    let device = aquifer::open("sim:1GiB,checks=off").unwrap();
+    let (memory, stream) = (Allocator::new(&device, "").unwrap(), device.stream().unwrap());
+    let other = device.stream().unwrap();
+    let mut buffers = [(); 3].map(|()| memory.alloc_zeros::<f32>(100, &stream).unwrap());
+    let mut access = |count: usize, stream: &Stream| {
+        let [one, two, three] = &mut buffers;
+        let all = [read(one), write(two), write(three)];
+        with(stream, &all[..count], |_, _| Ok::<_, aquifer::Error>(())).unwrap();
+    };
+    let mut counts = |stream: &Stream| {
+        [1, 2, 3].map(|count| {
+            access(count, stream);
+            measure(|| access(count, stream)).count_total
+        })
+    };
+    assert_eq!(counts(&stream), [0, 0, 1]);
+    counts(&other);
+    assert_eq!(counts(&other), [0, 0, 1], "on another stream than theirs");
+
+    let alloc = || drop(std::hint::black_box(memory.alloc::<f32>(100, &stream).unwrap()));
+    alloc();
+    assert_eq!(measure(alloc).count_total, 1, "what its handles share");
+    let [x, ..] = &buffers;
+    assert_eq!(measure(|| assert_eq!(x.slice(10..).slice(..5).len(), 5)).count_total, 0);
 }

@@ -5,6 +5,7 @@
 //! go on.
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
@@ -27,7 +28,6 @@ pub(crate) struct Shared {
 
 /// A transfer in flight: to be waited for, queried, polled by a task, or ordered before later work
 /// of a stream. Dropping it lets the transfer go on.
-#[derive(Debug)]
 pub struct Completion {
     /// The steps that are not known to be complete, in the order of waits: one for each joined
     /// transfer.
@@ -37,6 +37,12 @@ pub struct Completion {
     /// `None` if it was complete from the start.
     shared: Option<Arc<Shared>>,
     started: Instant,
+}
+
+impl fmt::Debug for Completion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Completion").field("steps", &self.steps.len()).finish_non_exhaustive()
+    }
 }
 
 /// A part of a transfer.

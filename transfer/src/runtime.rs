@@ -358,6 +358,10 @@ fn access_host<'a>(
 
 impl fmt::Debug for Transfer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Transfer").field("device", self.device()).field("stream", &self.stream).finish_non_exhaustive()
+        let stream = self.stream.as_ref().map(Stream::id);
+        f.debug_struct("Transfer")
+            .field("device", &self.device().label())
+            .field("stream", &stream)
+            .finish_non_exhaustive()
     }
 }

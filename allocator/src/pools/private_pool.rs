@@ -2,6 +2,7 @@
 //! serves, and what keeps it from lending memory of its graphs.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::panic::Location;
@@ -55,10 +56,15 @@ use crate::types::{PoolId, Request, StreamId};
 /// # drop(inside);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Debug)]
 pub struct PrivatePool {
     pub(crate) allocator: Allocator,
     key: PoolKey,
+}
+
+impl fmt::Debug for PrivatePool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PrivatePool").field("key", &self.key).finish_non_exhaustive()
+    }
 }
 
 static NEXT_ROUTE: AtomicU64 = AtomicU64::new(0);

@@ -10,7 +10,7 @@ use std::panic::Location;
 use aquifer_device::internal::Launches;
 use aquifer_device::{DevicePtr, ErrorKind, Operation, Stream, fork};
 
-use crate::alloc::{grant_cached, grant_uncached};
+use crate::alloc::{Owner, grant_cached, grant_uncached};
 use crate::allocation::acting;
 use crate::allocator::{Allocator, all_open};
 use crate::error::AllocError;
@@ -43,7 +43,7 @@ impl Allocator {
     #[inline]
     pub fn alloc_raw(&self, bytes: u64, stream: &Stream) -> Result<DevicePtr, AllocError> {
         let at = Location::caller();
-        let searched = match grant_cached(self, bytes, stream, at, true) {
+        let searched = match grant_cached(self, bytes, stream, at, Owner::Raw) {
             Ok(granted) => return Ok(DevicePtr(granted.addr)),
             Err(searched) => searched,
         };
@@ -100,7 +100,7 @@ impl Allocator {
         if self.is_watched() {
             state.report_end(ptr, Some(at));
         }
-        state.free(block, StreamId::default(), None, UNKNOWN);
+        state.free(block, 0, None, UNKNOWN);
         Ok(())
     }
 

@@ -88,7 +88,19 @@ impl Count {
         }
     }
 
+    /// As [`Count::new`], if nothing sleeps or is about to, and no thread splits frames.
+    #[inline]
+    fn at_once(state: &'static AllocatorState, kind: Kind) -> Option<Count> {
+        let is_at_rest = || !state.has_flag(REFUSING | LOOKING | SPLITTING);
+        if !is_at_rest() {
+            return None;
+        }
+        let count = Count::unrefused(state, kind);
+        is_at_rest().then_some(count)
+    }
+
     /// As [`Count::new`], for a caller by which the allocator is kept awake already.
+    #[inline]
     fn unrefused(state: &'static AllocatorState, kind: Kind) -> Count {
         state.wake_locks.counts[kind as usize].fetch_add(1, Ordering::SeqCst);
         Count { state, kind }
@@ -102,6 +114,7 @@ impl fmt::Debug for Count {
 }
 
 impl Drop for Count {
+    #[inline]
     fn drop(&mut self) {
         self.state.wake_locks.counts[self.kind as usize].fetch_sub(1, Ordering::SeqCst);
     }
@@ -111,69 +124,81 @@ impl Drop for Count {
 /// [`Allocator::keep_awake`].
 #[must_use = "it ends when it is dropped"]
 pub struct WakeLock {
-    count: Count,
+    count: NotedCount,
     /// Keeps the allocator state in use by this allocator where no memory does.
-    _allocator: Option<Allocator>,
-    /// Bound to its thread.
-    _thread: PhantomData<*const ()>,
-}
-
-impl WakeLock {
-    /// The wake lock of an access guard on some memory; empty for any.
-    pub(crate) fn of_guard(state: &'static AllocatorState, memory: &Range<u64>) -> Result<WakeLock, AllocError> {
-        let count = Count::new(state, Kind::AccessGuard, memory)?;
-        Ok(WakeLock::noted(count, None))
-    }
-
-    /// Keeps the allocators of all this memory awake, for access guards on it.
-    pub(crate) fn of_all(
-        memory: impl Iterator<Item = (&'static AllocatorState, Range<u64>)>,
-    ) -> Result<Vec<WakeLock>, AllocError> {
-        let mut all: Vec<WakeLock> = Vec::new();
-        for (state, range) in memory {
-            if !all.iter().any(|one| std::ptr::eq(one.count.state, state)) {
-                all.push(WakeLock::of_guard(state, &range)?);
-            } else if state.refuses(&range) {
-                return Err(AllocError::Asleep);
-            }
-        }
-        Ok(all)
-    }
-
-    /// The wake lock of an access guard of a reservation, which keeps the allocator awake, too. The
-    /// guard counts of its own, because its thread has it even if it is forgotten.
-    pub(crate) fn of_reservation(state: &'static AllocatorState) -> WakeLock {
-        WakeLock::noted(Count::unrefused(state, Kind::AccessGuard), None)
-    }
-
-    fn noted(count: Count, allocator: Option<Allocator>) -> WakeLock {
-        note(count.state, count.kind);
-        WakeLock { count, _allocator: allocator, _thread: PhantomData }
-    }
+    _allocator: Allocator,
 }
 
 impl fmt::Debug for WakeLock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("WakeLock").field("kind", &self.count.kind).finish_non_exhaustive()
+        f.debug_struct("WakeLock").field("kind", &self.count.count.kind).finish_non_exhaustive()
     }
 }
 
-impl Drop for WakeLock {
+/// A count that its thread knows of.
+pub(crate) struct NotedCount {
+    count: Count,
+    /// Bound to its thread.
+    _thread: PhantomData<*const ()>,
+}
+
+impl NotedCount {
+    /// That of an access guard on some memory; empty for any.
+    pub(crate) fn of_guard(state: &'static AllocatorState, memory: &Range<u64>) -> Result<NotedCount, AllocError> {
+        Ok(NotedCount::new(Count::new(state, Kind::AccessGuard, memory)?))
+    }
+
+    /// As [`NotedCount::of_guard`]; `None` if it takes a closer look.
+    #[inline]
+    pub(crate) fn of_guard_at_once(state: &'static AllocatorState) -> Option<NotedCount> {
+        Count::at_once(state, Kind::AccessGuard).map(NotedCount::new)
+    }
+
+    /// That of an access guard of a reservation, which keeps the allocator awake, too. The guard
+    /// counts of its own, because its thread has it even if it is forgotten.
+    pub(crate) fn of_reservation(state: &'static AllocatorState) -> NotedCount {
+        NotedCount::new(Count::unrefused(state, Kind::AccessGuard))
+    }
+
+    /// That of access guards on all this memory; `None` if there is none.
+    pub(crate) fn of_all(
+        state: &'static AllocatorState,
+        memory: &[Range<u64>],
+    ) -> Result<Option<NotedCount>, AllocError> {
+        let Some((first, others)) = memory.split_first() else { return Ok(None) };
+        let count = NotedCount::of_guard(state, first)?;
+        if others.iter().any(|range| state.refuses(range)) { Err(AllocError::Asleep) } else { Ok(Some(count)) }
+    }
+
+    #[inline]
+    fn new(count: Count) -> NotedCount {
+        note(count.state, count.kind);
+        NotedCount { count, _thread: PhantomData }
+    }
+}
+
+impl Drop for NotedCount {
+    #[inline]
     fn drop(&mut self) {
         forget(self.count.state, self.count.kind);
     }
 }
 
 /// Notes a wake lock of this thread.
+#[inline]
 fn note(state: &'static AllocatorState, kind: Kind) {
     // Fails only on a thread that is ending.
     let _ = HERE.try_with(|here| here.borrow_mut().push((state, kind)));
 }
 
 /// Forgets a wake lock of this thread.
+#[inline]
 fn forget(state: &'static AllocatorState, kind: Kind) {
     let _ = HERE.try_with(|here| {
         let mut here = here.borrow_mut();
+        if here.pop_if(|&mut (other, of)| std::ptr::eq(other, state) && of == kind).is_some() {
+            return;
+        }
         let last = here.iter().rposition(|&(other, of)| std::ptr::eq(other, state) && of == kind);
         if let Some(at) = last {
             here.swap_remove(at);
@@ -212,7 +237,7 @@ impl AllocatorState {
     /// True if the calling thread may not begin to keep the allocator awake for the use of some
     /// memory.
     #[inline]
-    fn refuses(&'static self, memory: &Range<u64>) -> bool {
+    pub(crate) fn refuses(&'static self, memory: &Range<u64>) -> bool {
         self.has_flag(REFUSING | LOOKING) && self.refuses_now(memory)
     }
 
@@ -366,7 +391,7 @@ impl Allocator {
     pub fn keep_awake(&self) -> Result<WakeLock, AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Map)?;
         let count = Count::new(self.state(), Kind::Caller, &(0..0))?;
-        Ok(WakeLock::noted(count, Some(self.kept_open())))
+        Ok(WakeLock { count: NotedCount::new(count), _allocator: self.kept_open() })
     }
 
     /// Waits until the allocator is awake, for at most `timeout`. Returns true if it is awake, and

@@ -5,6 +5,7 @@
 
 use aquifer_device::fork;
 
+use crate::allocation::{KEEPS_OPEN, stream_of};
 use crate::core::Core;
 use crate::core::free::Then;
 use crate::state::{AllocatorState, StateGuard};
@@ -14,13 +15,21 @@ use crate::types::{BlockId, Freed, StreamId};
 /// How often a free tries the lock, which is mostly held for tens of nanoseconds.
 const TRIES: u32 = 16;
 
+/// A block that is given back, and the marks of its handle.
+#[derive(Debug)]
+pub(super) struct MarkedFree {
+    freed: Freed,
+    marked: u32,
+}
+
 impl AllocatorState {
     /// Gives a block back.
     ///
-    /// Not inlined, so that only these words of a handle are read, into registers.
+    /// Not inlined, so that only these words of a handle are read, into registers: `marked` is
+    /// that of the stream and the handle's marks.
     #[inline(never)]
-    pub(crate) fn free(&'static self, block: BlockId, stream: StreamId, on: Option<StreamId>, bytes: u64) {
-        let freed = Freed { block, stream, on, bytes };
+    pub(crate) fn free(&'static self, block: BlockId, marked: u32, on: Option<StreamId>, bytes: u64) {
+        let freed = MarkedFree { freed: Freed { block, stream: stream_of(marked), on, bytes }, marked };
         match self.try_shared() {
             Some(guard) => self.free_in(guard, freed),
             None => self.free_with_retries(freed),
@@ -28,17 +37,16 @@ impl AllocatorState {
     }
 
     #[inline(always)]
-    fn free_in(&'static self, mut guard: StateGuard, freed: Freed) {
-        guard.free(freed);
-        let was_last = guard.live() == 0;
+    fn free_in(&'static self, mut guard: StateGuard, freed: MarkedFree) {
+        let was_last = guard.free(freed);
         drop(guard);
-        if was_last && self.is_closed() && !fork::is_child() {
-            self.recycle_if_unused();
+        if was_last && !self.has_handles() && !fork::is_child() {
+            self.release_if_unused();
         }
     }
 
     #[cold]
-    fn free_with_retries(&'static self, mut freed: Freed) {
+    fn free_with_retries(&'static self, mut freed: MarkedFree) {
         // In a forked child, the thread that has the lock may be gone.
         if fork::is_child() {
             return;
@@ -53,10 +61,10 @@ impl AllocatorState {
             self.shared().apply_queued_frees();
             freed = back;
         }
-        // Either this sees that the allocator state closed, or `close` sees the entry.
+        // Either this sees that no handle is left, or the last one's `end_handle` sees the entry.
         fence(Ordering::SeqCst);
-        if self.is_closed() {
-            self.recycle_if_unused();
+        if !self.has_handles() {
+            self.release_if_unused();
         }
     }
 
@@ -76,11 +84,14 @@ impl StateGuard {
         }
     }
 
-    /// Frees a live block.
+    /// Frees a live block. True if the allocator may be unused then.
     #[inline(always)]
-    fn free(&mut self, freed: Freed) {
+    fn free(&mut self, MarkedFree { freed, marked }: MarkedFree) -> bool {
         if let Then::Waits = Core::free(self, freed) {
             self.show_waiting();
         }
+        let kept_open = marked & KEEPS_OPEN != 0;
+        self.locked.keeping_open -= u64::from(kept_open);
+        self.live() == 0 || (kept_open && self.locked.keeping_open == 0)
     }
 }

@@ -6,12 +6,14 @@
 //! reference count per allocation and no unsafe code, and nothing can dangle.
 //!
 //! Invariants (A4 is made of them):
-//! * an allocator state is recycled only when it is *closed* (no handle of the allocator is left)
-//!   and no allocation is live, and only once in each life: if several threads find it so, the
-//!   first one empties it, and an empty state is not recycled;
+//! * while blocks that keep the allocator open are live, the state has its *keeper*, a reference of
+//!   what all handles refer to. Without a handle, the last such block to be freed drops it;
+//! * an allocator state is recycled only when it is *closed* (nothing refers to the allocator) and
+//!   no allocation is live, and only once in each life: if several threads find it so, the first
+//!   one empties it, and an empty state is not recycled;
 //! * a thread that takes the lock to look at the heap first applies the frees queued before;
-//! * once an allocator state is closed, a thread that queued a free waits for the lock, so that the
-//!   last free cannot be left behind.
+//! * once the last handle is gone, a thread that queued a free waits for the lock, so that the last
+//!   free cannot be left behind.
 //!
 //! Lock order: the lock, and then leaf locks: the list of idle allocator states, the witness. No
 //! timeline is locked under it; only atomic values of timelines are read there. While it is held
@@ -22,6 +24,8 @@ mod free;
 #[cfg(all(test, aquifer_shuttle))]
 mod schedules;
 
+use std::any::Any;
+use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::panic::Location;
 use std::sync::Arc;
@@ -33,14 +37,16 @@ use aquifer_device::{Device, DevicePtr, NewBlock, Tick, Witness, fork};
 use crossbeam_queue::ArrayQueue;
 use crossbeam_utils::CachePadded;
 
+use free::MarkedFree;
+
 use crate::core::Core;
 use crate::core::heap::{Passed, Walk};
 use crate::core::limits::Holding;
 use crate::raw::table::RawTable;
-use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use crate::sync::{Mutex, MutexGuard};
 use crate::tags::Tag;
-use crate::types::{BlockId, Freed};
+use crate::types::BlockId;
 
 /// Reasons why an allocation may not take the fast path, as bits of [`AllocatorState::special()`].
 pub(crate) mod special {
@@ -61,7 +67,7 @@ pub(crate) mod special {
     pub(crate) const FORKED: u32 = 32;
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct AllocatorState {
     /// Fields that every operation reads and few write.
     read: CachePadded<Read>,
@@ -94,7 +100,7 @@ pub(crate) struct WakeLocks {
 const CAPACITY: usize = if cfg!(aquifer_shuttle) { 2 } else { 1024 };
 /// Blocks that were given back while another thread had the lock.
 #[derive(Debug)]
-struct FreedBlocks(ArrayQueue<Freed>);
+struct FreedBlocks(ArrayQueue<MarkedFree>);
 
 impl Default for FreedBlocks {
     fn default() -> FreedBlocks {
@@ -108,11 +114,21 @@ pub(crate) struct Locked {
     /// `None` while the allocator state is idle.
     device: Option<Device>,
     core: Core,
+    /// Live blocks that keep the allocator open.
+    keeping_open: u64,
+    /// Refers to the allocator while there are any.
+    keeper: Option<Keeper>,
+    /// True once nothing refers to the allocator.
+    is_closed: bool,
 }
+
+/// A reference of what the handles of an allocator refer to.
+pub(crate) type Keeper = Arc<dyn Any + Send + Sync>;
 
 #[derive(Debug, Default)]
 struct Read {
-    closed: AtomicBool,
+    /// Number of the allocator's handles; none is needed to keep it open.
+    handles: AtomicU32,
     /// Bits of [`special`].
     special: AtomicU32,
 }
@@ -127,6 +143,12 @@ shuttle::lazy_static! {
     static ref IDLE: fork::Mutex<Vec<&'static AllocatorState>> = fork::Mutex::new(Vec::new());
 }
 
+impl fmt::Debug for AllocatorState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("AllocatorState")
+    }
+}
+
 impl AllocatorState {
     /// An allocator state for a device, with a core that nothing was allocated from so far.
     pub(crate) fn open(device: Device, core: Core, special: u32) -> &'static AllocatorState {
@@ -137,10 +159,7 @@ impl AllocatorState {
         state.end_deciding(&core);
         let witness = device.witness().filter(|witness| witness.watches_blocks());
         *state.witness.write() = witness.cloned();
-        // Before the shared state is placed, so that a thread that comes late from the allocator
-        // state's last life finds the allocator state either empty or open.
-        state.read.closed.store(false, Ordering::SeqCst);
-        *state.shared.lock() = Locked { device: Some(device), core };
+        *state.shared.lock() = Locked { device: Some(device), core, ..Locked::default() };
         state
     }
 
@@ -250,30 +269,53 @@ impl AllocatorState {
         }
     }
 
-    /// True if the last handle of the allocator is gone.
+    /// True unless the last handle of the allocator is gone.
     #[inline]
-    pub(crate) fn is_closed(&self) -> bool {
-        self.read.closed.load(Ordering::SeqCst)
+    pub(crate) fn has_handles(&self) -> bool {
+        self.read.handles.load(Ordering::SeqCst) > 0
     }
 
-    /// Closes the allocator state, as the last handle of the allocator is gone.
-    pub(crate) fn close(&'static self) {
-        self.read.closed.store(true, Ordering::SeqCst);
-        // A thread that queued a free either sees the store, or taking the lock applies its free.
-        fence(Ordering::SeqCst);
-        self.recycle_if_unused();
+    /// A handle is made. Its maker refers to the allocator, so the state is not recycled.
+    pub(crate) fn begin_handle(&self) {
+        self.read.handles.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Recycles the allocator state if it is closed and unused, after applying the frees queued so
-    /// far. A thread that closed it, or freed its last block, may come here after another thread
-    /// recycled it, and even in the allocator state's next life. Then it finds an empty shared
-    /// state, or an allocator that is open, or one that is closed and unused as well.
-    #[cold]
-    pub(crate) fn recycle_if_unused(&'static self) {
-        let guard = self.lock();
-        if guard.device().is_some() && guard.live() == 0 && self.is_closed() {
-            self.recycle(guard);
+    /// A handle is gone. Blocks may keep the allocator open.
+    pub(crate) fn end_handle(&'static self) {
+        if self.read.handles.fetch_sub(1, Ordering::SeqCst) == 1 {
+            // A thread that queued a free either sees that, or taking the lock applies its free.
+            fence(Ordering::SeqCst);
+            self.release_if_unused();
         }
+    }
+
+    /// Closes the allocator state, as nothing refers to the allocator any more.
+    pub(crate) fn close(&'static self) {
+        self.shared().locked.is_closed = true;
+        self.release_if_unused();
+    }
+
+    /// What keeps the allocator open while a block lives that does.
+    pub(crate) fn keeper(&'static self) -> Option<Keeper> {
+        self.shared().locked.keeper.clone()
+    }
+
+    /// Drops the keeper if neither handles nor blocks need it, and recycles the allocator state if
+    /// it is closed and unused, after applying the frees queued so far. A thread that dropped the
+    /// last handle, or freed the last block, may come here after another thread recycled the state,
+    /// and even in its next life. Then it finds an empty shared state, or an allocator that is
+    /// open, or one that is closed and unused as well.
+    #[cold]
+    pub(crate) fn release_if_unused(&'static self) {
+        let mut guard = self.lock();
+        if guard.device().is_some() && guard.live() == 0 && guard.locked.is_closed {
+            return self.recycle(guard);
+        }
+        let is_unneeded = guard.locked.keeping_open == 0 && !self.has_handles();
+        let keeper = if is_unneeded { guard.locked.keeper.take() } else { None };
+        drop(guard);
+        // This may close the allocator.
+        drop(keeper);
     }
 
     /// Empties the allocator state and makes it available to the next allocator, which an access
@@ -341,6 +383,15 @@ impl StateGuard {
         std::mem::take(&mut *self.locked)
     }
 
+    /// Counts a live block that keeps the allocator open.
+    #[inline]
+    pub(crate) fn count_keeping_open(&mut self, keeper: &Arc<impl Any + Send + Sync>) {
+        if self.locked.keeper.is_none() {
+            self.locked.keeper = Some(keeper.clone());
+        }
+        self.locked.keeping_open += 1;
+    }
+
     /// What is held of a device. Nothing, if the state serves an allocator of another one by now.
     pub(crate) fn held_on(&self, device: &Device) -> Holding {
         let is_own = self.device().is_some_and(|own| own.id() == device.id());
@@ -384,7 +435,7 @@ pub fn close_abandoned() {
 /// Hands all memory to the device object, which gives it back at a later call of the device, once
 /// the work that may use it is done. Drops the handle of the device where driver calls are allowed.
 fn close_later(locked: Locked) {
-    let Locked { device: Some(device), mut core } = locked else { return };
+    let Locked { device: Some(device), mut core, .. } = locked else { return };
     let uses = last_uses(&core, &device).map(Arc::new);
     for region in core.heap().regions().filter(|region| !region.is_paged()) {
         device.free_after(DevicePtr(region.addr), uses.as_ref());

@@ -12,7 +12,7 @@ use aquifer_sim::{SimConfig, SimDriver};
 use shuttle::thread;
 
 use super::{AllocatorState, IDLE};
-use crate::{Allocation, Allocator, Config};
+use crate::{ALIGNMENT, Allocation, Allocator, Config};
 
 const SIZE: u64 = 4096;
 const LONG: Duration = Duration::from_secs(1);
@@ -86,6 +86,30 @@ fn frees_that_race_with_each_other_and_with_the_last_handle() {
         let [one, two] = [0; 2].map(|_| allocator.alloc_bytes(SIZE, &stream).unwrap());
         let state = allocator.state();
         join([drop_in_thread(one), drop_in_thread(two), thread::spawn(move || drop(allocator))]);
+        assert_idle_once(state);
+    });
+}
+
+/// They keep the allocator open, and each may be the last to.
+#[test]
+fn storages_that_race_with_each_other_and_with_the_last_handle() {
+    explore(|| {
+        let (_, device) = device();
+        let allocator = open(&device);
+        let stream = device.stream().unwrap();
+        let [one, two, three] = [0; 3].map(|_| allocator.alloc_storage(SIZE, ALIGNMENT, &stream).unwrap());
+        let state = allocator.state();
+        join([
+            thread::spawn(move || drop(one)),
+            thread::spawn(move || drop(allocator)),
+            thread::spawn(move || {
+                let again = two.allocator();
+                assert!(std::ptr::eq(again.state(), state));
+                drop(two);
+                drop(again.alloc_storage(SIZE, ALIGNMENT, &stream).unwrap());
+            }),
+            thread::spawn(move || drop(three)),
+        ]);
         assert_idle_once(state);
     });
 }

@@ -1,22 +1,25 @@
 //! Buffers of memory that another library owns.
 
-use std::fmt;
-
 use aquifer_device::fork::Mutex;
 use aquifer_device::{DevicePtr, Tick};
+
+use crate::allocator::Allocator;
 
 pub(super) type Release = Box<dyn FnOnce(&[Tick]) + Send>;
 
 /// Memory that another library owns, and how to give it back.
 pub(crate) struct Foreign {
+    /// Kept open.
+    pub(super) allocator: Allocator,
     pub(super) ptr: DevicePtr,
     pub(super) bytes: u64,
     pub(super) release: Mutex<Option<Release>>,
 }
 
-impl fmt::Debug for Foreign {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Foreign").field("ptr", &self.ptr).field("bytes", &self.bytes).finish_non_exhaustive()
+impl Foreign {
+    /// Zero bytes, which nobody owns.
+    pub(super) fn nothing(allocator: &Allocator) -> Foreign {
+        Foreign { allocator: allocator.kept_open(), ptr: DevicePtr(0), bytes: 0, release: Mutex::new(None) }
     }
 }
 
@@ -31,7 +34,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::{AccessGuard, Allocator, Config};
+    use crate::{AccessGuard, Config};
 
     #[test]
     fn imported_memory_is_ordered_and_goes_back_with_the_ticks_of_its_uses() {

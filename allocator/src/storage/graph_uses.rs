@@ -23,9 +23,10 @@ use crate::allocator::Allocator;
 use crate::core::pools::PoolKey;
 use crate::error::AllocError;
 use crate::pools::private_pool::{Busy, PrivatePool};
-use crate::sleep::wake_lock::WakeLock;
+use crate::sleep::wake_lock::NotedCount;
 use crate::state::AllocatorState;
 use crate::storage::Storage;
+use crate::storage::guard::Held;
 use crate::types::StreamId;
 
 /// The memory that a graph uses: collected while the graph is captured, and ordered whenever it is
@@ -134,18 +135,14 @@ impl GraphUses {
     }
 
     /// Notes those of the accesses that are captured, and takes them out.
-    pub(crate) fn take_captured(wanted: &mut Vec<(&Stream, &Arc<Storage>, AccessKind)>) -> Result<(), AllocError> {
-        let collecting = |stream: &Stream| stream.launches_of_capture()?.kept::<GraphUses>();
-        if wanted.iter().all(|(stream, ..)| collecting(stream).is_none()) {
-            return Ok(());
-        }
+    pub(super) fn take_captured(wanted: &mut Vec<Held<'_>>) -> Result<(), AllocError> {
         let mut result = Ok(());
-        wanted.retain(|&(stream, storage, kind)| match collecting(stream) {
-            Some(uses) => {
-                result = std::mem::replace(&mut result, Ok(())).and_then(|()| uses.note(storage, kind, stream));
-                false
-            }
-            None => true,
+        wanted.retain(|&Held { stream, storage, kind, .. }| {
+            let Some(uses) = stream.launches_of_capture().and_then(|launches| launches.kept::<GraphUses>()) else {
+                return true;
+            };
+            result = std::mem::replace(&mut result, Ok(())).and_then(|()| uses.note(storage, kind, stream));
+            false
         });
         result
     }
@@ -153,7 +150,7 @@ impl GraphUses {
     fn note(&self, storage: &Arc<Storage>, kind: AccessKind, stream: &Stream) -> Result<(), AllocError> {
         let place = Arc::as_ptr(storage).addr();
         let mut uses = storage.hold()?;
-        let is_own = uses.captured_in == Some(self.graph);
+        let is_own = uses.captured_in() == Some(self.graph);
         if is_own {
             uses.note_user(storage.memory(), stream)?;
         }
@@ -225,7 +222,7 @@ impl GraphUses {
         fork::check(Operation::LaunchGraph)?;
         let busy = self.lends.then(|| Busy::begin(self.state, self.pool));
         let ranges: Vec<Range<u64>> = self.noted.lock().ranges.iter().map(|(&start, &end)| start..end).collect();
-        let keep_awake = || WakeLock::of_all(ranges.iter().map(|range| (self.state, range.clone())));
+        let keep_awake = || NotedCount::of_all(self.state, &ranges);
         let mut awake = keep_awake()?;
         if let Some((busy, 1..)) = &busy {
             // Room is made without keeping the allocator awake, as for requests.

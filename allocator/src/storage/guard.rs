@@ -20,10 +20,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use aquifer_device::fork::parking_lot::MutexGuard;
-use aquifer_device::{AccessKind, Stream, Tick};
+use aquifer_device::{AccessKind, DevicePtr, Stream, Tick};
 
 use crate::error::AllocError;
-use crate::sleep::wake_lock::{Count, Kind, WakeLock};
+use crate::sleep::wake_lock::{Count, Kind, NotedCount};
 use crate::storage::{GraphUses, Storage, Uses};
 
 /// A stream's access guard on some memory: the scope in which the stream enqueues work that uses
@@ -73,12 +73,29 @@ use crate::storage::{GraphUses, Storage, Uses};
 /// device.assert_no_violations();
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Debug)]
 #[must_use = "the access guard ends when it is dropped"]
 pub struct AccessGuard<'a> {
-    held: Vec<(LockedUses<'a>, AccessKind, &'a Stream)>,
-    /// Dropped after the access guard has noted the work.
-    _awake: Vec<WakeLock>,
+    /// What most guards hold, of a single stream. Written in place: a list would take it by way of
+    /// the stack, from where it is read back in larger pieces than it was written, which stalls.
+    few: [Option<Held<'a>>; 2],
+    many: Vec<Held<'a>>,
+}
+
+/// Memory that an access guard is wanted for, and what it holds of that.
+pub(super) struct Held<'a> {
+    pub(super) stream: &'a Stream,
+    pub(super) storage: &'a Arc<Storage>,
+    pub(super) kind: AccessKind,
+    uses: Option<LockedUses<'a>>,
+    /// Of the first memory of each allocator. Dropped after the work is noted.
+    awake: Option<NotedCount>,
+}
+
+impl fmt::Debug for AccessGuard<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let memory = self.few.iter().flatten().count() + self.many.len();
+        f.debug_struct("AccessGuard").field("memory", &memory).finish_non_exhaustive()
+    }
 }
 
 impl<'a> AccessGuard<'a> {
@@ -95,7 +112,39 @@ impl<'a> AccessGuard<'a> {
         stream: &'a Stream,
         memory: &[(&'a Arc<Storage>, AccessKind)],
     ) -> Result<AccessGuard<'a>, AllocError> {
-        AccessGuard::acquire_all(memory.iter().map(|&(storage, kind)| (stream, storage, kind)).collect())
+        let mut access = AccessGuard::none();
+        access.take(stream, memory.iter().copied())?;
+        Ok(access)
+    }
+
+    /// An access guard on no memory, for [`AccessGuard::take`].
+    #[doc(hidden)]
+    #[inline]
+    pub fn none() -> AccessGuard<'a> {
+        AccessGuard { few: [None, None], many: Vec::new() }
+    }
+
+    /// Makes a guard on no memory what [`AccessGuard::acquire`] returns, without copying it.
+    ///
+    /// # Errors
+    /// As [`AccessGuard::acquire`]. The guard is on no memory then.
+    #[doc(hidden)]
+    #[inline]
+    pub fn take(
+        &mut self,
+        stream: &'a Stream,
+        memory: impl ExactSizeIterator<Item = (&'a Arc<Storage>, AccessKind)> + Clone,
+    ) -> Result<(), AllocError> {
+        let mut first = memory.clone();
+        let is_taken = match (memory.len(), first.next(), first.next()) {
+            (1, Some(one), _) => self.take_one(stream, one)?,
+            (2, Some(one), Some(two)) => self.take_two(stream, one, two)?,
+            _ => false,
+        };
+        if is_taken {
+            return Ok(());
+        }
+        self.take_all(memory.map(|(storage, kind)| Held::new(stream, storage, kind)).collect())
     }
 
     /// As [`AccessGuard::acquire`], for several streams, each with the memory that it uses: the
@@ -128,52 +177,101 @@ impl<'a> AccessGuard<'a> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn of_streams(work: &[(&'a Stream, &'a Arc<Storage>, AccessKind)]) -> Result<AccessGuard<'a>, AllocError> {
-        AccessGuard::acquire_all(work.to_vec())
+        let mut access = AccessGuard::none();
+        access.take_all(work.iter().map(|&(stream, storage, kind)| Held::new(stream, storage, kind)).collect())?;
+        Ok(access)
     }
 
-    fn acquire_all(mut wanted: Vec<(&'a Stream, &'a Arc<Storage>, AccessKind)>) -> Result<AccessGuard<'a>, AllocError> {
+    /// What [`AccessGuard::take_all`] does, for one piece of memory where nothing is in the way. False
+    /// if something is.
+    #[inline(never)]
+    fn take_one(
+        &mut self,
+        stream: &'a Stream,
+        (storage, kind): (&'a Arc<Storage>, AccessKind),
+    ) -> Result<bool, AllocError> {
+        if !is_plain(stream)? || !storage.is_plain_for(stream) {
+            return Ok(false);
+        }
+        let Some(awake) = NotedCount::of_guard_at_once(storage.state()) else { return Ok(false) };
+        let Some(mut uses) = LockedUses::at_once(storage, kind) else { return Ok(false) };
+        uses.order(storage, stream, kind)?;
+        self.few[0] = Some(Held { stream, storage, kind, uses: Some(uses), awake: Some(awake) });
+        Ok(true)
+    }
+
+    /// As [`AccessGuard::take_one`], for two pieces of memory of one allocator.
+    #[inline(never)]
+    fn take_two(
+        &mut self,
+        stream: &'a Stream,
+        one: (&'a Arc<Storage>, AccessKind),
+        two: (&'a Arc<Storage>, AccessKind),
+    ) -> Result<bool, AllocError> {
+        let state = one.0.state();
+        if !is_plain(stream)?
+            || !one.0.is_plain_for(stream)
+            || !two.0.is_plain_for(stream)
+            || !std::ptr::eq(state, two.0.state())
+        {
+            return Ok(false);
+        }
+        let ((storage, kind), (other, and)) = if one.0.order() <= two.0.order() { (one, two) } else { (two, one) };
+        let Some(awake) = NotedCount::of_guard_at_once(state) else { return Ok(false) };
+        let Some(mut uses) = LockedUses::at_once(storage, kind) else { return Ok(false) };
+        // If both are one, this thread has the lock already.
+        let Some(mut others) = LockedUses::at_once(other, and) else { return Ok(false) };
+        uses.order(storage, stream, kind)?;
+        others.order(other, stream, and)?;
+        self.few[0] = Some(Held { stream, storage, kind, uses: Some(uses), awake: Some(awake) });
+        self.few[1] = Some(Held { stream, storage: other, kind: and, uses: Some(others), awake: None });
+        Ok(true)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn take_all(&mut self, mut wanted: Vec<Held<'a>>) -> Result<(), AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
-        wanted.retain(|(_, storage, _)| storage.bytes() > 0);
-        // By the memory's address, the same order for all guards, so that they do not wait for each
-        // other in a circle; and writing before reading, so that removing duplicates keeps it.
-        let place = |stream: &Stream, storage: &Arc<Storage>| (Arc::as_ptr(storage), stream.device_id(), stream.id());
-        wanted.sort_unstable_by_key(|&(stream, storage, kind)| {
-            (storage.device_id(), storage.ptr(), place(stream, storage), std::cmp::Reverse(kind))
-        });
-        wanted.dedup_by_key(|(stream, storage, _)| place(stream, storage));
-        if let Some((stream, storage, _)) =
-            wanted.iter().find(|(stream, storage, _)| storage.device_id() != stream.device_id())
+        wanted.retain(|held| held.storage.bytes() > 0);
+        // The same order for all guards, so that they do not wait for each other in a circle; and
+        // writing before reading, so that removing duplicates keeps it.
+        let place = |held: &Held<'_>| (held.storage.order(), held.stream.device_id(), held.stream.id());
+        wanted.sort_unstable_by_key(|held| (place(held), std::cmp::Reverse(held.kind)));
+        wanted.dedup_by_key(|held| place(held));
+        if let Some(Held { stream, storage, .. }) =
+            wanted.iter().find(|held| held.storage.device_id() != held.stream.device_id())
         {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
-        wanted.iter().try_for_each(|(stream, ..)| stream.end_abandoned_captures())?;
-        let awake = WakeLock::of_all(wanted.iter().map(|(_, storage, _)| storage.place()))?;
+        wanted.iter().try_for_each(|held| held.stream.end_abandoned_captures())?;
+        keep_awake(&mut wanted)?;
         GraphUses::take_captured(&mut wanted)?;
-        let mut access = AccessGuard { held: Vec::new(), _awake: awake };
-        let mut held = lock_unreserved(&wanted)?;
-        for ((stream, storage, kind), uses) in wanted.iter().zip(&mut held) {
-            uses.note_free(Some(stream));
-            uses.order(storage.memory(), stream, *kind)?;
+        lock_unreserved(&mut wanted)?;
+        for Held { stream, storage, kind, uses, .. } in &mut wanted {
+            if let Some(uses) = uses {
+                uses.note_free(Some(stream));
+                uses.order(storage, stream, *kind)?;
+            }
         }
-        access.held.extend(held.into_iter().zip(wanted).map(|(uses, (stream, _, kind))| (uses, kind, stream)));
-        Ok(access)
+        self.many = wanted;
+        Ok(())
     }
 
     /// Takes an access guard on memory that the caller has reserved.
     pub(crate) fn reserved(
         stream: &'a Stream,
-        storage: &'a Storage,
+        storage: &'a Arc<Storage>,
         kind: AccessKind,
     ) -> Result<AccessGuard<'a>, AllocError> {
         if storage.device_id() != stream.device_id() {
             return Err(AllocError::wrong_device("buffer", storage.device_id(), stream.device_id()));
         }
         stream.end_abandoned_captures()?;
-        let (state, _) = storage.place();
-        let awake = WakeLock::of_reservation(state);
-        let mut held = storage.hold()?;
-        held.order(storage.memory(), stream, kind)?;
-        Ok(AccessGuard { held: vec![(held, kind, stream)], _awake: vec![awake] })
+        let awake = Some(NotedCount::of_reservation(storage.state()));
+        let mut uses = storage.hold()?;
+        uses.order(storage, stream, kind)?;
+        let held = Held { stream, storage, kind, uses: Some(uses), awake };
+        Ok(AccessGuard { few: [Some(held), None], many: Vec::new() })
     }
 
     /// Notes that work of another device's stream reads `storage`, which the access guard must be
@@ -182,34 +280,75 @@ impl<'a> AccessGuard<'a> {
     /// caller must hold a handle until the tick is done.
     #[doc(hidden)]
     pub fn note_reader(&mut self, storage: &Storage, tick: &Tick) {
-        let held = self.held.iter_mut().filter(|(held, ..)| held.is_of(storage));
-        held.for_each(|(held, ..)| held.record.note(tick.clone(), AccessKind::Read));
+        let held = self.few.iter_mut().flatten().chain(&mut self.many);
+        let uses = held.filter(|held| std::ptr::eq(&**held.storage, storage)).filter_map(|held| held.uses.as_mut());
+        uses.for_each(|uses| uses.others_mut().record.note(tick.clone(), AccessKind::Read));
     }
+}
+
+impl<'a> Held<'a> {
+    /// Nothing yet.
+    fn new(stream: &'a Stream, storage: &'a Arc<Storage>, kind: AccessKind) -> Held<'a> {
+        Held { stream, storage, kind, uses: None, awake: None }
+    }
+
+    /// Notes the work that was enqueued.
+    #[inline]
+    fn note(&mut self) {
+        if let Some(uses) = &mut self.uses {
+            uses.note_now(self.stream, self.kind);
+        }
+    }
+}
+
+/// False if the stream captures. Ends captures that were dropped.
+#[inline]
+fn is_plain(stream: &Stream) -> Result<bool, AllocError> {
+    aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
+    stream.end_abandoned_captures()?;
+    Ok(stream.timeline().device_id_unless_capturing() == stream.device_id())
+}
+
+/// Keeps the allocators of all this memory awake.
+fn keep_awake(wanted: &mut [Held<'_>]) -> Result<(), AllocError> {
+    for at in 0..wanted.len() {
+        let (state, range) = wanted[at].storage.place();
+        // The first memory of an allocator is among the first.
+        if !wanted[..at].iter().any(|before| before.awake.is_some() && std::ptr::eq(before.storage.state(), state)) {
+            wanted[at].awake = Some(NotedCount::of_guard(state, &range)?);
+        } else if state.refuses(&range) {
+            return Err(AllocError::Asleep);
+        }
+    }
+    Ok(())
 }
 
 /// Locks all storages, in the given order, once no reservation conflicts. While it waits for the
 /// end of a reservation it holds no lock, because the threads that end reservations may need any of
 /// them.
-fn lock_unreserved<'a>(wanted: &[(&Stream, &'a Arc<Storage>, AccessKind)]) -> Result<Vec<LockedUses<'a>>, AllocError> {
-    let mut held = Vec::with_capacity(wanted.len());
-    while let Some((_, storage, kind)) = wanted.get(held.len()) {
-        let mut next = storage.hold()?;
-        if next.record.is_reserved_against(*kind) {
-            held.clear();
-            next.wait_unreserved(*kind);
+fn lock_unreserved(wanted: &mut [Held<'_>]) -> Result<(), AllocError> {
+    let mut at = 0;
+    while let Some(next) = wanted.get_mut(at) {
+        let mut uses = next.storage.hold()?;
+        if uses.is_reserved_against(next.kind) {
+            let kind = next.kind;
+            wanted[..at].iter_mut().for_each(|held| held.uses = None);
+            uses.wait_unreserved(kind);
+            at = 0;
         } else {
-            next.report_failure()?;
-            held.push(next);
+            uses.report_failure()?;
+            next.uses = Some(uses);
+            at += 1;
         }
     }
-    Ok(held)
+    Ok(())
 }
 
 impl Drop for AccessGuard<'_> {
+    #[inline]
     fn drop(&mut self) {
-        for (held, kind, stream) in &mut self.held {
-            held.record.note(stream.tick(), *kind);
-        }
+        self.few.iter_mut().flatten().for_each(Held::note);
+        self.many.iter_mut().for_each(Held::note);
     }
 }
 
@@ -275,7 +414,7 @@ impl Reservation {
         let count = Count::new(state, Kind::Reservation, &range)?;
         let mut uses = storage.lock_unreserved(kind)?;
         uses.note_free(None);
-        uses.record.reserve(kind);
+        uses.others_mut().record.reserve(kind);
         drop(uses);
         Ok(Reservation { _count: count, storage: storage.clone(), kind })
     }
@@ -294,8 +433,8 @@ impl Reservation {
     /// this thread has an access guard on the memory.
     pub fn prepare(&self, stream: &Stream) -> Result<(), AllocError> {
         aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
-        let held = self.storage.hold()?;
-        held.record
+        let mut held = self.storage.hold()?;
+        held.record(self.storage.state())
             .before(self.kind)
             .filter(|tick| !stream.is_ordered_after(tick))
             .try_for_each(|tick| Ok(tick.cover()?))
@@ -305,7 +444,7 @@ impl Reservation {
     /// error reports it. It returns `None` while a caller can ask for the result, and once one did.
     pub fn note_failure(&self, unreported: impl Fn() -> Option<Arc<dyn Error + Send + Sync>> + Send + 'static) {
         // Fails only within an access guard of this thread, which the work's threads do not have.
-        let _ = self.storage.hold().map(|mut held| held.failure = Some(Failure(Box::new(unreported))));
+        let _ = self.storage.hold().map(|mut held| held.others_mut().failure = Some(Failure(Box::new(unreported))));
     }
 
     /// Takes an access guard of a stream with the memory, for the work that the reservation was
@@ -348,6 +487,18 @@ impl UnwindSafe for LockedUses<'_> {}
 impl RefUnwindSafe for LockedUses<'_> {}
 
 impl Storage {
+    /// The place of the memory in the order in which access guards lock: by its address.
+    #[inline]
+    fn order(self: &Arc<Self>) -> (u32, DevicePtr, *const Storage) {
+        (self.device_id(), self.ptr(), Arc::as_ptr(self))
+    }
+
+    /// True if there is memory, of the stream's device.
+    #[inline]
+    fn is_plain_for(&self, stream: &Stream) -> bool {
+        self.device_id() == stream.device_id() && self.bytes() > 0
+    }
+
     /// Locks the uses of the memory.
     ///
     /// # Errors
@@ -379,7 +530,7 @@ impl Storage {
     /// end of that guard.
     pub(crate) fn end_reservation(&self, kind: AccessKind) {
         match self.hold() {
-            Ok(mut held) => held.record.end_reservation(kind),
+            Ok(mut held) => held.others_mut().record.end_reservation(kind),
             Err(_) => {
                 self.holder.ended.fetch_add(1, Ordering::Relaxed);
                 return;
@@ -389,16 +540,21 @@ impl Storage {
     }
 }
 
-impl LockedUses<'_> {
-    /// Whether these are the uses of the given storage.
-    pub(crate) fn is_of(&self, storage: &Storage) -> bool {
-        std::ptr::eq(self.storage, storage)
+impl<'a> LockedUses<'a> {
+    /// The uses of memory that no thread has locked, and that no reservation, failed work or stream
+    /// without access guards keeps from being used at once.
+    #[inline]
+    fn at_once(storage: &'a Storage, kind: AccessKind) -> Option<LockedUses<'a>> {
+        let uses = storage.uses.try_lock()?;
+        storage.holder.mark();
+        let uses = LockedUses { storage, uses };
+        uses.others.as_ref().is_none_or(|others| others.are_plain_for(kind)).then_some(uses)
     }
 
     /// Waits until no reservation conflicts with an access of this kind. The lock is released
     /// meanwhile.
     pub(crate) fn wait_unreserved(&mut self, kind: AccessKind) {
-        while self.uses.record.is_reserved_against(kind) {
+        while self.uses.is_reserved_against(kind) {
             self.storage.holder.unmark();
             self.storage.unreserved.wait_in_place(&mut self.uses);
             self.storage.holder.mark();
@@ -410,10 +566,11 @@ impl LockedUses<'_> {
     /// # Errors
     /// [`AllocError::NotWritten`].
     fn report_failure(&mut self) -> Result<(), AllocError> {
-        let Some(cause) = self.uses.failure.as_ref().and_then(|Failure(unreported)| unreported()) else {
+        let Some(others) = &mut self.uses.others else { return Ok(()) };
+        let Some(cause) = others.failure.as_ref().and_then(|Failure(unreported)| unreported()) else {
             return Ok(());
         };
-        self.uses.failure = None;
+        others.failure = None;
         Err(AllocError::NotWritten { cause })
     }
 
@@ -422,12 +579,9 @@ impl LockedUses<'_> {
     #[cold]
     fn end_reservations(&mut self) {
         for _ in 0..self.storage.holder.ended.swap(0, Ordering::Relaxed) {
-            let kind = if self.uses.record.is_reserved_against(AccessKind::Read) {
-                AccessKind::Write
-            } else {
-                AccessKind::Read
-            };
-            self.uses.record.end_reservation(kind);
+            let kind =
+                if self.uses.is_reserved_against(AccessKind::Read) { AccessKind::Write } else { AccessKind::Read };
+            self.uses.others_mut().record.end_reservation(kind);
         }
         self.storage.unreserved.notify_all();
     }
@@ -448,6 +602,7 @@ impl DerefMut for LockedUses<'_> {
 }
 
 impl Drop for LockedUses<'_> {
+    #[inline]
     fn drop(&mut self) {
         if self.storage.holder.ended.load(Ordering::Relaxed) > 0 {
             self.end_reservations();

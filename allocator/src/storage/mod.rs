@@ -18,18 +18,20 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::panic::Location;
 use std::sync::Arc;
 
 use aquifer_device::fork::{Condvar, Mutex};
 use aquifer_device::internal::Timeline;
 use aquifer_device::{AccessKind, DevicePtr, Stream, Tick};
 
-use crate::allocation::Allocation;
-use crate::allocator::Allocator;
+use crate::alloc::{Owner, grant_cached};
+use crate::allocation::{Allocation, KEEPS_OPEN, LiveBlock};
+use crate::allocator::{ALIGNMENT, Allocator};
 use crate::backing::paged::dedicated::DedicatedMemory;
 use crate::error::AllocError;
 use crate::pools::private_pool::PrivatePool;
-use crate::sleep::wake_lock::WakeLock;
+use crate::sleep::wake_lock::NotedCount;
 use crate::state::AllocatorState;
 use crate::sync::Holder;
 
@@ -44,7 +46,7 @@ use guard::Failure;
 pub use guard::{AccessGuard, Reservation};
 pub use pass::{Outlived, Pass};
 
-use crate::types::StreamId;
+use crate::types::{Granted, StreamId};
 use foreign::{Foreign, Release};
 use record::AccessRecord;
 
@@ -52,7 +54,6 @@ use record::AccessRecord;
 /// an [`crate::AccessGuard`] orders later work.
 pub struct Storage {
     memory: Memory,
-    allocator: Allocator,
     device_id: u32,
     pub(crate) uses: Mutex<Uses>,
     /// Notified when a reservation ends.
@@ -61,25 +62,43 @@ pub struct Storage {
     pub(crate) holder: Holder,
 }
 
-/// The memory of a storage.
-#[derive(Debug)]
+/// The memory of a storage, whose allocator stays open as long.
 pub(crate) enum Memory {
-    /// A block of a heap, whose allocator stays open as long.
-    Block(Allocation),
+    /// A block of a heap.
+    Block(LiveBlock),
     /// Memory outside of heaps.
     Dedicated(Arc<DedicatedMemory>),
-    /// Memory that another library owns.
+    /// Memory that another library owns, or zero bytes.
     Foreign(Foreign),
 }
 
 /// The uses of a storage.
+///
+/// Mostly one stream alone uses it, its *home*: that for which the allocator handed out the block.
+/// Ticks of that stream are kept as numbers, since the allocator knows the stream, and a [`Tick`]
+/// counts a reference.
 #[derive(Debug)]
 pub(crate) struct Uses {
+    /// The last access of the home stream that writes, if it is the last of all; or [`NO_TICK`].
+    written: u64,
+    /// The last access of the home stream that reads what was written; or [`NO_TICK`].
+    read: u64,
+    /// The stream that the memory was handed out for.
+    first: u32,
+    /// The same, if the allocator knows its timeline; or [`NO_STREAM`].
+    home: u32,
+    others: Option<Box<Others>>,
+}
+
+const NO_TICK: u64 = u64::MAX;
+const NO_STREAM: u32 = u32::MAX;
+
+/// What is not about the home stream alone.
+#[derive(Debug, Default)]
+pub(crate) struct Others {
     pub(crate) record: AccessRecord,
     /// Streams that may use the memory without access guards.
     free: Vec<Arc<Timeline>>,
-    /// The stream that the memory was handed out for.
-    first: u32,
     /// The number of the graph whose capture the memory was handed out in ([`Launches::number`]).
     captured_in: Option<u64>,
     /// Other streams that are recorded with the allocation.
@@ -95,15 +114,23 @@ impl Allocator {
     /// # Errors
     /// As [`Allocator::alloc_aligned`].
     #[track_caller]
+    #[inline]
     pub fn alloc_storage(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
+        if alignment == ALIGNMENT
+            && let Ok(Granted { block, addr }) = grant_cached(self, bytes, stream, Location::caller(), Owner::Storage)
+        {
+            let (state, stream_id) = (self.inner().state, stream.id() | self.inner().mark | KEEPS_OPEN);
+            let block = LiveBlock { state, block, stream: stream_id, ptr: DevicePtr(addr), bytes };
+            return Ok(Arc::new(Storage::with_uses(Memory::Block(block), stream, Uses::of_home(stream))));
+        }
         pass::alloc_in_pass(self, (bytes, alignment), stream)
     }
 
     /// As [`Allocator::alloc_storage`], whatever pass the thread is in.
     #[track_caller]
     fn alloc_plain(&self, bytes: u64, alignment: u64, stream: &Stream) -> Result<Arc<Storage>, AllocError> {
-        let memory = Memory::Block(self.alloc_aligned(bytes, alignment, stream)?);
-        Ok(Arc::new(Storage::new(memory, self, stream)))
+        let memory = Memory::of(self.alloc_aligned(bytes, alignment, stream)?, self);
+        Ok(Arc::new(Storage::new(memory, stream)))
     }
 
     /// Makes a storage of an allocation of this allocator. The memory counts as written by the work
@@ -119,7 +146,7 @@ impl Allocator {
         if !std::ptr::eq(allocation.state(), self.state()) {
             return Err(AllocError::wrong_allocator("allocation", stream.device_id(), self.device().id()));
         }
-        Ok(Arc::new(Storage::new(Memory::Block(allocation), self, stream)))
+        Ok(Arc::new(Storage::new(Memory::of(allocation, self), stream)))
     }
 
     /// Makes a storage of memory that another library owns. The allocator does not count it.
@@ -147,8 +174,8 @@ impl Allocator {
             return Err(error);
         }
         let release: Mutex<Option<Release>> = Mutex::new(Some(Box::new(release)));
-        let memory = Memory::Foreign(Foreign { ptr, bytes, release });
-        Ok(Arc::new(Storage::new(memory, self, stream)))
+        let memory = Memory::Foreign(Foreign { allocator: self.kept_open(), ptr, bytes, release });
+        Ok(Arc::new(Storage::new(memory, stream)))
     }
 }
 
@@ -167,51 +194,73 @@ impl PrivatePool {
 impl Storage {
     /// A storage of memory that work of `stream` may use from now on. The stream must be known to
     /// the memory as a user.
-    #[inline]
-    pub(crate) fn new(memory: Memory, allocator: &Allocator, stream: &Stream) -> Storage {
-        let uses = Uses {
-            record: AccessRecord::new(stream.tick()),
-            free: Vec::new(),
-            first: stream.id(),
-            captured_in: stream.launches_of_capture().map(|launches| launches.number()),
-            recorded: Vec::new(),
-            failure: None,
+    pub(crate) fn new(memory: Memory, stream: &Stream) -> Storage {
+        let is_home = stream.timeline().device_id_unless_capturing() == stream.device_id();
+        let uses = match &memory {
+            Memory::Block(block) if is_home => {
+                block.state.shared().stream(stream);
+                Uses::of_home(stream)
+            }
+            _ => Uses::of_unknown(stream),
         };
+        Storage::with_uses(memory, stream, uses)
+    }
+
+    #[inline]
+    fn with_uses(memory: Memory, stream: &Stream, uses: Uses) -> Storage {
         let (uses, unreserved, holder) = (Mutex::new(uses), Condvar::new(), Holder::default());
-        let allocator = allocator.kept_open();
-        Storage { memory, allocator, device_id: stream.device_id(), uses, unreserved, holder }
+        Storage { memory, device_id: stream.device_id(), uses, unreserved, holder }
     }
 
     /// The first address; null for zero bytes.
+    #[inline]
     pub fn ptr(&self) -> DevicePtr {
         match &self.memory {
-            Memory::Block(allocation) => allocation.ptr(),
+            Memory::Block(block) => block.ptr,
             Memory::Dedicated(memory) => memory.ptr(),
             Memory::Foreign(memory) => memory.ptr,
         }
     }
 
     /// The size in bytes, as requested.
+    #[inline]
     pub fn bytes(&self) -> u64 {
         match &self.memory {
-            Memory::Block(allocation) => allocation.bytes(),
+            Memory::Block(block) => block.bytes,
             Memory::Dedicated(memory) => memory.bytes(),
             Memory::Foreign(memory) => memory.bytes,
         }
     }
 
     /// The allocator of the memory.
-    pub fn allocator(&self) -> &Allocator {
-        &self.allocator
+    ///
+    /// # Panics
+    /// In a forked child of a process that has opened a device, if another thread was allocating.
+    pub fn allocator(&self) -> Allocator {
+        match &self.memory {
+            Memory::Block(block) => Allocator::of_keeper(block.state),
+            Memory::Dedicated(memory) => memory.allocator().clone(),
+            Memory::Foreign(memory) => memory.allocator.clone(),
+        }
     }
 
     pub(crate) fn memory(&self) -> &Memory {
         &self.memory
     }
 
+    #[inline]
+    pub(crate) fn state(&self) -> &'static AllocatorState {
+        match &self.memory {
+            Memory::Block(block) => block.state,
+            Memory::Dedicated(memory) => memory.state(),
+            Memory::Foreign(memory) => memory.allocator.state(),
+        }
+    }
+
     /// The allocator's state that holds the memory, and its addresses.
+    #[inline]
     pub(crate) fn place(&self) -> (&'static AllocatorState, Range<u64>) {
-        (self.allocator.state(), self.ptr().range(self.bytes()))
+        (self.state(), self.ptr().range(self.bytes()))
     }
 
     /// Identity of the device that the memory is on.
@@ -226,7 +275,7 @@ impl Storage {
     /// [`RequestError::WrongDevice`](aquifer_device::RequestError::WrongDevice) if it is another
     /// one's.
     pub fn check_allocator(&self, what: &'static str, allocator: &Allocator) -> Result<(), AllocError> {
-        if std::ptr::eq(self.allocator.state(), allocator.state()) {
+        if std::ptr::eq(self.state(), allocator.state()) {
             return Ok(());
         }
         Err(AllocError::wrong_allocator(what, self.device_id, allocator.device().id()))
@@ -243,7 +292,31 @@ impl Storage {
         aquifer_device::fork::check(aquifer_device::Operation::Wait)?;
         let mut uses = self.lock_unreserved(kind)?;
         uses.note_free(None);
-        Ok(uses.record.before(kind).cloned().collect())
+        Ok(uses.record(self.state()).before(kind).cloned().collect())
+    }
+
+    /// Enqueues the first write of new memory on the stream that it was handed out for, and notes it
+    /// without an access guard: no other thread may know the memory, which is then to be written
+    /// there. In a capture it takes one.
+    ///
+    /// # Errors
+    /// As [`AccessGuard::acquire`], and those of `write`.
+    #[doc(hidden)]
+    pub fn write_first<E: From<AllocError>>(
+        self: &Arc<Self>,
+        stream: &Stream,
+        write: impl FnOnce() -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (state, range) = self.place();
+        if range.is_empty() || stream.timeline().device_id_unless_capturing() != self.device_id {
+            let _access = AccessGuard::acquire(stream, &[(self, AccessKind::Write)])?;
+            return write();
+        }
+        let _awake = NotedCount::of_guard(state, &range)?;
+        let written = write();
+        // After the write was enqueued (T1).
+        self.hold()?.note_now(stream, AccessKind::Write);
+        written
     }
 
     /// Notes that work of `stream` uses the memory, without ordering it; see
@@ -260,7 +333,7 @@ impl Storage {
     /// # Errors
     /// [`AllocError::AccessHeld`] while this thread has an access guard on it.
     pub(crate) fn note_growth(&self, stream: &Stream) -> Result<(), AllocError> {
-        self.hold()?.record.note_also(stream.tick());
+        self.hold()?.others_mut().record.note_also(stream.tick());
         Ok(())
     }
 
@@ -287,12 +360,14 @@ impl Storage {
         if GraphUses::are_collected(stream) {
             return AccessGuard::acquire(stream, &[(self, AccessKind::Write)]).map(drop);
         }
-        let _awake = WakeLock::of_all(std::iter::once(self.place()))?;
+        let (state, range) = self.place();
+        let _awake = NotedCount::of_guard(state, &range)?;
         let mut uses = self.lock_unreserved(AccessKind::Write)?;
         uses.note_free(Some(stream));
-        uses.order(&self.memory, stream, AccessKind::Write)?;
-        if uses.free.iter().all(|free| free.id() != stream.id()) {
-            uses.free.push(stream.timeline().clone());
+        uses.order(self, stream, AccessKind::Write)?;
+        let free = &mut uses.others_mut().free;
+        if free.iter().all(|free| free.id() != stream.id()) {
+            free.push(stream.timeline().clone());
         }
         Ok(())
     }
@@ -306,7 +381,7 @@ impl Storage {
     pub fn end_ready(&self) -> Result<(), AllocError> {
         let mut uses = self.hold()?;
         uses.note_free(None);
-        uses.free.clear();
+        uses.others.iter_mut().for_each(|others| others.free.clear());
         Ok(())
     }
 
@@ -318,8 +393,8 @@ impl Storage {
     pub fn take_over(&self) -> Result<(), AllocError> {
         self.end_ready()?;
         let mut uses = self.hold()?;
-        let own = self.allocator.state().shared().streams.timeline(StreamId(uses.first)).cloned();
-        own.into_iter().for_each(|own| uses.record.note_also(own.tick()));
+        let own = self.state().shared().streams.timeline(StreamId(uses.first)).cloned();
+        own.into_iter().for_each(|own| uses.others_mut().record.note_also(own.tick()));
         Ok(())
     }
 }
@@ -332,16 +407,23 @@ impl Drop for Storage {
         {
             let uses = self.uses.get_mut();
             uses.note_free(None);
-            let ticks: Vec<Tick> = uses.record.before(AccessKind::Write).cloned().collect();
+            let record = uses.record(memory.allocator.state());
+            let ticks: Vec<Tick> = record.before(AccessKind::Write).cloned().collect();
             release(&ticks);
         }
     }
 }
 
 impl Memory {
+    /// The memory of an allocation of this allocator.
+    pub(crate) fn of(allocation: Allocation, allocator: &Allocator) -> Memory {
+        let block = allocation.into_keeping_open(allocator.inner());
+        block.map_or_else(|| Memory::Foreign(Foreign::nothing(allocator)), Memory::Block)
+    }
+
     pub(crate) fn record_stream(&self, stream: &Stream) -> Result<(), AllocError> {
         match self {
-            Memory::Block(allocation) => allocation.record_stream(stream),
+            Memory::Block(block) => block.record_stream(stream),
             Memory::Dedicated(memory) => memory.record_stream(stream),
             // Its owner gets the ticks of all uses.
             Memory::Foreign(_) => Ok(()),
@@ -349,35 +431,142 @@ impl Memory {
     }
 }
 
+impl Others {
+    /// True if nothing is to be waited for, reported or noted before such an access is ordered.
+    fn are_plain_for(&self, kind: AccessKind) -> bool {
+        !self.record.is_reserved_against(kind) && self.failure.is_none() && self.free.is_empty()
+    }
+
+    fn are_none(&self) -> bool {
+        let Others { record, free, captured_in, recorded, failure } = self;
+        record.is_empty() && free.is_empty() && captured_in.is_none() && recorded.is_empty() && failure.is_none()
+    }
+}
+
 impl Uses {
+    /// Uses that begin now, of a block for a stream that does not capture, and that the allocator
+    /// knows.
+    #[inline]
+    fn of_home(stream: &Stream) -> Uses {
+        let (first, written) = (stream.id(), stream.timeline().now());
+        Uses { written, read: NO_TICK, first, home: first, others: None }
+    }
+
+    /// Uses that begin in a capture, or of memory whose streams the allocator need not know.
+    fn of_unknown(stream: &Stream) -> Uses {
+        let others = Others {
+            record: AccessRecord::new(stream.tick()),
+            captured_in: stream.launches_of_capture().map(|launches| launches.number()),
+            ..Others::default()
+        };
+        let others = Some(Box::new(others));
+        Uses { written: NO_TICK, read: NO_TICK, first: stream.id(), home: NO_STREAM, others }
+    }
+
+    /// The number of the graph whose capture the memory was handed out in.
+    fn captured_in(&self) -> Option<u64> {
+        self.others.as_ref()?.captured_in
+    }
+
+    pub(crate) fn others_mut(&mut self) -> &mut Others {
+        self.others.get_or_insert_default()
+    }
+
+    /// The record with all ticks in it.
+    pub(crate) fn record(&mut self, state: &'static AllocatorState) -> &mut AccessRecord {
+        let (written, read) = (self.written, self.read);
+        (self.written, self.read) = (NO_TICK, NO_TICK);
+        let home = StreamId(self.home);
+        let record = &mut self.others_mut().record;
+        if written != NO_TICK || read != NO_TICK {
+            let timeline = state.shared().streams.timeline(home).cloned();
+            let timeline = timeline.expect("the allocator knows the stream of a live block");
+            // What is in the record came later than the write.
+            let tick = |n: u64| (n != NO_TICK).then(|| timeline.tick_at(n));
+            record.note_home(tick(written), tick(read));
+        }
+        record
+    }
+
+    #[inline]
+    pub(crate) fn is_reserved_against(&self, kind: AccessKind) -> bool {
+        self.others.as_ref().is_some_and(|others| others.record.is_reserved_against(kind))
+    }
+
     /// Orders later work of `stream` after all work that must come before this kind of access.
-    pub(crate) fn order(&mut self, memory: &Memory, stream: &Stream, kind: AccessKind) -> Result<(), AllocError> {
-        for tick in self.record.before(kind) {
+    #[inline]
+    pub(crate) fn order(&mut self, storage: &Storage, stream: &Stream, kind: AccessKind) -> Result<(), AllocError> {
+        // Its own ticks come before without a wait.
+        if stream.id() == self.home && self.others.is_none() {
+            return Ok(());
+        }
+        self.order_after_others(storage, stream, kind)
+    }
+
+    #[inline(never)]
+    fn order_after_others(&mut self, storage: &Storage, stream: &Stream, kind: AccessKind) -> Result<(), AllocError> {
+        let is_home = stream.id() == self.home;
+        let record = if is_home { &self.others_mut().record } else { &*self.record(storage.state()) };
+        for tick in record.before(kind) {
             stream.wait_for(tick)?;
         }
-        self.note_user(memory, stream)
+        self.note_user(storage.memory(), stream)
     }
 
     /// Notes that the freed memory must wait for the stream.
     fn note_user(&mut self, memory: &Memory, stream: &Stream) -> Result<(), AllocError> {
-        if stream.id() != self.first && !self.recorded.contains(&stream.id()) {
+        if stream.id() != self.first && !self.others_mut().recorded.contains(&stream.id()) {
             memory.record_stream(stream)?;
-            self.recorded.push(stream.id());
+            self.others_mut().recorded.push(stream.id());
         }
         Ok(())
     }
 
+    /// Notes an access that was ordered by [`Uses::order`], and is done with what is enqueued on
+    /// the stream by now.
+    #[inline]
+    pub(crate) fn note_now(&mut self, stream: &Stream, kind: AccessKind) {
+        if stream.id() != self.home || self.others.is_some() {
+            return self.note_with_others(stream, kind);
+        }
+        let now = stream.timeline().now();
+        match kind {
+            AccessKind::Read => self.read = now,
+            AccessKind::Write => (self.written, self.read) = (now, NO_TICK),
+        }
+    }
+
+    #[inline(never)]
+    fn note_with_others(&mut self, stream: &Stream, kind: AccessKind) {
+        let (now, is_home) = (stream.timeline().now(), stream.id() == self.home);
+        if kind == AccessKind::Write {
+            (self.written, self.read) = (NO_TICK, NO_TICK);
+            self.others_mut().record.forget();
+        }
+        match kind {
+            AccessKind::Write if is_home => {
+                self.written = now;
+                self.others.take_if(|others| others.are_none());
+            }
+            AccessKind::Read if is_home => self.read = now,
+            _ => self.others_mut().record.note(stream.tick(), kind),
+        }
+    }
+
     /// Notes what the streams that need no access guards have enqueued by now, except `but`, which
     /// is about to use the memory itself.
+    #[inline]
     pub(crate) fn note_free(&mut self, but: Option<&Stream>) {
-        let but = but.map(Stream::id);
-        let ticks: Vec<Tick> = self.free.iter().filter(|free| Some(free.id()) != but).map(Timeline::tick).collect();
-        ticks.into_iter().for_each(|tick| self.record.note_also(tick));
+        if let Some(others) = &mut self.others {
+            let Others { record, free, .. } = &mut **others;
+            let but = but.map(Stream::id);
+            free.iter().filter(|free| Some(free.id()) != but).for_each(|free| record.note_also(free.tick()));
+        }
     }
 }
 
 impl fmt::Debug for Storage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Storage").field("memory", &self.memory).finish_non_exhaustive()
+        f.debug_struct("Storage").field("ptr", &self.ptr()).field("bytes", &self.bytes()).finish_non_exhaustive()
     }
 }

@@ -17,9 +17,8 @@ use aquifer_device::Stream;
 
 use crate::allocator::Allocator;
 use crate::error::AllocError;
-use crate::state::{AllocatorState, special};
+use crate::state::AllocatorState;
 use crate::storage::Storage;
-use crate::sync::atomic::Ordering;
 
 thread_local! {
     /// The passes that this thread is in, innermost last. Without a destructor, so that destructors
@@ -112,14 +111,13 @@ impl Outlived {
 /// Serves a request, with memory that was allocated for it before if it is one of the work of a
 /// pass.
 #[track_caller]
+#[cold]
+#[inline(never)]
 pub(super) fn alloc_in_pass(
     allocator: &Allocator,
     (bytes, alignment): Layout,
     stream: &Stream,
 ) -> Result<Arc<Storage>, AllocError> {
-    if allocator.state().special().load(Ordering::Relaxed) & special::ROUTED == 0 {
-        return allocator.alloc_plain(bytes, alignment, stream);
-    }
     let state = allocator.state();
     let own = |passes: &mut Vec<PassState>| {
         let pass = passes.last_mut().filter(|pass| std::ptr::eq(pass.state, state))?;

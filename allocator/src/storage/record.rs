@@ -47,6 +47,26 @@ impl AccessRecord {
         }
     }
 
+    /// Adds accesses of one stream that were kept elsewhere: the last access that writes, if it is
+    /// the last of all, and the last one that reads what was written.
+    pub(crate) fn note_home(&mut self, written: Option<Tick>, read: Option<Tick>) {
+        self.written = written.or(self.written.take());
+        read.into_iter().for_each(|read| replace(&mut self.read, read));
+    }
+
+    /// True if there are neither accesses nor reservations.
+    pub(crate) fn is_empty(&self) -> bool {
+        let AccessRecord { written, also, read, reserved_to_read, reserved_to_write } = self;
+        written.is_none() && also.is_empty() && read.is_empty() && *reserved_to_read == 0 && !reserved_to_write
+    }
+
+    /// Forgets all accesses, for one that writes and is kept elsewhere.
+    pub(crate) fn forget(&mut self) {
+        self.written = None;
+        self.also.clear();
+        self.read.clear();
+    }
+
     /// Notes a tick that all later accesses come after.
     pub fn note_also(&mut self, tick: Tick) {
         replace(&mut self.also, tick);

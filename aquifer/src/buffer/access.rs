@@ -7,7 +7,7 @@ use std::sync::Arc;
 use aquifer_allocator::{AccessGuard, AllocError, Storage};
 use aquifer_device::{AccessKind, AccessRange, DevicePtr, Stream};
 
-use super::Buffer;
+use super::{Buffer, Handle};
 
 /// A buffer that work will read or write, made by [`read()`] or [`write()`].
 #[derive(Clone, Copy, Debug)]
@@ -19,7 +19,7 @@ pub struct Access<'a> {
 }
 
 impl<'a> Access<'a> {
-    fn new<T>(buffer: &'a Buffer<T>, kind: AccessKind) -> Access<'a> {
+    fn new<T>(buffer: &'a Buffer<T, impl Handle>, kind: AccessKind) -> Access<'a> {
         Access { storage: buffer.storage(), ptr: buffer.ptr(), bytes: buffer.bytes(), kind }
     }
 
@@ -42,7 +42,7 @@ impl<'a> Access<'a> {
 }
 
 /// Says that work reads `buffer`.
-pub fn read<T>(buffer: &Buffer<T>) -> Access<'_> {
+pub fn read<T, H: Handle>(buffer: &Buffer<T, H>) -> Access<'_> {
     Access::new(buffer, AccessKind::Read)
 }
 
@@ -92,8 +92,9 @@ pub fn with<'a, A: AsRef<[Access<'a>]>, R, E>(
     accesses: A,
     work: impl FnOnce(&Stream, A) -> Result<R, E>,
 ) -> Result<R, WithError<E>> {
-    let memory: Vec<_> = accesses.as_ref().iter().map(|access| (access.storage, access.kind)).collect();
-    let _access = AccessGuard::acquire(stream, &memory).map_err(WithError::Order)?;
+    let mut guard = AccessGuard::none();
+    let memory = accesses.as_ref().iter().map(|access| (access.storage, access.kind));
+    guard.take(stream, memory).map_err(WithError::Order)?;
     work(stream, accesses).map_err(WithError::Work)
 }
 

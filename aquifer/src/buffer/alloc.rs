@@ -17,9 +17,10 @@ impl Allocator {
     /// When memory runs out ([`Error::is_out_of_memory`]), a length whose bytes overflow, a stream
     /// of another device, and errors of the driver.
     #[track_caller]
+    #[inline]
     pub fn alloc<T: Copy>(&self, len: usize, stream: &Stream) -> Result<Buffer<T>, Error> {
         let (bytes, alignment) = size_of_values::<T>(len)?;
-        Ok(Buffer::new(self.services().clone(), self.untyped().alloc_storage(bytes, alignment, stream)?, len))
+        Ok(Buffer::new(self.untyped().alloc_storage(bytes, alignment, stream)?, len))
     }
 
     /// Allocates memory for `len` values of `T` of which every byte is zero.
@@ -28,8 +29,13 @@ impl Allocator {
     /// As [`Allocator::alloc`].
     #[track_caller]
     pub fn alloc_zeros<T: Copy>(&self, len: usize, stream: &Stream) -> Result<Buffer<T>, Error> {
-        let mut buffer = self.alloc(len, stream)?;
-        buffer.zero(stream)?;
+        let buffer = self.alloc(len, stream)?;
+        if buffer.bytes() > 0 {
+            buffer.storage().write_first(stream, || {
+                stream.fill(buffer.ptr(), 0, buffer.bytes())?;
+                Ok::<_, Error>(())
+            })?;
+        }
         Ok(buffer)
     }
 
@@ -40,7 +46,7 @@ impl Allocator {
     #[track_caller]
     pub fn alloc_in<T: Copy>(&self, pool: &PrivatePool, len: usize, stream: &Stream) -> Result<Buffer<T>, Error> {
         let (bytes, alignment) = size_of_values::<T>(len)?;
-        Ok(Buffer::new(self.services().clone(), pool.alloc_storage(bytes, alignment, stream)?, len))
+        Ok(Buffer::new(pool.alloc_storage(bytes, alignment, stream)?, len))
     }
 
     /// A buffer with a copy of `values`, which the caller may reuse when this returns. The copy may
@@ -119,7 +125,7 @@ impl Allocator {
         match size_of_values::<T>(len) {
             Ok((bytes, _)) => {
                 let storage = self.untyped().import(ptr, bytes, stream, release)?;
-                Ok(Buffer::new(self.services().clone(), storage, len))
+                Ok(Buffer::new(storage, len))
             }
             Err(error) => {
                 release(&[]);
@@ -130,6 +136,7 @@ impl Allocator {
 }
 
 /// The bytes of `len` values, and their alignment.
+#[inline]
 fn size_of_values<T>(len: usize) -> Result<(u64, u64), Error> {
     let (count, size) = (len as u64, size_of::<T>() as u64);
     let bytes = count.checked_mul(size).ok_or(RequestError::LengthOverflow { len: count, size })?;

@@ -1,17 +1,18 @@
 //! Typed device memory, with all that can be done with it.
 
+use std::borrow::Borrow;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::{Range, RangeBounds};
 use std::sync::Arc;
 
 use aquifer_allocator::{AccessGuard, Storage};
-use aquifer_device::{AccessKind, DevicePtr, RequestError, Stream};
+use aquifer_device::{AccessKind, DevicePtr, Operation, RequestError, Stream, fork};
 use aquifer_transfer::internal::resolve;
 use aquifer_transfer::{DevicePart, Transfer};
 use bytemuck::Pod;
 
-use crate::allocator::{Allocator, Services};
+use crate::allocator::Allocator;
 use crate::error::Error;
 use crate::transfer::{DeviceSource, OnStreams, Pending, RunsCopies, Source, Target, bytes_of_mut, elements};
 
@@ -77,20 +78,27 @@ pub use view::{View, ViewMut};
 /// assert_eq!(y.sum(&stream)?.item(&stream)?, 1000.0);
 /// # Ok::<(), aquifer::Error>(())
 /// ```
-pub struct Buffer<T> {
-    // Dropped before the memory: see `Services`.
-    services: Arc<Services>,
-    storage: Arc<Storage>,
+pub struct Buffer<T, H = Arc<Storage>> {
+    storage: H,
     /// In elements, as `len`.
     start: u64,
     len: usize,
     element: PhantomData<fn() -> T>,
 }
 
-/// Memory.
+/// The most bytes that are read by a blocking copy of a stream.
+const FEW_BYTES: u64 = 8 << 10;
+
+/// How a [`Buffer`] refers to its memory: by a handle of its own, or as a [`View`] by one that it
+/// borrows.
+pub trait Handle: Borrow<Arc<Storage>> {}
+
+impl<H: Borrow<Arc<Storage>>> Handle for H {}
+
 impl<T> Buffer<T> {
-    pub(crate) fn new(services: Arc<Services>, storage: Arc<Storage>, len: usize) -> Buffer<T> {
-        Buffer { services, storage, start: 0, len, element: PhantomData }
+    #[inline]
+    pub(crate) fn new(storage: Arc<Storage>, len: usize) -> Buffer<T> {
+        Buffer { storage, start: 0, len, element: PhantomData }
     }
 
     /// A buffer of memory that has no type yet, such as [`Growable::storage`] and
@@ -114,17 +122,27 @@ impl<T> Buffer<T> {
     pub fn of(storage: &Arc<Storage>) -> Buffer<T> {
         let len = storage.bytes().checked_div(size_of::<T>() as u64).unwrap_or(0);
         let len = usize::try_from(len).unwrap_or(usize::MAX);
-        Buffer::new(Allocator::services_of(storage.allocator()), storage.clone(), len)
+        Buffer::new(storage.clone(), len)
     }
+}
 
+/// Memory.
+impl<T, H: Handle> Buffer<T, H> {
     /// Another handle of the same memory. The memory is given back when the last one is dropped.
     pub fn share(&self) -> Buffer<T> {
-        self.part(0..self.len)
+        Buffer { storage: self.storage().clone(), start: self.start, len: self.len, element: PhantomData }
+    }
+
+    /// All of it, borrowed.
+    #[inline]
+    pub(crate) fn view(&self) -> View<'_, T> {
+        Buffer { storage: self.storage(), start: self.start, len: self.len, element: PhantomData }
     }
 
     /// Address of the first element.
+    #[inline]
     pub fn ptr(&self) -> DevicePtr {
-        self.storage.ptr().offset(self.start * size_of::<T>() as u64)
+        self.storage().ptr().offset(self.start * size_of::<T>() as u64)
     }
 
     /// Number of elements.
@@ -143,13 +161,23 @@ impl<T> Buffer<T> {
     }
 
     /// The allocator of its memory.
+    ///
+    /// # Panics
+    /// As [`Storage::allocator`].
     pub fn allocator(&self) -> Allocator {
-        Allocator::with_services(&self.services, self.storage.allocator())
+        self.storage().allocator().into()
+    }
+
+    /// As [`Buffer::allocator`], with an error in a forked child.
+    pub(crate) fn memory(&self) -> Result<Allocator, Error> {
+        fork::check(Operation::Alloc)?;
+        Ok(self.allocator())
     }
 
     /// The memory that the buffer is a part of, which knows the work that uses it.
+    #[inline]
     pub fn storage(&self) -> &Arc<Storage> {
-        &self.storage
+        self.storage.borrow()
     }
 
     /// Makes the memory ready for work of `stream` with the bare address; see
@@ -173,7 +201,7 @@ impl<T> Buffer<T> {
     /// # Errors
     /// As [`AccessGuard::acquire`].
     pub fn ready_on(&self, stream: &Stream) -> Result<(), Error> {
-        Ok(self.storage.ready_on(stream)?)
+        Ok(self.storage().ready_on(stream)?)
     }
 
     /// Notes that `stream` uses the memory, too; see
@@ -183,41 +211,32 @@ impl<T> Buffer<T> {
     /// # Errors
     /// When the stream belongs to another device.
     pub fn record_stream(&self, stream: &Stream) -> Result<(), Error> {
-        Ok(self.storage.record_stream(stream)?)
+        Ok(self.storage().record_stream(stream)?)
     }
 
     /// The runtime of its device for a copy by `copies`, which may be another device's.
     pub(crate) fn copies_for(&self, copies: &Transfer) -> Result<Transfer, Error> {
-        if self.storage.device_id() == copies.device().id() {
+        if self.storage().device_id() == copies.device().id() {
             return Ok(copies.clone());
         }
-        Ok(self.services.runtime()?.transfer(self.storage.allocator())?)
+        let memory = self.memory()?;
+        Ok(memory.services()?.runtime()?.transfer(memory.untyped())?)
     }
 
     /// Copies to and from its memory, on a stream.
     pub(crate) fn copies_on(&self, stream: &Stream) -> Result<Transfer, Error> {
-        self.services.copies(self.storage.allocator(), stream)
+        let memory = self.memory()?;
+        Ok(memory.services()?.runtime()?.transfer(memory.untyped())?.on(stream)?)
     }
 
     /// Its memory, as an end of a copy.
     pub(crate) fn device_part(&self) -> DevicePart<'_> {
-        DevicePart { storage: &self.storage, ptr: self.ptr(), bytes: self.bytes() }
-    }
-
-    /// Elements that lie within it.
-    fn part(&self, range: Range<usize>) -> Buffer<T> {
-        Buffer {
-            services: self.services.clone(),
-            storage: self.storage.clone(),
-            start: self.start + range.start as u64,
-            len: range.len(),
-            element: PhantomData,
-        }
+        DevicePart { storage: self.storage(), ptr: self.ptr(), bytes: self.bytes() }
     }
 }
 
-/// Parts, and copies within device memory.
-impl<T: Copy> Buffer<T> {
+/// Parts of it to read.
+impl<T: Copy, H: Handle> Buffer<T, H> {
     /// A buffer of as many values, from the same allocator, for work of `stream` and of others. The
     /// content is undefined until it is written.
     ///
@@ -225,20 +244,7 @@ impl<T: Copy> Buffer<T> {
     /// As [`Allocator::alloc`].
     #[track_caller]
     pub fn like(&self, stream: &Stream) -> Result<Buffer<T>, Error> {
-        self.allocator().alloc(self.len, stream)
-    }
-
-    /// Enqueues setting every byte to zero.
-    ///
-    /// # Errors
-    /// A stream of another device, and errors of the driver.
-    #[track_caller]
-    pub fn zero(&mut self, stream: &Stream) -> Result<(), Error> {
-        let _access = AccessGuard::acquire(stream, &[(&self.storage, AccessKind::Write)])?;
-        if self.bytes() == 0 {
-            return Ok(());
-        }
-        Ok(stream.fill(self.ptr(), 0, self.bytes())?)
+        self.memory()?.alloc(self.len, stream)
     }
 
     /// A part of it, borrowed.
@@ -246,22 +252,11 @@ impl<T: Copy> Buffer<T> {
     /// # Panics
     /// If the range reaches beyond the end or is reversed.
     #[track_caller]
+    #[inline]
     pub fn slice(&self, range: impl RangeBounds<usize>) -> View<'_, T> {
-        match self.try_slice(range) {
-            Ok(part) => part,
-            Err(error) => panic!("{error}"),
-        }
-    }
-
-    /// A part of it, borrowed for writing.
-    ///
-    /// # Panics
-    /// If the range reaches beyond the end or is reversed.
-    #[track_caller]
-    pub fn slice_mut(&mut self, range: impl RangeBounds<usize>) -> ViewMut<'_, T> {
-        match self.try_slice_mut(range) {
-            Ok(part) => part,
-            Err(error) => panic!("{error}"),
+        match resolve(range, self.len) {
+            Ok(range) => self.view().part(&range),
+            Err(wrong) => out_of_bounds(wrong, self.len),
         }
     }
 
@@ -270,15 +265,7 @@ impl<T: Copy> Buffer<T> {
     /// # Errors
     /// [`RequestError::OutOfBounds`] when the range reaches beyond the end or is reversed.
     pub fn try_slice(&self, range: impl RangeBounds<usize>) -> Result<View<'_, T>, Error> {
-        Ok(View::new(self.part(self.elements(range)?)))
-    }
-
-    /// As [`Buffer::slice_mut`], with an error instead of a panic.
-    ///
-    /// # Errors
-    /// As [`Buffer::try_slice`].
-    pub fn try_slice_mut(&mut self, range: impl RangeBounds<usize>) -> Result<ViewMut<'_, T>, Error> {
-        Ok(ViewMut::new(self.part(self.elements(range)?)))
+        Ok(self.view().part(&self.elements(range)?))
     }
 
     /// The same bytes as elements of another type; `None` where they are not a whole number of
@@ -296,12 +283,7 @@ impl<T: Copy> Buffer<T> {
     /// # Ok::<(), aquifer::Error>(())
     /// ```
     pub fn reinterpret<U: Copy>(&self) -> Option<View<'_, U>> {
-        self.as_elements().map(View::new)
-    }
-
-    /// As [`Buffer::reinterpret`], for writing.
-    pub fn reinterpret_mut<U: Copy>(&mut self) -> Option<ViewMut<'_, U>> {
-        self.as_elements().map(ViewMut::new)
+        self.view().into_elements()
     }
 
     fn elements(&self, range: impl RangeBounds<usize>) -> Result<Range<usize>, Error> {
@@ -309,36 +291,71 @@ impl<T: Copy> Buffer<T> {
         resolved.map_err(|wrong| RequestError::out_of_bounds(wrong, self.len).into())
     }
 
-    fn as_elements<U: Copy>(&self) -> Option<Buffer<U>> {
+    /// Elements that lie within it.
+    #[inline]
+    fn part(self, range: &Range<usize>) -> Buffer<T, H> {
+        Buffer { start: self.start + range.start as u64, len: range.len(), ..self }
+    }
+
+    fn into_elements<U: Copy>(self) -> Option<Buffer<U, H>> {
         let (size, start) = (size_of::<U>() as u64, self.start * size_of::<T>() as u64);
         let whole = size > 0 && start.is_multiple_of(size) && self.bytes().is_multiple_of(size);
         let aligned = self.ptr().0.is_multiple_of(align_of::<U>() as u64);
         let len = usize::try_from(self.bytes().checked_div(size)?).ok()?;
-        (whole && aligned).then(|| Buffer {
-            services: self.services.clone(),
-            storage: self.storage.clone(),
-            start: start / size,
-            len,
-            element: PhantomData,
-        })
+        (whole && aligned).then(|| Buffer { storage: self.storage, start: start / size, len, element: PhantomData })
     }
 }
 
-/// Copies.
-impl<T: Pod + Send + Sync> Buffer<T> {
-    /// Enqueues filling the buffer from the host, or from a file; see [`Source`]. From a slice, it
-    /// returns once the slice may be reused.
+#[track_caller]
+#[cold]
+fn out_of_bounds(wrong: Range<usize>, len: usize) -> ! {
+    panic!("{}", RequestError::out_of_bounds(wrong, len))
+}
+
+/// Parts of it to write.
+impl<T: Copy> Buffer<T> {
+    /// Enqueues setting every byte to zero.
     ///
     /// # Errors
-    /// Ends of different lengths, a source that cannot be read, a stream of another device or that
-    /// captures, and errors of the driver. When pinned memory for staging runs out.
+    /// A stream of another device, and errors of the driver.
     #[track_caller]
-    pub fn upload(&mut self, from: impl Source<T>, by: &impl RunsCopies) -> Result<Pending<()>, Error> {
-        let copies = by.copies_of(self)?;
-        let _place = copies.called_here();
-        from.upload_to(&copies, self, None)
+    pub fn zero(&mut self, stream: &Stream) -> Result<(), Error> {
+        let _access = AccessGuard::acquire(stream, &[(&self.storage, AccessKind::Write)])?;
+        if self.bytes() == 0 {
+            return Ok(());
+        }
+        Ok(stream.fill(self.ptr(), 0, self.bytes())?)
     }
 
+    /// A part of it, borrowed for writing.
+    ///
+    /// # Panics
+    /// If the range reaches beyond the end or is reversed.
+    #[track_caller]
+    pub fn slice_mut(&mut self, range: impl RangeBounds<usize>) -> ViewMut<'_, T> {
+        match self.try_slice_mut(range) {
+            Ok(part) => part,
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// As [`Buffer::slice_mut`], with an error instead of a panic.
+    ///
+    /// # Errors
+    /// As [`Buffer::try_slice`].
+    pub fn try_slice_mut(&mut self, range: impl RangeBounds<usize>) -> Result<ViewMut<'_, T>, Error> {
+        let range = self.elements(range)?;
+        Ok(ViewMut::new(self.share().part(&range)))
+    }
+
+    /// As [`Buffer::reinterpret`], for writing.
+    pub fn reinterpret_mut<U: Copy>(&mut self) -> Option<ViewMut<'_, U>> {
+        self.share().into_elements().map(ViewMut::new)
+    }
+}
+
+/// Copies from it.
+impl<T: Pod + Send + Sync, H: Handle> Buffer<T, H> {
     /// Enqueues a copy to the host; see [`Target`].
     ///
     /// ```
@@ -357,9 +374,9 @@ impl<T: Pod + Send + Sync> Buffer<T> {
     /// As [`Buffer::upload`].
     #[track_caller]
     pub fn download<D: Target<T>>(&self, to: D, by: &impl RunsCopies) -> Result<Pending<D::Output>, Error> {
-        let copies = by.copies_of(self)?;
+        let copies = by.copies_of(self.view())?;
         let _place = copies.called_here();
-        to.download_from(&copies, self, None)
+        to.download_from(&copies, self.view(), None)
     }
 
     /// Copies to borrowed host memory, and waits until it is there.
@@ -368,7 +385,7 @@ impl<T: Pod + Send + Sync> Buffer<T> {
     /// As [`Buffer::upload`].
     #[track_caller]
     pub fn download_blocking(&self, to: &mut [T], by: &impl RunsCopies) -> Result<(), Error> {
-        let copies = by.copies_of(self)?;
+        let copies = by.copies_of(self.view())?;
         let _place = copies.called_here();
         let elements = elements::<T>(self.len, to.len(), None);
         Ok(copies.download_blocking(self.device_part(), bytes_of_mut(to), &elements)?)
@@ -380,7 +397,10 @@ impl<T: Pod + Send + Sync> Buffer<T> {
     /// As [`Buffer::upload`], and when host memory runs out.
     #[track_caller]
     pub fn to_vec(&self, by: &impl RunsCopies) -> Result<Vec<T>, Error> {
-        let copies = by.copies_of(self)?;
+        if let Some(values) = self.read_few(by)? {
+            return Ok(values);
+        }
+        let copies = by.copies_of(self.view())?;
         let _place = copies.called_here();
         let (copied, values) = copies.download_new_vec(self.device_part(), self.len)?;
         copied.wait()?;
@@ -397,11 +417,55 @@ impl<T: Pod + Send + Sync> Buffer<T> {
         if self.len != 1 {
             return Err(Error::NotOneElement { shape: vec![self.len] });
         }
-        let copies = by.copies_of(self)?;
+        if let Some(values) = self.read_few(by)? {
+            return Ok(values[0]);
+        }
+        let copies = by.copies_of(self.view())?;
         let _place = copies.called_here();
         let (copied, values) = copies.download_new_vec(self.device_part(), 1)?;
         copied.wait_counted()?;
         Ok(values()?[0])
+    }
+
+    /// A few values, by a blocking copy of a stream. `None` if there are many, or none, or a runtime
+    /// is to copy them, or the stream captures or is another device's.
+    #[track_caller]
+    fn read_few(&self, by: &impl RunsCopies) -> Result<Option<Vec<T>>, Error> {
+        let plain =
+            by.stream().filter(|stream| stream.timeline().device_id_unless_capturing() == self.storage().device_id());
+        let Some(stream) = plain.filter(|_| (1..=FEW_BYTES).contains(&self.bytes())) else { return Ok(None) };
+        let mut values = bytemuck::zeroed_vec(self.len);
+        let _access = AccessGuard::acquire(stream, &[(self.storage(), AccessKind::Read)])?;
+        stream.download_blocking(bytes_of_mut(&mut values), self.ptr())?;
+        Ok(Some(values))
+    }
+
+    /// A copy in memory of another allocator, such as another device's, enqueued on `stream` of
+    /// that device.
+    ///
+    /// # Errors
+    /// As [`Buffer::copy_from`], and when device memory runs out.
+    #[track_caller]
+    pub fn to(&self, memory: &Allocator, stream: &Stream) -> Result<Buffer<T>, Error> {
+        let mut to = memory.alloc(self.len, stream)?;
+        to.copy_from(&self.view(), stream)?;
+        Ok(to)
+    }
+}
+
+/// Copies to it.
+impl<T: Pod + Send + Sync> Buffer<T> {
+    /// Enqueues filling the buffer from the host, or from a file; see [`Source`]. From a slice, it
+    /// returns once the slice may be reused.
+    ///
+    /// # Errors
+    /// Ends of different lengths, a source that cannot be read, a stream of another device or that
+    /// captures, and errors of the driver. When pinned memory for staging runs out.
+    #[track_caller]
+    pub fn upload(&mut self, from: impl Source<T>, by: &impl RunsCopies) -> Result<Pending<()>, Error> {
+        let copies = by.copies_of(self.view())?;
+        let _place = copies.called_here();
+        from.upload_to(&copies, self, None)
     }
 
     /// Enqueues filling the buffer from device memory, also of another device. Between devices the
@@ -422,32 +486,20 @@ impl<T: Pod + Send + Sync> Buffer<T> {
         let elements = elements::<T>(from.len, self.len, region);
         Ok(copies.copy_in_order(&from.copies_for(copies)?, from.device_part(), self.device_part(), &elements)?)
     }
-
-    /// A copy in memory of another allocator, such as another device's, enqueued on `stream` of
-    /// that device.
-    ///
-    /// # Errors
-    /// As [`Buffer::copy_from`], and when device memory runs out.
-    #[track_caller]
-    pub fn to(&self, memory: &Allocator, stream: &Stream) -> Result<Buffer<T>, Error> {
-        let mut to = memory.alloc(self.len, stream)?;
-        to.copy_from(self, stream)?;
-        Ok(to)
-    }
 }
 
-impl<T> OnStreams for Buffer<T> {
+impl<T, H: Handle> OnStreams for Buffer<T, H> {
     fn ready_on(&self, stream: &Stream) -> Result<(), Error> {
         Ok(self.storage().ready_on(stream)?)
     }
 }
 
-impl<T> fmt::Debug for Buffer<T> {
+impl<T, H: Handle> fmt::Debug for Buffer<T, H> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Buffer")
             .field("type", &std::any::type_name::<T>())
             .field("len", &self.len)
-            .field("memory", &self.storage)
+            .field("ptr", &self.ptr())
             .finish_non_exhaustive()
     }
 }

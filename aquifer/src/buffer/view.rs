@@ -1,22 +1,43 @@
 //! Views: borrowed parts of buffers.
 //!
-//! A view holds a handle of the memory, so that functions that take a buffer take a view. Its
-//! lifetime is the borrow's: while a view for writing lives, its buffer cannot be named.
+//! A view to read borrows the handle of its buffer. A view to write has a handle of its own, so that
+//! functions that take a buffer to write take it: they get a `&mut Buffer`, which callers may swap
+//! with another one's, so it must not refer to a borrow.
 
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::panic::UnwindSafe;
+use std::sync::Arc;
 
-use aquifer_kernels::{Element, Operand, Target};
+use aquifer_allocator::Storage;
+use aquifer_kernels::{Element, Target};
 
 use super::Buffer;
 
-/// A borrowed part of a [`Buffer`], made by [`Buffer::slice`]. It has the methods of a buffer.
-pub struct View<'a, T> {
-    buffer: Buffer<T>,
-    borrow: PhantomData<&'a Buffer<T>>,
+/// A borrowed part of a [`Buffer`], made by [`Buffer::slice`]. It has the methods of a buffer that
+/// do not write, and costs nothing to make or copy.
+///
+/// ```compile_fail,E0505
+/// # fn main() -> Result<(), aquifer::Error> {
+/// # use aquifer::prelude::*;
+/// # let device = aquifer::open("sim:24GiB")?;
+/// # let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+/// let buffer = memory.alloc_zeros::<f32>(1000, &stream)?;
+/// let head = buffer.slice(..500);
+/// drop(buffer); // error: `head` borrows it
+/// head.to_vec(&stream)?;
+/// # Ok(()) }
+/// ```
+pub type View<'a, T> = Buffer<T, &'a Arc<Storage>>;
+
+impl<T> Clone for View<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
 }
+
+impl<T> Copy for View<'_, T> {}
 
 /// A part of a [`Buffer`], borrowed for writing by [`Buffer::slice_mut`]. It has the methods of a
 /// buffer.
@@ -40,23 +61,9 @@ pub struct ViewMut<'a, T> {
 // A panic changes no element: only work on the device does.
 impl<T> UnwindSafe for ViewMut<'_, T> {}
 
-impl<T> View<'_, T> {
-    pub(super) fn new(buffer: Buffer<T>) -> Self {
-        View { buffer, borrow: PhantomData }
-    }
-}
-
 impl<T> ViewMut<'_, T> {
     pub(super) fn new(buffer: Buffer<T>) -> Self {
         ViewMut { buffer, borrow: PhantomData }
-    }
-}
-
-impl<T> Deref for View<'_, T> {
-    type Target = Buffer<T>;
-
-    fn deref(&self) -> &Buffer<T> {
-        &self.buffer
     }
 }
 
@@ -74,21 +81,9 @@ impl<T> DerefMut for ViewMut<'_, T> {
     }
 }
 
-impl<T> fmt::Debug for View<'_, T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("View").field(&self.buffer).finish()
-    }
-}
-
 impl<T> fmt::Debug for ViewMut<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("ViewMut").field(&self.buffer).finish()
-    }
-}
-
-impl<'a, T: Element> From<&'a View<'_, T>> for Operand<'a> {
-    fn from(view: &'a View<'_, T>) -> Self {
-        Operand::from(&**view)
     }
 }
 

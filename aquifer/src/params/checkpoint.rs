@@ -265,7 +265,7 @@ fn open_shard(path: PathBuf, number: usize) -> Result<Opened, Error> {
         let file_dtype = format!("{:?}", info.dtype);
         entries.push(TensorEntry {
             name,
-            dtype: DType::from_name(&file_dtype.to_ascii_lowercase()),
+            dtype: file_dtype.to_ascii_lowercase().parse().ok(),
             file_dtype,
             shape,
             bytes: (info.data_offsets.1 - info.data_offsets.0) as u64,

@@ -188,8 +188,18 @@ impl ParamSet {
     }
 }
 
+/// Names and tensors, in their order.
+impl<'a> IntoIterator for &'a ParamSet {
+    type Item = (&'a str, &'a Tensor);
+    type IntoIter = std::vec::IntoIter<Self::Item>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.iter().collect::<Vec<_>>().into_iter()
+    }
+}
+
 impl fmt::Debug for ParamSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_map().entries(self.iter()).finish()
+        f.debug_struct("ParamSet").field("len", &self.len()).field("bytes", &self.bytes()).finish_non_exhaustive()
     }
 }

@@ -9,7 +9,7 @@ use super::Tensor;
 use super::memory::{DeviceMemory, Memory, target_of};
 use super::pack::pack_on_host;
 use super::place::Place;
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, Handle};
 use crate::error::Error;
 use crate::layout::{Layout, other_length};
 use crate::transfer::Transfer;
@@ -60,7 +60,7 @@ impl Tensor {
     ///
     /// # Errors
     /// An access guard of this thread with the memory, and a shape of another number of elements.
-    pub fn from_buffer<T: Element>(buffer: &Buffer<T>, shape: &[usize]) -> Result<Tensor, Error> {
+    pub fn from_buffer<T: Element>(buffer: &Buffer<T, impl Handle>, shape: &[usize]) -> Result<Tensor, Error> {
         let layout = Layout::row_major(shape)?;
         check_len(&layout, buffer.len())?;
         let bytes = buffer.reinterpret::<u8>();

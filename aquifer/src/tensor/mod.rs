@@ -295,13 +295,19 @@ impl Tensor {
 }
 
 /// Dtype, shape, strides where they are not the dense ones, and place.
-impl fmt::Debug for Tensor {
+impl fmt::Display for Tensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Tensor({} {:?}", self.dtype, self.shape())?;
+        write!(f, "{} {:?}", self.dtype, self.shape())?;
         if !self.is_contiguous() {
             write!(f, " strides {:?}", self.strides())?;
         }
-        write!(f, " on {})", self.place())
+        write!(f, " on {}", self.place())
+    }
+}
+
+impl fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tensor({self})")
     }
 }
 

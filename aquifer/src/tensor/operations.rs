@@ -50,16 +50,16 @@ impl Tensor {
             .compute(transfer, self.dtype, self.shape(), |kernels, from, to| kernels.add(stream, from[0], from[1], to))
     }
 
-    /// Enqueues `a · x` added to this tensor, as a new one. Floats only; rounded as
+    /// Enqueues the sum of this tensor and `alpha · x`, as a new one. Floats only; rounded as
     /// [`Kernels::axpy`] does.
     ///
     /// # Errors
     /// Operands in different places, not on a device, of different dtypes or shapes; and those of
     /// [`Kernels::axpy`].
     #[track_caller]
-    pub fn axpy(&self, alpha: impl Into<f64>, x: &Tensor, stream: &Stream) -> Result<Tensor, Error> {
+    pub fn add_scaled(&self, alpha: impl Into<f64>, x: &Tensor, stream: &Stream) -> Result<Tensor, Error> {
         let _place = self.called_here();
-        let operands = Operands { operation: "axpy", tensors: &[("y", self), ("x", x)], stream };
+        let operands = Operands { operation: "add_scaled", tensors: &[("y", self), ("x", x)], stream };
         let transfer = operands.check()?;
         operands.same_shape()?;
         let x = x.dense(transfer, stream)?;

@@ -208,7 +208,7 @@ fn mixed_devices_dtypes_and_shapes_are_errors_that_name_every_operand() {
         (here.add(&half, stream), ["one dtype", "a: f32 [2, 3] on sim:0", "b: f16 [2, 3] on sim:0"]),
         (here.add(&turned, stream), ["one shape", "a: f32 [2, 3] on sim:0", "b: f32 [3, 2] on sim:0"]),
         (here.matmul(&here, stream), ["3 columns and b 2 rows", "a: f32 [2, 3]", "b: f32 [2, 3]"]),
-        (here.axpy(2.0, &half, stream), ["one dtype", "y: f32 [2, 3]", "x: f16 [2, 3]"]),
+        (here.add_scaled(2.0, &half, stream), ["one dtype", "y: f32 [2, 3]", "x: f16 [2, 3]"]),
         (host.sum(stream), ["computes on devices", "a: f32 [2, 3] on cpu", "Tensor::to"]),
     ];
     for (result, parts) in cases {
@@ -231,7 +231,7 @@ fn operations_compute_the_documented_results() {
     let b = a.transpose(0, 1).unwrap();
     assert_eq!(a.matmul(&b, stream).unwrap().to_vec::<f32>().unwrap(), [5.0, 14.0, 14.0, 50.0]);
     assert_eq!(b.add(&b, stream).unwrap().to_vec::<f32>().unwrap(), [0.0, 6.0, 2.0, 8.0, 4.0, 10.0]);
-    let scaled = a.axpy(10.0, &a, stream).unwrap();
+    let scaled = a.add_scaled(10.0, &a, stream).unwrap();
     assert_eq!(scaled.to_vec::<f32>().unwrap(), [0.0, 11.0, 22.0, 33.0, 44.0, 55.0]);
     let row = a.select(0, 1).unwrap();
     assert!(a.add(&row, stream).is_err(), "repeated only where it is asked for");

@@ -1,5 +1,6 @@
 //! [`Transfer`]: copies of typed memory.
 
+use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -13,7 +14,7 @@ use super::batch::TransferBatch;
 use super::endpoints::{DeviceSource, RunsCopies, elements};
 use super::pending::Pending;
 use crate::allocator::Allocator;
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, View};
 use crate::error::Error;
 
 /// The runtime of copies: as the last argument of a copy in place of a stream, it runs the copy on
@@ -48,15 +49,21 @@ use crate::error::Error;
 /// ```
 ///
 /// It derefs to the runtime below, which has streams and counters.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Transfer {
     copies: aquifer_transfer::Transfer,
     allocator: Allocator,
     pinned: PinnedPool,
 }
 
+impl fmt::Debug for Transfer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.copies.fmt(f)
+    }
+}
+
 impl RunsCopies for Transfer {
-    fn copies_of<T>(&self, _: &Buffer<T>) -> Result<aquifer_transfer::Transfer, Error> {
+    fn copies_of<T>(&self, _: View<'_, T>) -> Result<aquifer_transfer::Transfer, Error> {
         Ok(self.copies.clone())
     }
 }
@@ -277,7 +284,7 @@ impl Allocator {
     /// # Errors
     /// Errors of the driver, at the first call.
     pub fn transfer(&self) -> Result<Transfer, Error> {
-        Transfer::of_runtime(self.services().runtime()?, self)
+        Transfer::of_runtime(self.services()?.runtime()?, self)
     }
 
     /// Pinned memory for `len` values of `T`, which copies of this device read and write
@@ -286,7 +293,7 @@ impl Allocator {
     /// # Errors
     /// When pinned memory runs out, and errors of the driver.
     pub fn pinned<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, Error> {
-        Ok(self.services().runtime()?.pinned().alloc(len)?)
+        Ok(self.services()?.runtime()?.pinned().alloc(len)?)
     }
 
     /// Pinned memory with a copy of `values`.
@@ -294,6 +301,6 @@ impl Allocator {
     /// # Errors
     /// As [`Allocator::pinned`].
     pub fn pinned_from_slice<T: Pod>(&self, values: &[T]) -> Result<PinnedBuffer<T>, Error> {
-        Ok(self.services().runtime()?.pinned().alloc_from(values)?)
+        Ok(self.services()?.runtime()?.pinned().alloc_from(values)?)
     }
 }

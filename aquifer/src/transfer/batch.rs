@@ -8,7 +8,7 @@ use bytemuck::Pod;
 
 use super::endpoints::bytes_of;
 use super::pending::Pending;
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, Handle};
 use crate::error::Error;
 
 /// Many copies that are made together, in the order in which they were added.
@@ -83,7 +83,7 @@ impl TransferBatch {
     ///
     /// # Errors
     /// Ends of different lengths, that overlap, or of another device. The batch is then unchanged.
-    pub fn copy<T: Copy>(&mut self, from: &Buffer<T>, to: &mut Buffer<T>) -> Result<(), Error> {
+    pub fn copy<T: Copy>(&mut self, from: &Buffer<T, impl Handle>, to: &mut Buffer<T>) -> Result<(), Error> {
         check_lengths(from.len(), to.len())?;
         Ok(self.0.copy(from.device_part(), to.device_part())?)
     }
@@ -92,7 +92,7 @@ impl TransferBatch {
     ///
     /// # Errors
     /// A buffer of another device, or too long for the host. The batch is then unchanged.
-    pub fn download<T: Pod>(&mut self, from: &Buffer<T>) -> Result<Downloaded<T>, Error> {
+    pub fn download<T: Pod>(&mut self, from: &Buffer<T, impl Handle>) -> Result<Downloaded<T>, Error> {
         let offset = self.0.download(from.device_part())?;
         Ok(Downloaded { results: self.0.results().clone(), offset, len: from.len(), element: PhantomData })
     }

@@ -30,17 +30,31 @@ type Begun<T> = Result<Pending<T>, Error>;
 pub trait RunsCopies {
     /// Copies to and from the buffer's memory.
     #[doc(hidden)]
-    fn copies_of<T>(&self, buffer: &Buffer<T>) -> Result<Transfer, Error>;
+    fn copies_of<T>(&self, buffer: View<'_, T>) -> Result<Transfer, Error>;
+
+    /// The stream, if it is one.
+    #[doc(hidden)]
+    fn stream(&self) -> Option<&Stream> {
+        None
+    }
 }
 
 impl RunsCopies for Stream {
-    fn copies_of<T>(&self, buffer: &Buffer<T>) -> Result<Transfer, Error> {
+    fn stream(&self) -> Option<&Stream> {
+        Some(self)
+    }
+
+    fn copies_of<T>(&self, buffer: View<'_, T>) -> Result<Transfer, Error> {
         buffer.copies_on(self)
     }
 }
 
 impl<R: RunsCopies + ?Sized> RunsCopies for &R {
-    fn copies_of<T>(&self, buffer: &Buffer<T>) -> Result<Transfer, Error> {
+    fn stream(&self) -> Option<&Stream> {
+        (**self).stream()
+    }
+
+    fn copies_of<T>(&self, buffer: View<'_, T>) -> Result<Transfer, Error> {
         (**self).copies_of(buffer)
     }
 }
@@ -119,7 +133,7 @@ pub trait Target<T: Pod + Send + Sync>: Sized + Sealed {
     type Output: Send + 'static;
 
     #[doc(hidden)]
-    fn download_from(self, transfer: &Transfer, from: &Buffer<T>, region: Option<&Region<'_>>) -> Begun<Self::Output>;
+    fn download_from(self, transfer: &Transfer, from: View<'_, T>, region: Option<&Region<'_>>) -> Begun<Self::Output>;
 }
 
 /// Device memory to copy from: a reference to a [`Buffer`] or to a view, of any device, or
@@ -151,7 +165,7 @@ pub trait Target<T: Pod + Send + Sync>: Sized + Sealed {
 #[allow(private_bounds, reason = "the bound seals the trait")]
 pub trait DeviceSource<T>: Sealed {
     #[doc(hidden)]
-    fn parts(&self) -> (&Buffer<T>, Option<&Region<'_>>);
+    fn parts(&self) -> (View<'_, T>, Option<&Region<'_>>);
 }
 
 /// Host memory of an owner, such as a memory map, as a [`Source`].
@@ -253,7 +267,7 @@ macro_rules! targets {
             type Output = $output;
 
             #[allow(unused_mut, reason = "one of the targets changes itself")]
-            fn download_from(self, $transfer: &Transfer, $from: &Buffer<T>, $region: Option<&Region<'_>>) -> Begun<$output> {
+            fn download_from(self, $transfer: &Transfer, $from: View<'_, T>, $region: Option<&Region<'_>>) -> Begun<$output> {
                 let mut $to = self;
                 $download
             }
@@ -283,7 +297,7 @@ impl<T> Sealed for PinnedBuffer<T> {}
 impl<T: Pod + Send + Sync, D: Target<T>> Target<T> for InRegion<'_, D> {
     type Output = D::Output;
 
-    fn download_from(self, transfer: &Transfer, from: &Buffer<T>, _: Option<&Region<'_>>) -> Begun<D::Output> {
+    fn download_from(self, transfer: &Transfer, from: View<'_, T>, _: Option<&Region<'_>>) -> Begun<D::Output> {
         self.end.download_from(transfer, from, Some(&self.region))
     }
 }
@@ -293,8 +307,8 @@ macro_rules! device_sources {
         impl<T> Sealed for $type {}
 
         impl<T> DeviceSource<T> for $type {
-            fn parts(&self) -> (&Buffer<T>, Option<&Region<'_>>) {
-                (self, None)
+            fn parts(&self) -> (View<'_, T>, Option<&Region<'_>>) {
+                (self.view(), None)
             }
         }
     )* };
@@ -303,7 +317,7 @@ macro_rules! device_sources {
 device_sources! { &Buffer<T> &View<'_, T> &ViewMut<'_, T> }
 
 impl<T, S: DeviceSource<T>> DeviceSource<T> for InRegion<'_, S> {
-    fn parts(&self) -> (&Buffer<T>, Option<&Region<'_>>) {
+    fn parts(&self) -> (View<'_, T>, Option<&Region<'_>>) {
         (self.end.parts().0, Some(&self.region))
     }
 }

@@ -9,7 +9,7 @@ fn buffers_work_after_a_panic_that_was_caught() -> Result<(), aquifer::Error> {
     let device = aquifer::open("sim:1GiB,violations=panic")?;
     let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
     let mut x = memory.alloc_zeros::<f32>(4, &stream)?;
-    assert!(catch_unwind(|| drop(x.slice(3..9))).is_err());
+    assert!(catch_unwind(|| x.slice(3..9).len()).is_err());
     // Two writes that nothing orders.
     let unordered = || {
         let other = device.stream()?;

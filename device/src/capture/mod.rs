@@ -52,10 +52,15 @@ use crate::unfinished;
 /// # device.free(a).and(device.free(b))?;
 /// # Ok::<(), aquifer_device::DeviceError>(())
 /// ```
-#[derive(Debug)]
 pub struct Capture {
     stream: Stream,
     scope: Arc<Scope>,
+}
+
+impl fmt::Debug for Capture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Capture").field("stream", &self.stream).finish_non_exhaustive()
+    }
 }
 
 impl Capture {
@@ -306,7 +311,6 @@ pub(crate) fn begin_followed(
 /// device.free(ptr)?;
 /// # Ok::<(), aquifer_device::DeviceError>(())
 /// ```
-#[derive(Debug)]
 pub struct Graph {
     /// `None` only while it is dropped.
     work: Option<Work>,
@@ -329,6 +333,12 @@ impl fmt::Debug for Work {
             Work::Driver(raw) => raw.fmt(f),
             Work::Other(_) => f.write_str("another library's"),
         }
+    }
+}
+
+impl fmt::Debug for Graph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Graph").field("work", &self.work).finish_non_exhaustive()
     }
 }
 

@@ -415,6 +415,13 @@ impl fmt::Debug for WeakDevice {
     }
 }
 
+/// Its label, as errors name it.
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.label().fmt(f)
+    }
+}
+
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Device").field("id", &self.id()).field("name", &self.info().name).finish_non_exhaustive()

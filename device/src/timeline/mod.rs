@@ -51,6 +51,7 @@ mod reuse;
 mod tick;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::fmt;
 use std::sync::{Arc, Weak};
 
 pub use capturing::CapturesHeldOff;
@@ -74,7 +75,6 @@ pub(crate) use reuse::ReusableTimelines;
 ///
 /// A timeline outlives its stream: ticks of a destroyed stream stay valid, and a later stream
 /// continues the same timeline.
-#[derive(Debug)]
 pub struct Timeline {
     id: u32,
     /// The driver's handle of the stream that the timeline serves now.
@@ -166,6 +166,13 @@ pub(crate) struct Recording {
     pub(crate) clock: StreamMap,
     /// The capture that the event is a node of; it orders nothing outside.
     pub(crate) capture: Option<Arc<Scope>>,
+}
+
+impl fmt::Debug for Timeline {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (id, now) = (self.id, self.now());
+        f.debug_struct("Timeline").field("id", &id).field("now", &now).finish_non_exhaustive()
+    }
 }
 
 impl Timeline {

@@ -21,7 +21,12 @@ pub struct Tick {
 impl Timeline {
     /// The tick that stands for all work enqueued on the stream so far. No driver call, no lock.
     pub fn tick(self: &Arc<Self>) -> Tick {
-        Tick { timeline: self.clone(), n: self.now() }
+        self.tick_at(self.now())
+    }
+
+    /// The tick that was taken when [`Timeline::now`] returned `n`.
+    pub fn tick_at(self: &Arc<Self>, n: u64) -> Tick {
+        Tick { timeline: self.clone(), n }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 
+use aquifer::buffer::Handle;
 use aquifer::device::cuda;
 use aquifer::kernels::DType;
 use aquifer::kernels::Element;
@@ -17,7 +18,10 @@ use crate::{Dlpack, Error, data_type, typed};
 ///
 /// # Errors
 /// A buffer of a simulated device, a stream of another device, and as [`Buffer::ready_on`].
-pub fn export_buffer<T: DlpackElement + Copy>(buffer: &Buffer<T>, stream: &Stream) -> Result<Dlpack, Error> {
+pub fn export_buffer<T: DlpackElement + Copy>(
+    buffer: &Buffer<T, impl Handle>,
+    stream: &Stream,
+) -> Result<Dlpack, Error> {
     export_device(buffer, &[buffer.len()], T::DTYPE, stream)
 }
 
@@ -43,7 +47,7 @@ fn export_typed<T: Element>(tensor: &Tensor, stream: &Stream) -> Result<Dlpack, 
 }
 
 fn export_device<T: Copy + 'static>(
-    buffer: &Buffer<T>,
+    buffer: &Buffer<T, impl Handle>,
     shape: &[usize],
     data_type: DLDataType,
     stream: &Stream,

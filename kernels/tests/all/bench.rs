@@ -3,6 +3,7 @@
 use std::fmt::Debug;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
+use aquifer::buffer::Handle;
 use aquifer::{Allocator, Buffer};
 use aquifer_allocator::{AccessGuard, Config};
 use aquifer_device::{AccessKind, Device, Stream};
@@ -74,7 +75,7 @@ fn open(spec: &str) -> Device {
 /// The byte of guards.
 const GUARD: u8 = 0xA5;
 /// Bytes as elements of a dtype.
-pub(crate) fn bytes_as(bytes: &Buffer<u8>, dtype: DType) -> Operand<'_> {
+pub(crate) fn bytes_as(bytes: &Buffer<u8, impl Handle>, dtype: DType) -> Operand<'_> {
     Operand::new(bytes.storage(), bytes.ptr(), bytes.bytes(), dtype)
 }
 

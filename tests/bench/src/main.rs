@@ -10,6 +10,7 @@
 //! | `scale` | how the time of operations grows with the number of streams, pools, blocks, graphs |
 //! | `peers` | programs that other projects published, with several allocators |
 //! | `calls` | the driver's calls |
+//! | `door` | the calls that programs make most |
 //! | `graphs` | memory, capture and launch of CUDA graphs |
 //! | `transfer` | copies between host and device |
 //!
@@ -19,6 +20,7 @@
 
 mod bare;
 mod calls;
+mod door;
 mod graphs;
 mod handover;
 mod pairs;
@@ -86,6 +88,7 @@ enum Set {
     Scale,
     Peers,
     Calls,
+    Door,
     Graphs,
     Transfer,
 }
@@ -135,6 +138,7 @@ fn run(global: &Global, args: Args) -> Result<Outcome, Failure> {
         Set::Scale => scale::all(),
         Set::Peers => peers::all(args.quick && args.names.is_empty()),
         Set::Calls => calls::all(),
+        Set::Door => door::all(),
         Set::Graphs => graphs::all(),
         Set::Transfer => transfer::all(),
     };

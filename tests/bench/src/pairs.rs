@@ -13,8 +13,8 @@
 //!   locks, has an instance for each thread.
 //! * `handover`: one thread allocates, another frees, through a ring; the yardstick is behind a
 //!   lock. The rate is that of one thread that passes blocks through the ring to itself.
-//! * `raw_*`: as `hot_1mib`, `churn_10000` and `threads2_streams2`, with raw pointers; the yardstick
-//!   is the same with handles.
+//! * `raw_*`: as `hot_1mib`, `churn_10000` and `threads2_streams2`, also with 8 threads, with raw
+//!   pointers; the yardstick is the same with handles.
 //!
 //! A simulated device has at least 512 GiB. Where a real one has no room for so many, blocks are
 //! smaller: `largest_bytes` says which.
@@ -56,7 +56,7 @@ const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
 /// Name, work, threads, live blocks of each, smallest and largest size.
-const ALL: [(&str, Kind, u32, u32, u64, u64); 18] = [
+const ALL: [(&str, Kind, u32, u32, u64, u64); 19] = [
     ("hot_512b", Replace, 1, 1, 512, 512),
     ("hot_1mib", Replace, 1, 1, MIB, MIB),
     ("hot_64mib", Replace, 1, 1, 64 * MIB, 64 * MIB),
@@ -75,6 +75,7 @@ const ALL: [(&str, Kind, u32, u32, u64, u64); 18] = [
     ("raw_hot", Pointers, 1, 1, MIB, MIB),
     ("raw_churn_10000", Pointers, 1, 10_000, 512, 64 * MIB),
     ("raw_parallel", Pointers, 2, 1, MIB, MIB),
+    ("raw_parallel_8", Pointers, 8, 1, MIB, MIB),
 ];
 
 pub(crate) fn all() -> Vec<Benchmark> {

@@ -4,6 +4,7 @@
 use std::os::unix::fs::symlink;
 use std::{env, fs};
 
+use aquifer::Error;
 use aquifer::device::{OpenError, cuda};
 use aquifer::kernels::{KernelError, Kernels};
 use aquifer_cuda::{Unavailable, gpus};
@@ -18,7 +19,9 @@ fn unavailable() -> Unavailable {
     let error = cuda::shared(0).unwrap_err();
     assert!(error.kind == ErrorKind::Unavailable, "{error}");
     assert_eq!(error.to_string(), format!("no GPU was opened: {why}"), "cuInit may not even have been found");
-    assert!(matches!(aquifer::open("cuda:0"), Err(OpenError::Unavailable(same)) if same == why));
+    assert!(
+        matches!(aquifer::open("cuda:0"), Err(Error::Open(open)) if matches!(&*open, OpenError::Unavailable(same) if *same == why))
+    );
     let best = aquifer::open_best().unwrap();
     assert_eq!(best.info().kind, "sim");
     assert!(best.chosen_because().is_some_and(|reason| reason.contains(&why.to_string())), "{best:?}");
@@ -119,7 +122,7 @@ fn a_stub_is_distinguished_from_a_driver() {
 fn a_context_that_cannot_be_made_is_an_error_of_the_device() {
     in_process(&[], || {
         standin().fail("cuDevicePrimaryCtxRetain", 1, Code::OUT_OF_MEMORY).unwrap();
-        let Err(OpenError::Device(error)) = aquifer::open("cuda:0") else { panic!("it was made") };
+        let Err(Error::Device(error)) = aquifer::open("cuda:0") else { panic!("it was made") };
         assert!(error.is_out_of_memory() && error.to_string().contains("GPU 0"), "{error}");
         aquifer::open("cuda:0").unwrap();
     });

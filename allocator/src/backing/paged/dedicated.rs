@@ -128,6 +128,10 @@ impl DedicatedMemory {
         self.users.lock().clone()
     }
 
+    pub(crate) fn allocator(&self) -> &Allocator {
+        &self.allocator
+    }
+
     pub(crate) fn state(&self) -> &'static AllocatorState {
         self.allocator.state()
     }

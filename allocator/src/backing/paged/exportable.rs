@@ -102,10 +102,7 @@ impl Allocator {
         let memory = Arc::new(DedicatedMemory::new(self, ptr, bytes, id));
         let at = Location::caller();
         self.state().tell_witness(|witness| memory.report_block(witness, bytes, at));
-        Ok(Exportable {
-            storage: Arc::new(Storage::new(Memory::Dedicated(memory), self, stream)),
-            physical: Some(physical),
-        })
+        Ok(Exportable { storage: Arc::new(Storage::new(Memory::Dedicated(memory), stream)), physical: Some(physical) })
     }
 }
 
@@ -116,7 +113,7 @@ impl Allocator {
 #[track_caller]
 fn alloc_dedicated_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<Exportable, AllocError> {
     let memory = if bytes == 0 { allocator.alloc_bytes(0, stream)? } else { alloc_segment(allocator, bytes, stream)? };
-    Ok(Exportable { storage: Arc::new(Storage::new(Memory::Block(memory), allocator, stream)), physical: None })
+    Ok(Exportable { storage: Arc::new(Storage::new(Memory::of(memory, allocator), stream)), physical: None })
 }
 
 #[track_caller]

@@ -10,6 +10,7 @@
 //! Invariant: it does not shrink while a buffer shares the memory, so that no buffer reaches
 //! addresses without memory.
 
+use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
@@ -56,7 +57,6 @@ use crate::types::{Request, StreamId, Use, latest_by_stream};
 /// assert_eq!(allocator.memory_allocated(), 50 << 20);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Debug)]
 #[must_use = "dropping the handle gives the memory back"]
 pub struct Growable {
     memory: Arc<DedicatedMemory>,
@@ -102,8 +102,14 @@ impl Allocator {
         self.state().tell_witness(|witness| witness.managed(ptr.range(reserved)));
         self.state().shared().add_growable(ptr.0, reserved, id, Tag::current());
         let memory = Arc::new(DedicatedMemory::new(self, ptr, 0, id));
-        let storage = Arc::new(Storage::new(Memory::Dedicated(memory.clone()), self, stream));
+        let storage = Arc::new(Storage::new(Memory::Dedicated(memory.clone()), stream));
         Ok(Growable { memory, storage, capacity, granule, rest: Vec::new() })
+    }
+}
+
+impl fmt::Debug for Growable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Growable").field("ptr", &self.ptr()).field("bytes", &self.bytes()).finish_non_exhaustive()
     }
 }
 
@@ -227,7 +233,7 @@ impl Growable {
     }
 
     fn allocator(&self) -> &Allocator {
-        self.storage.allocator()
+        self.memory.allocator()
     }
 
     /// Its bytes rounded up to whole granules, all of which have memory.

@@ -14,7 +14,7 @@ fn streams_before(buffer: &Buffer<u8>, kind: AccessKind) -> Vec<u32> {
 }
 
 /// Writes a buffer under an access guard.
-pub(super) fn write(stream: &Stream, buffer: &Buffer<u8>, value: u8) -> Result<(), AllocError> {
+pub(super) fn write(stream: &Stream, buffer: &Buffer<u8, impl Handle>, value: u8) -> Result<(), AllocError> {
     let _access = AccessGuard::acquire(stream, &[(buffer.storage(), AccessKind::Write)])?;
     Ok(stream.fill(buffer.ptr(), value, buffer.bytes())?)
 }
