@@ -298,7 +298,8 @@ async function checkReport(browser, report) {
   try {
     const [data] = JSON.parse(await page.value(`document.getElementById("data").textContent`));
     const name = basename(report).replace(/\.html?$/, "");
-    page.check(await page.text("title") == (data.title || "Report"), "the heading is not the title");
+    page.check((await page.text("title")).startsWith(data.title || "Report"), "the heading does not begin with the title");
+    page.check((await page.text("answers")).includes("What ran out"), "the answers are not in the header");
     const last = data.buckets.n - 1;
     if (last >= 0) page.check(await page.moment() == data.peak.bucket, "the peak is not selected at first");
     await shoot(page, name);

@@ -106,8 +106,8 @@ pub struct Global {
     /// only one. With 'backing:pytorch', explain, report, replay, fit and compare use a model of
     /// PyTorch's allocator instead, which takes PyTorch's options; 'backing:expandable' stands for
     /// 'backing:pytorch,expandable_segments:True'. The environment is not read: to use its options,
-    /// pass them with --config "$PYTORCH_ALLOC_CONF". Options without effect are named in a
-    /// warning.
+    /// pass them with --config "PYTORCH_ALLOC_CONF=$PYTORCH_ALLOC_CONF", for the model, or
+    /// --config "AQUIFER_ALLOC_CONF=$AQUIFER_ALLOC_CONF". Options without effect are named in a warning.
     #[arg(long = "config", global = true, value_name = "OPTIONS", allow_hyphen_values = true)]
     pub configs: Vec<ConfigArg>,
 
@@ -326,6 +326,10 @@ impl FromStr for ConfigArg {
 
     fn from_str(text: &str) -> Result<ConfigArg, Self::Err> {
         let text = text.trim();
+        let of_pytorch = |name| Some(format!("backing:pytorch,{}", text.strip_prefix(name)?.strip_prefix('=')?));
+        let assigned = ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"].into_iter().find_map(of_pytorch);
+        let text = assigned.as_deref().unwrap_or(text);
+        let text = text.strip_prefix("AQUIFER_ALLOC_CONF=").unwrap_or(text).trim_end_matches(',');
         let (pytorch, config) = match Options::parse_model(text)? {
             Some((options, config)) => (Some(options), config),
             None => (None, text.parse()?),
@@ -392,6 +396,19 @@ mod tests {
         }
         let trial = ConfigArg::default().splitting().unwrap();
         assert!(trial.is_trial && trial.text.parse::<ConfigArg>().unwrap().config == trial.config);
+    }
+
+    #[test]
+    fn options_may_be_given_as_the_variables_that_advice_names() {
+        let config = |text: &str| text.parse::<ConfigArg>().unwrap();
+        for (assigned, same) in [
+            ("PYTORCH_ALLOC_CONF=expandable_segments:True", "backing:expandable"),
+            ("PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64", "backing:pytorch,max_split_size_mb:64"),
+            ("PYTORCH_ALLOC_CONF=", "backing:pytorch"),
+            ("AQUIFER_ALLOC_CONF=frame_mb:64", "frame_mb:64"),
+        ] {
+            assert!(config(assigned).is_same(&config(same)), "{assigned}");
+        }
     }
 
     #[test]

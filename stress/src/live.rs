@@ -46,8 +46,8 @@ pub(crate) struct Reading {
     pub(crate) limit: u64,
     pub(crate) reserved: u64,
     pub(crate) allocated: u64,
-    /// External fragmentation, from 0 to 1.
-    pub(crate) external: f64,
+    /// The share of what is held that is free beside live blocks and cannot go back, from 0 to 1.
+    pub(crate) stranded: f64,
     /// Allocations of this allocator.
     pub(crate) allocations: u64,
     /// Refusals of this allocator.
@@ -303,7 +303,7 @@ impl Progress {
 impl std::fmt::Display for Reading {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (reserved, limit, allocated) = (Bytes(self.reserved), Bytes(self.limit), Bytes(self.allocated));
-        let percent = self.external * 100.0;
+        let percent = self.stranded * 100.0;
         write!(f, "{} holds {reserved} of {limit}, {allocated} allocated, {percent:.0} % fragmented", self.name)
     }
 }
@@ -317,7 +317,7 @@ mod tests {
 
     fn reading(allocations: u64) -> Reading {
         let (limit, reserved, allocated) = (8 << 30, 3 << 30, 2 << 30);
-        Reading { name: "cuda:0".into(), limit, reserved, allocated, external: 0.125, allocations, ooms: 1 }
+        Reading { name: "cuda:0".into(), limit, reserved, allocated, stranded: 0.125, allocations, ooms: 1 }
     }
 
     fn view_of(readings: Vec<Reading>) -> View<'static> {

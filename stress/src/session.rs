@@ -331,8 +331,11 @@ impl Session {
     fn write(&self, bytes: &[u8]) -> Result<(), Failure> {
         let _lines_do_not_mix = self.output.lock();
         let mut out = std::io::stdout().lock();
-        out.write_all(bytes)?;
-        Ok(out.flush()?)
+        match out.write_all(bytes).and_then(|()| out.flush()) {
+            // The exit code tells the outcome to whoever closed the output, too.
+            Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+            written => Ok(written?),
+        }
     }
 
     /// Writes a message to standard error, or where messages were diverted to.

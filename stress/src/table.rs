@@ -2,7 +2,7 @@
 //!
 //! A table is at most as wide as its terminal. Its first columns matter most: where the terminal is
 //! too narrow for all of them, the last ones are left out, and a note below the table names them.
-//! Without a terminal the width is unlimited. A column in which every row has 0 or nothing is left
+//! Without a terminal the width is that of the variable COLUMNS, or 100. A column in which every row has 0 or nothing is left
 //! out, unless it is one of the first two. A column is text, which is at the left and may be wrapped,
 //! if it is the first, or if one of its cells is no number.
 
@@ -232,8 +232,15 @@ fn wrapped(text: &str, width: usize) -> Vec<String> {
 /// As wide as the terminal at standard output, if there is one.
 impl fmt::Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.render(terminal_columns()))
+        f.write_str(
+            &self.render(Some(terminal_columns().unwrap_or_else(|| pipe_columns(std::env::var("COLUMNS").ok())))),
+        )
     }
+}
+
+/// The width of tables where there is no terminal: that of `COLUMNS`, or else 100.
+fn pipe_columns(columns: Option<String>) -> usize {
+    columns.and_then(|columns| columns.parse().ok()).filter(|&columns| columns > 0).unwrap_or(100)
 }
 
 /// A text for standard output, in lines that fit into its terminal.
@@ -310,6 +317,12 @@ mod tests {
         assert!(narrow.ends_with("Not shown in 20\ncolumns: driver\ncalls. --json has\nall figures."), "{narrow}");
         assert!(!narrow.contains("17"), "{narrow}");
         assert_eq!(few.render(None), few.render(Some(200)));
+    }
+
+    #[test]
+    fn tables_in_a_pipe_have_the_width_of_the_variable() {
+        let width = |columns: &str| pipe_columns(Some(columns.to_owned()));
+        assert_eq!((width("60"), width(""), width("0"), width("x"), pipe_columns(None)), (60, 100, 100, 100, 100));
     }
 
     #[test]

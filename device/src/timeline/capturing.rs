@@ -289,8 +289,9 @@ impl Timeline {
 pub(super) fn unannounced_error() -> DeviceError {
     DeviceError::in_capture(
         Operation::CaptureStatus,
-        "another library captures the stream and did not announce that; announce it with `Stream::announce_capture` or \
-         `Allocator::capture` when it begins",
+        "the stream captures and that was not announced; announce it with `Stream::announce_capture` or \
+         `Allocator::capture` when it begins. To fork a capture that is known: `Event::record` on its stream, \
+         `Stream::wait_event` on this one, and the same back before the capture ends",
     )
     .of_request("nothing was enqueued")
 }

@@ -110,6 +110,18 @@ int aquifer_set_limit(int device, uint64_t bytes);
 // Limits the bytes held to a share of the device's memory, from 0 to 1. 1 removes the limit.
 int aquifer_set_memory_fraction(int device, double fraction);
 
+// The share of the device's memory to which the options limit the bytes held; 1 if they do not, 0 after an error.
+double aquifer_memory_fraction(int device);
+
+// Checks the options in the environment, before any device is opened.
+int aquifer_check_options(void);
+
+// Names what the calling thread allocates from now on, in snapshots and reports. NULL or an empty name ends that.
+//
+// # Safety
+// `name` must be NULL or a string in UTF-8 with a closing NUL.
+int aquifer_set_tag(const char *name);
+
 // Bytes in live allocations, rounded up as they are; 0 after an error.
 uint64_t aquifer_memory_allocated(int device);
 

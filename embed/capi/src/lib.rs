@@ -10,11 +10,12 @@ mod gpu;
 mod ort;
 mod pools;
 
+use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::null_mut;
 
 use aquifer::device::DevicePtr;
-use aquifer::memory::{Contents, PoolOptions};
+use aquifer::memory::{Config, Contents, PoolOptions, TagScope};
 use failure::{Failure, guarded, printed, status};
 use gpu::Gpu;
 
@@ -148,6 +149,37 @@ pub extern "C" fn aquifer_set_limit(device: c_int, bytes: u64) -> c_int {
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_set_memory_fraction(device: c_int, fraction: f64) -> c_int {
     status(|| Ok(Gpu::of(device)?.memory.set_memory_fraction(fraction)?))
+}
+
+/// The share of the device's memory to which the options limit the bytes held; 1 if they do not, 0 after an error.
+#[unsafe(no_mangle)]
+pub extern "C" fn aquifer_memory_fraction(device: c_int) -> f64 {
+    guarded(0.0, || Ok(Gpu::of(device)?.memory.config().per_process_memory_fraction))
+}
+
+/// Checks the options in the environment, before any device is opened.
+#[unsafe(no_mangle)]
+pub extern "C" fn aquifer_check_options() -> c_int {
+    status(|| Config::from_env().map(drop).map_err(|error| Failure::invalid(error.to_string())))
+}
+
+/// Names what the calling thread allocates from now on, in snapshots and reports. NULL or an empty name ends that.
+///
+/// # Safety
+/// `name` must be NULL or a string in UTF-8 with a closing NUL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_set_tag(name: *const c_char) -> c_int {
+    thread_local! {
+        static TAG: RefCell<Option<TagScope>> = const { RefCell::new(None) };
+    }
+    status(|| {
+        // SAFETY: passed on to the caller.
+        let name = if name.is_null() { Ok("") } else { unsafe { CStr::from_ptr(name) }.to_str() };
+        let name = name.map_err(|_| Failure::invalid("the name is not UTF-8"))?;
+        // A thread that ends has lost its list of scopes.
+        let _ = TAG.try_with(|tag| *tag.borrow_mut() = (!name.is_empty()).then(|| TagScope::new(name)));
+        Ok(())
+    })
 }
 
 /// Bytes in live allocations, rounded up as they are; 0 after an error.

@@ -40,7 +40,7 @@
 //! | `AQUIFER_PASS` | functions that the driver serves, separated by commas: `cuMemAlloc`, `cuMemAllocPitch`, `cuMemAllocAsync`, `cuMemAllocFromPoolAsync` |
 //! | `AQUIFER_REPORT` | a report when the process ends: `stderr`, or a file that it is appended to |
 //! | `AQUIFER_SNAPSHOT` | a file for a memory snapshot when the process ends; later devices' files have their ordinal in the name |
-//! | `AQUIFER_LIVE` | a folder, in which each process replaces a file named by its process id twice a second: for each device a line of its ordinal, limit, bytes reserved and allocated, external fragmentation, allocations and refusals |
+//! | `AQUIFER_LIVE` | a folder, in which each process replaces a file named by its process id twice a second: for each device a line of its ordinal, limit, bytes reserved and allocated, the share that is free beside live blocks and cannot go back, allocations and refusals |
 //!
 //! Reports and snapshots need a process that ends by `exit` or by returning from `main`.
 //!

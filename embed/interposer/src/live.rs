@@ -58,16 +58,20 @@ fn write(folder: &Path) -> io::Result<()> {
     fs::rename(new, file)
 }
 
-/// A line for each device: its ordinal, limit, bytes reserved and allocated, external
-/// fragmentation from 0 to 1, allocations and refusals since the start.
+/// A line for each device: its ordinal, limit, bytes reserved and allocated, the share of what is
+/// reserved that is free beside live blocks and cannot go back, allocations and refusals since the
+/// start.
 fn readings() -> String {
     let mut lines = String::new();
     for gpu in gpu::served() {
-        let (stats, external) = (gpu.allocator.stats(), gpu.allocator.fragmentation(0).external);
+        let (stats, found) = (gpu.allocator.stats(), gpu.allocator.fragmentation(0));
+        let stranded = found.free_bytes.saturating_sub(found.releasable_bytes);
+        #[expect(clippy::cast_precision_loss, reason = "a ratio to display")]
+        let share = stranded as f64 / found.reserved_bytes.max(1) as f64;
         // Writing to a string cannot fail.
         let _ = writeln!(
             lines,
-            "{} {} {} {} {external:.4} {} {}",
+            "{} {} {} {} {share:.4} {} {}",
             gpu.ordinal,
             gpu.allocator.limit().unwrap_or_else(|| gpu.device.info().total_bytes),
             stats.reserved_bytes.all.current,

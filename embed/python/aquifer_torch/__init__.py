@@ -10,14 +10,18 @@ import contextlib
 import ctypes
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import pathlib
+import pickle
+import re
 import shlex
 import shutil
 import subprocess
 import sysconfig
 import tempfile
+import threading
 import warnings
 
 import torch
@@ -37,14 +41,18 @@ __all__ = [
     "set_limit",
     "snapshot",
     "stats",
+    "tag",
+    "tag_calls",
     "trim_to",
 ]
 
 _NAME = "libaquifer_c.so"
 _HERE = pathlib.Path(__file__).resolve().parent
+_CALL = re.compile(r"(.*) \((.*):(\d+)\)")
 _OOM_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)
 
-_library = None
+_library = _shim = None
+_thread = threading.local()
 _kept = []  # what native code refers to
 
 
@@ -71,13 +79,17 @@ def enable(plain=False):
     The first call builds a small C++ library with this PyTorch (about a minute; kept in the cache folder). Where that fails, or with
     `plain`, it uses PyTorch's pluggable allocator instead, which lacks `torch.cuda.memory_stats()` and `MemPool`, and says so.
     """
-    global _library
+    global _library, _shim
     if _library is not None:
         return
     if torch.version.cuda is None:
         raise Error(f"PyTorch {torch.__version__} is built without CUDA: install one with CUDA")
+    if torch.cuda.is_initialized():
+        raise Error("PyTorch has chosen its allocator already: call aquifer_torch.enable() before the first CUDA tensor")
     path = str(library_path())
     library = _declare(ctypes.CDLL(path))
+    if library.aquifer_check_options():
+        raise Error(library.aquifer_last_error().decode())
     compiler = _compiler()
     shim = None
     if not plain:
@@ -106,7 +118,9 @@ def enable(plain=False):
     else:
         _connect(shim, path)
     _raise(_text_function(shim, "aquifer_torch_enable")())
-    _library = library
+    _library, _shim = library, shim
+    if "history:" in os.environ.get("AQUIFER_ALLOC_CONF", ""):
+        tag_calls()
 
 
 def is_enabled():
@@ -124,8 +138,55 @@ def stats(device=None):
 
 def snapshot(path, device=None):
     """Saves a snapshot for PyTorch's memory viewer; `path` ends in .pickle, .pkl or .json. `history:100000` in AQUIFER_ALLOC_CONF adds the
-    last 100000 events."""
+    last 100000 events, with the calls that allocated (`tag_calls`)."""
     _status(_enabled().aquifer_save_snapshot(_index(device), os.fsencode(path)))
+    file = pathlib.Path(os.fsdecode(path))
+    form = json if file.suffix.lower() == ".json" else pickle
+    saved = form.loads(file.read_bytes())
+    blocks = [block for segment in saved["segments"] for block in segment["blocks"]]
+    found = [_to_frames(entry) for entry in itertools.chain(*saved["device_traces"], saved["segments"], blocks)]
+    if any(found):
+        text = form.dumps(saved)
+        whole = file.with_name(f".{file.name}.frames")
+        whole.write_bytes(text if isinstance(text, bytes) else text.encode())
+        os.replace(whole, file)
+
+
+def _to_frames(entry):
+    """Makes the name that `tag_calls` gave an entry a call stack."""
+    calls = [_CALL.fullmatch(call) for call in entry.get("user_metadata", "").split(" < ")]
+    if not all(calls):
+        return False
+    entry["frames"] = [{"name": name, "filename": file, "line": int(line)} for name, file, line in (call.groups() for call in calls)]
+    entry["user_metadata"] = ""
+    return True
+
+
+@contextlib.contextmanager
+def tag(name):
+    """Names what this thread allocates within it, in snapshots and reports of refusals."""
+    _enabled()
+    before = getattr(_thread, "tag", "")
+    _set_tag(name)
+    try:
+        yield
+    finally:
+        _set_tag(before)
+
+
+def _set_tag(name):
+    _thread.tag = name
+    function = getattr(_shim, "aquifer_torch_set_tag", _library.aquifer_set_tag)
+    function.argtypes = [ctypes.c_char_p]
+    function(name.encode())
+
+
+def tag_calls(value=True):
+    """Names allocations without a tag by the Python calls that make them; on from the start with `history:` in AQUIFER_ALLOC_CONF. The
+    pluggable allocator cannot."""
+    _enabled()
+    if hasattr(_shim, "aquifer_torch_tag_calls"):
+        _shim.aquifer_torch_tag_calls(int(value))
 
 
 def empty_cache(device=None):
@@ -184,6 +245,7 @@ def _declare(library):
     }
     arguments = {
         "last_error": [],
+        "check_options": [],
         "on_oom": [_OOM_CALLBACK, pointer],
         "stats_json": [ctypes.c_int, ctypes.c_char_p, size],
         "save_snapshot": [ctypes.c_int, ctypes.c_char_p],

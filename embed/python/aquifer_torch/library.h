@@ -38,6 +38,8 @@ struct {
     void (*record_stream)(void *, void *);
     int (*empty_cache)(int);
     int (*set_memory_fraction)(int, double);
+    double (*memory_fraction)(int);
+    int (*set_tag)(const char *);
     uint64_t (*memory_allocated)(int);
     uint64_t (*memory_reserved)(int);
     uint64_t (*allocation_size)(void *, int *);
@@ -176,6 +178,9 @@ template <typename Enable> const char *enabled(Enable enable) {
     try {
         enable();
         return nullptr;
+    } catch (const c10::Error &thrown) {
+        error = thrown.what_without_backtrace();
+        return error.c_str();
     } catch (const std::exception &thrown) {
         error = thrown.what();
         return error.c_str();
@@ -209,6 +214,8 @@ EXPORTED const char *aquifer_torch_connect(const char *path) {
     FIND(record_stream);
     FIND(empty_cache);
     FIND(set_memory_fraction);
+    FIND(memory_fraction);
+    FIND(set_tag);
     FIND(memory_allocated);
     FIND(memory_reserved);
     FIND(allocation_size);

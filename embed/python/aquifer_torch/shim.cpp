@@ -2,6 +2,7 @@
 
 #include "pools.h"
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -13,6 +14,7 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/csrc/cuda/CUDAPluggableAllocator.h>
+#include <torch/csrc/profiler/combined_traceback.h>
 
 namespace {
 
@@ -21,6 +23,33 @@ namespace caching = c10::cuda::CUDACachingAllocator;
 using c10::DeviceIndex;
 using c10::CachingDeviceAllocator::DeviceStats;
 using c10::cuda::MempoolId_t;
+
+// The name that Python gave the thread's allocations.
+thread_local std::string user_tag;
+
+// Whether other allocations are named by the calls that make them.
+std::atomic<bool> tags_calls{false};
+
+// The innermost calls of the program's own Python code, or else of any. PyTorch's recorder of call stacks finds them.
+std::string calls() {
+    constexpr int kMost = 3;
+    const auto trace = torch::CapturedTraceback::gather(true, false, false);
+    const auto stacks = torch::symbolize({trace.get()});
+    std::string own, all;
+    int count = 0, others = 0;
+    for (const uint64_t index : stacks.tracebacks.at(0)) {
+        const auto &frame = stacks.all_frames.at(index);
+        const bool is_own = frame.filename.find("-packages/") == std::string::npos;
+        auto &text = is_own ? own : all;
+        if ((is_own ? count : others)++ < kMost) {
+            const auto slash = frame.filename.rfind('/');
+            const auto folder = slash == std::string::npos || slash == 0 ? slash : frame.filename.rfind('/', slash - 1);
+            const auto name = frame.filename.substr(folder + 1);
+            text += (text.empty() ? "" : " < ") + frame.funcname + " (" + name + ":" + std::to_string(frame.lineno) + ")";
+        }
+    }
+    return own.empty() ? all : own;
+}
 
 void free_memory(void *ptr) {
     profile(ptr, -1);
@@ -70,7 +99,7 @@ class Allocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggabl
     double getMemoryFraction(DeviceIndex device) override {
         const std::lock_guard<std::mutex> lock(mutex_);
         const auto found = fractions_.find(device);
-        return found == fractions_.end() ? 1.0 : found->second;
+        return found == fractions_.end() ? api.memory_fraction(device) : found->second;
     }
 
     void setMemoryFraction(double fraction, DeviceIndex device) override {
@@ -135,8 +164,13 @@ class Allocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggabl
             "; aquifer_torch.snapshot(path) saves a snapshot of a device");
     }
 
-    void setUserMetadata(const std::string &) override {
-        TORCH_WARN_ONCE("Aquifer ignores metadata of allocations: its snapshots have none");
+    void setUserMetadata(const std::string &name) override {
+        user_tag = name;
+        check(api.set_tag(name.c_str()));
+    }
+
+    std::string getUserMetadata() override {
+        return user_tag;
     }
 
     void enable(bool value) override {
@@ -211,6 +245,9 @@ class Allocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggabl
     static constexpr const char *kInstead = "; compile with mode=\"default\"";
 
     void *take(size_t size, DeviceIndex device, cudaStream_t stream) {
+        if (tags_calls && user_tag.empty()) {
+            check(api.set_tag(calls().c_str()));
+        }
         void *ptr = pools_.take(size, device, stream);
         if (ptr == nullptr && size != 0) {
             refuse(size, device, [&] { observe_refusal(size, device); });
@@ -238,6 +275,18 @@ class Allocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggabl
 };
 
 } // namespace
+
+// Names each allocation by the Python calls that make it, or no longer.
+EXPORTED void aquifer_torch_tag_calls(int value) {
+    tags_calls = value != 0;
+    api.set_tag(user_tag.c_str());
+}
+
+// Names what the calling thread allocates.
+EXPORTED void aquifer_torch_set_tag(const char *name) {
+    user_tag = name;
+    api.set_tag(name);
+}
 
 // Makes Aquifer PyTorch's allocator. Returns null, or what is wrong.
 EXPORTED const char *aquifer_torch_enable() {

@@ -3,6 +3,7 @@ pluggable one, `python check.py build` also how the C++ library is built, `pytho
 captures, and `python check.py gpu` also what needs kernels that run: contents and results of graphs. It ends with tensors alive, and must exit
 with 0 all the same."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -79,6 +80,40 @@ def statistics():
         aquifer_torch.snapshot(f"{folder}/snapshot.pickle")
         assert os.path.getsize(f"{folder}/snapshot.pickle") > 100
         raises(aquifer_torch.Error, lambda: aquifer_torch.snapshot(f"{folder}/snapshot.txt"))
+
+
+def names():
+    """Tags from Python, and the calls that allocated, in snapshots."""
+    with aquifer_torch.tag("weights"):
+        kept = [torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")]
+    aquifer_torch.tag_calls()
+    kept.append(torch.empty(5 * MIB, dtype=torch.uint8, device="cuda"))
+    aquifer_torch.tag_calls(False)
+    with tempfile.TemporaryDirectory() as folder:
+        aquifer_torch.snapshot(f"{folder}/snapshot.json")
+        segments = json.loads(pathlib.Path(f"{folder}/snapshot.json").read_text())["segments"]
+    blocks = {block["requested_size"]: block for segment in segments for block in segment["blocks"]}
+    assert blocks[3 * MIB]["user_metadata"] == "weights", blocks[3 * MIB]
+    if not PLAIN:
+        frame = blocks[5 * MIB]["frames"][0]
+        assert (frame["name"], frame["filename"]) == ("names", "tests/check.py") and frame["line"] > 0, frame
+    del kept
+
+
+def before_the_first_tensor():
+    """What is wrong is said at once, in one sentence."""
+    program = "import sys, torch; sys.path.insert(0, sys.argv[1]); import aquifer_torch\n{}\naquifer_torch.enable()"
+    for first, options, said in (
+        ("torch.empty(1, device='cuda')", "", "call aquifer_torch.enable() before the first CUDA tensor"),
+        ("", "granul_mb:4", "unknown option `granul_mb`; did you mean `granule_mb`?"),
+    ):
+        command = [sys.executable, "-c", program.format(first), str(pathlib.Path(aquifer_torch.__file__).parent.parent)]
+        done = subprocess.run(command, env={**os.environ, "AQUIFER_ALLOC_CONF": options}, capture_output=True, text=True)
+        assert said in done.stderr.strip().splitlines()[-1], done.stderr
+    program = program.format("") + "\nassert torch.cuda.get_per_process_memory_fraction() == 0.5"
+    command = [sys.executable, "-c", program, str(pathlib.Path(aquifer_torch.__file__).parent.parent)]
+    if not PLAIN:
+        subprocess.run(command, env={**os.environ, "PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.5"}, check=True)
 
 
 def generic_functions():
@@ -383,7 +418,7 @@ def graphs():
 
 aquifer_torch.enable(plain=PLAIN)
 aquifer_torch.enable()
-checks = [statistics, generic_functions, out_of_memory, profiled, unsupported, streams_and_threads, pools]
+checks = [statistics, names, before_the_first_tensor, generic_functions, out_of_memory, profiled, unsupported, streams_and_threads, pools]
 if "build" in sys.argv[1:]:
     checks += [built]
 if ON_GPU or "capture" in sys.argv[1:]:

@@ -3,9 +3,11 @@
 use aquifer_trace::profile::Profile;
 
 use crate::cli::AdviseArgs;
+use crate::commands::story::Story;
 use crate::commands::study::advice::advise;
+use crate::commands::study::answers::{headline_of, of_recording};
 use crate::commands::study::rows::Advice;
-use crate::commands::study::{Case, Study};
+use crate::commands::study::{Case, Study, asked_bytes};
 use crate::commands::{all_programs, failed, on_simulator};
 use crate::exit::{Failure, Outcome};
 use crate::map::Style;
@@ -26,7 +28,10 @@ pub fn run(session: &Session, args: &AdviseArgs) -> Result<Outcome, Failure> {
         match Study::of(session, name, program, Profile::of(program), 0) {
             Ok(study) => {
                 let advice = advise(session, name, program, &study);
-                session.show(format_args!("{name}\n"))?;
+                let profile = &study.profile;
+                let answers = of_recording(program, profile, asked_bytes(session));
+                session.show(format_args!("{name} {}\n", headline_of(program, profile)))?;
+                Story::new(session, true).answers(&answers[..if program.recorded.oom().is_some() { 3 } else { 1 }])?;
                 for advice in &advice {
                     session.row(&Advised { trace: name.clone(), advice: advice.clone() })?;
                 }

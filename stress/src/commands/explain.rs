@@ -1,7 +1,7 @@
 //! `explain`: what a recorded program uses memory for, what allocators make of it, why memory runs
 //! out, and what helps.
 
-use aquifer_trace::input::Program;
+use aquifer_trace::input::{PoolUse, Program};
 use aquifer_trace::profile::{Grouping, OTHERS, Peak, Profile};
 use aquifer_trace::{Figures, Map};
 
@@ -9,8 +9,9 @@ use crate::cli::ExplainArgs;
 use crate::commands::advise::show;
 use crate::commands::story::Story;
 use crate::commands::study::advice::advise;
-use crate::commands::study::rows::{Advice, Allocator, Oom};
-use crate::commands::study::{Case, Exhausted, SPLITTING, Study, more_than, tight};
+use crate::commands::study::answers::{headline_of, of_recording, of_replays, too_large};
+use crate::commands::study::rows::{Advice, Allocator, Answer, Oom};
+use crate::commands::study::{Case, Exhausted, SPLITTING, Study, asked_bytes, more_than, tight};
 use crate::commands::{failed, jobs, on_simulator, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::row::{Row, row};
@@ -67,19 +68,24 @@ row! {
         events: u64,
         /// number of streams
         streams: usize,
-        /// the most memory that the program had requested and not yet freed
+        /// in a sentence each: what ran out, when, who held it, where in the code, what is not recorded, and
+        /// then what replays say: what fits, what to change, what a step costs, which card
+        answers: Vec<Answer>,
+        /// the most memory that the program had requested and not yet freed, with a request that it was
+        /// refused at the end
         peak_requested_bytes: u64 => ["requested", bytes],
         /// the event after which that was, from 1
         peak_event: u64,
         /// the blocks live then
         peak_blocks: u64,
-        /// groups of these blocks
+        /// groups of these blocks, or of those that were live when the recorded request was refused
         alive: Vec<Alive>,
         /// what allocators make of the program
         allocators: Vec<Allocator>,
         /// how the program runs out of memory with the options that the snapshot names, or else with
-        /// PyTorch's default options: on the device of --device, or, where that suffices, on one that is
-        /// made up, of 2 % more than it uses in multiples of 2 MiB; null if it finishes
+        /// PyTorch's default options: on the device of --device or of the recorded refusal, or, where that
+        /// suffices, on one that is made up, of 2 % more than it uses in multiples of 2 MiB; null if it
+        /// finishes
         oom: Option<Oom>,
         /// as of `advise`, without the name of the program; null without a history, and for all programs
         /// of a file or folder but the one that needs most
@@ -113,19 +119,20 @@ row! {
 
 /// The help of the keys.
 pub(crate) fn help() -> String {
-    [Explained::help(), Alive::help(), Allocator::help(), Oom::help()].join("\n")
+    [Explained::help(), Answer::help(), Alive::help(), Allocator::help(), Oom::help()].join("\n")
 }
 
-fn row(name: &str, program: &Program, study: &Study) -> Explained {
+fn row(session: &Session, name: &str, program: &Program, study: &Study) -> Explained {
     let Peak { event, bytes, blocks, .. } = study.profile.peak;
     Explained {
         trace: name.to_owned(),
         events: study.profile.buckets.events,
         streams: program.streams.len(),
+        answers: of_recording(program, &study.profile, asked_bytes(session)),
         peak_requested_bytes: bytes,
         peak_event: event,
         peak_blocks: blocks,
-        alive: study.profile.groups.iter().flat_map(|grouping| alive(grouping, bytes)).collect(),
+        alive: study.profile.groups.iter().flat_map(|grouping| alive(grouping, study.profile.moment.bytes)).collect(),
         allocators: study.cases.iter().map(|case| case.row(bytes)).collect(),
         oom: study.exhausted.as_ref().map(|exhausted| exhausted.oom.clone()),
         advice: None,
@@ -135,7 +142,17 @@ fn row(name: &str, program: &Program, study: &Study) -> Explained {
     }
 }
 
-/// The groups that are live at the peak.
+/// What the recording held, as a row beside those of replays.
+fn of_recording_row(program: &Program) -> Allocator {
+    Allocator {
+        title: "in the recording".to_owned(),
+        peak_reserved_bytes: program.recorded.peak_held_bytes,
+        reserved_over_requested: ratio(program.recorded.peak_held_bytes, program.peak_requested_bytes),
+        ..Allocator::default()
+    }
+}
+
+/// The groups that are live at the profile's moment.
 fn alive(grouping: &Grouping, peak: u64) -> impl Iterator<Item = Alive> {
     let live = grouping.rows.iter().filter(|group| group.peak_blocks > 0);
     live.map(move |group| Alive {
@@ -151,7 +168,8 @@ fn alive(grouping: &Grouping, peak: u64) -> impl Iterator<Item = Alive> {
 /// Prints the programs of a file or folder, which are the ranks of a job: all in a table, and the
 /// one that needs most in detail. `with_usage` is false if what it uses was already printed.
 fn job(story: &Story<'_>, studies: &[(&str, &Program, Study)], with_usage: bool) -> Result<(), Failure> {
-    let mut rows: Vec<Explained> = studies.iter().map(|(name, program, study)| row(name, program, study)).collect();
+    let mut rows: Vec<Explained> =
+        studies.iter().map(|(name, program, study)| row(story.session, name, program, study)).collect();
     let needs = |row: &Explained| (row.usual_device.unwrap_or(u64::MAX), row.peak_requested_bytes);
     let Some(most) = (0..rows.len()).max_by_key(|&index| needs(&rows[index])) else { return Ok(()) };
     let (name, program, study) = &studies[most];
@@ -160,7 +178,9 @@ fn job(story: &Story<'_>, studies: &[(&str, &Program, Study)], with_usage: bool)
         story.session.show(format_args!("{}\n", Explained::table(&rows)))?;
     }
     if program.has_history {
-        rows[most].advice = Some(advise(story.session, name, program, study));
+        let advice = advise(story.session, name, program, study);
+        rows[most].answers.extend(of_replays(program, study, &advice));
+        rows[most].advice = Some(advice);
     }
     rows.iter().try_for_each(|row| story.session.row(row))?;
     if with_usage {
@@ -176,8 +196,15 @@ fn detail(story: &Story<'_>, program: &Program, study: &Study, row: &Explained) 
              torch.cuda.memory._record_memory_history() before the program allocates.",
         );
     }
+    story.heading("What replays say")?;
+    story.answers(&row.answers[row.answers.len() - 4..])?;
     story.heading("What allocators hold for it")?;
-    story.session.show(format_args!("{}\n", Allocator::table(&row.allocators)))?;
+    let held = (program.recorded.peak_held_bytes > 0).then(|| of_recording_row(program));
+    let allocators: Vec<Allocator> = held.into_iter().chain(row.allocators.clone()).collect();
+    story.session.show(format_args!("{}\n", Allocator::table(&allocators)))?;
+    if program.recorded.begins_late {
+        story.say("The recording begins later than the program, so all but what it held are lower bounds.")?;
+    }
     if study.splitting().is_some() {
         story.say(&format!("Frames are not split by default. {SPLITTING}"))?;
     }
@@ -194,30 +221,15 @@ fn detail(story: &Story<'_>, program: &Program, study: &Study, row: &Explained) 
     show(story.session, study, row.advice.as_deref().unwrap_or_default())
 }
 
-/// What the program uses, and what lay where at the end of a snapshot.
+/// What the recording says, and what lay where at the end of a snapshot.
 fn usage(story: &Story<'_>, name: &str, program: &Program, profile: &Profile) -> Result<(), Failure> {
-    let Peak { event, bytes, blocks, iteration, .. } = profile.peak;
-    let counting = if program.refused.is_some() { ", counting what it was refused" } else { "" };
-    story.heading(&format!("{name} uses at most {}{counting}", Bytes(bytes)))?;
-    let what = program.headers.iter().find(|(key, _)| key == "what");
-    let what = what.map_or_else(String::new, |(_, value)| format!("It is {value}. "));
-    let streams = plural(program.streams.len() as u64, "stream");
-    let during =
-        if profile.buckets.iteration.is_some() { format!(", in iteration {iteration}") } else { String::new() };
-    story.say(&format!(
-        "{what}The recording has {} on {streams}. Most is in use after event {event}{during}: {} in {}.",
-        plural(profile.buckets.events, "event"),
-        Bytes(bytes),
-        plural(blocks, "block")
-    ))?;
-    if let Some(refused) = program.refused {
-        story.say(&format!(
-            "The recording ends with a refused request of {}. It counts as if it had been served, so that the \
-             figures are of a device on which the program goes on.",
-            Bytes(refused)
-        ))?;
+    story.heading(&format!("{name} {}", headline_of(program, profile)))?;
+    if let Some((_, what)) = program.headers.iter().find(|(key, _)| key == "what") {
+        story.say(&format!("It is {what}."))?;
     }
-    story.session.show("Live then:")?;
+    story.answers(&of_recording(program, profile, asked_bytes(story.session)))?;
+    story.session.show(if program.recorded.oom().is_some() { "Live at the refusal:" } else { "Live then:" })?;
+    let bytes = profile.moment.bytes;
     profile.groups.iter().try_for_each(|grouping| list(story, grouping, bytes))?;
     if program.memory.is_empty() {
         return Ok(());
@@ -225,18 +237,32 @@ fn usage(story: &Story<'_>, name: &str, program: &Program, profile: &Profile) ->
     let map = Map::new(program.memory.clone(), 0, 0).held_only();
     let Figures { live, free, waiting, largest_free, segments, .. } = map.figures();
     story.heading(&format!("When the snapshot was taken, {} were held", Bytes(live + free + waiting)))?;
-    let waiting = match waiting {
-        0 => String::new(),
-        bytes => format!(" {} had been given back and were still in use by a stream.", Bytes(bytes)),
-    };
     story.say(&format!(
-        "In {}, {} were live and {} free, the largest piece of them {}.{waiting}",
+        "In {}, {} were live and {} free, the largest piece of them {}.{}",
         plural(segments, "segment"),
         Bytes(live),
         Bytes(free),
-        Bytes(largest_free)
+        Bytes(largest_free),
+        pending(waiting)
     ))?;
+    for PoolUse { id: (one, other), held_bytes, free_bytes, waiting_bytes, live_blocks } in &program.pools {
+        let name =
+            if (*one, *other) == (0, 0) { "The default pool".into() } else { format!("Private pool ({one}, {other})") };
+        let (held, free, blocks) = (Bytes(*held_bytes), Bytes(*free_bytes), plural(*live_blocks, "block"));
+        if program.pools.len() > 1 {
+            story.say(&format!(
+                "{name} held {held}: {free} of it free, the rest in {blocks}.{}",
+                pending(*waiting_bytes)
+            ))?;
+        }
+    }
     story.map(&map)
+}
+
+/// A sentence about memory that a stream still used.
+fn pending(bytes: u64) -> String {
+    let said = || format!(" {} had been given back and were still in use by a stream.", Bytes(bytes));
+    if bytes == 0 { String::new() } else { said() }
 }
 
 /// Prints the largest of the groups that are live at the peak.
@@ -261,6 +287,9 @@ fn fragmentation(story: &Story<'_>, study: &Study) -> Result<(), Failure> {
     let Figures { live, free, segments, .. } = map.figures();
     let peak = study.profile.peak.bytes;
     let unused = usual.sampled.peak_reserved.saturating_sub(peak);
+    if unused == 0 {
+        return Ok(());
+    }
     story.heading(&format!("What fragmentation costs: {}", Bytes(unused)))?;
     story.say(&format!(
         "{} holds most when it has {} in {}. Of these, {} are live, with what sizes are rounded \
@@ -281,14 +310,18 @@ fn exhausted(story: &Story<'_>, study: &Study, exhausted: &Exhausted) -> Result<
     let usual = study.usual().map(|usual| &usual.manager);
     let who = usual.map_or("", |usual| &usual.name);
     let (size, free, requested) = (Bytes(oom.device_bytes), Bytes(oom.free_bytes), Bytes(oom.requested_bytes));
-    story.heading(&format!("On a device of {size}, {who} runs out of memory while {free} are free"))?;
+    let peak = study.profile.peak.bytes;
+    story.heading(&match too_large(peak, oom.device_bytes) {
+        Some(too_large) => too_large,
+        None => format!("On a device of {size}, {who} runs out of memory while {free} are free"),
+    })?;
     let asks = format!(
-        "Event {} of {} asks for {requested}, and the largest free piece has {}.",
+        "Event {} of {} asks {who} for {requested}, and the largest free piece has {}.",
         oom.event,
         study.profile.buckets.events,
         Bytes(oom.largest_free_bytes)
     );
-    let about = exhausted.about_device(study.profile.peak.bytes);
+    let about = exhausted.about_device(peak);
     let all = [about, Some(asks), usual.and_then(|usual| exhausted.why_not_served(usual))];
     story.say(&all.into_iter().flatten().collect::<Vec<_>>().join(" "))?;
     story.map(&refusal.map)?;

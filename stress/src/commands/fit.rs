@@ -9,6 +9,7 @@ use aquifer::Device;
 use aquifer_trace::input::Program;
 use aquifer_trace::{Aquifer, OnOom, Player, PyTorch};
 use indicatif::ProgressBar;
+use serde::Serialize;
 
 use crate::cli::{ConfigArg, FitArgs};
 use crate::commands::{all_programs, failed, options, ratio};
@@ -31,7 +32,8 @@ row! {
     /// The device is simulated, even where there is a GPU, and its size is replaced. --device may name
     /// another simulated device, or a GPU: there the size is that of a limit on what the allocator
     /// holds, and the most that is tried is what is free. Where frames that are split let a program
-    /// finish on a smaller device, another row has split_frames:on, which is off by default. Whether a
+    /// finish on a smaller device, the key with_split_frames has the same row with split_frames:on,
+    /// which is off by default, and the table another row; else it is null. Whether a
     /// program finishes need not be monotonic in the size, so smaller sizes were tried: 23 evenly spread
     /// down to the peak, and the 64 just below the boundary.
     ///
@@ -64,11 +66,34 @@ pub fn run(session: &Session, args: &FitArgs) -> Result<Outcome, Failure> {
     let fits = jobs.iter().zip(fit_all(session, &jobs));
     let mut rows: Vec<Fitted> = fits.filter_map(|(job, fit)| found(session, job, fit, &mut outcome)).collect();
     without_same(&mut rows, &configs, |row| &row.config, |row| (row.trace.clone(), row.smallest_device_bytes));
-    rows.iter().try_for_each(|row| session.row(row))?;
+    show_rows(session, &rows, &configs, |row| &row.config)?;
     if !rows.is_empty() {
         session.show(Fitted::table(&rows))?;
     }
     Ok(outcome)
+}
+
+/// Writes JSON rows of the options that were asked for. That of a trial is a key of the row before.
+pub(super) fn show_rows<R: Serialize>(
+    session: &Session,
+    rows: &[R],
+    configs: &[ConfigArg],
+    config: fn(&R) -> &str,
+) -> Result<(), Failure> {
+    let is_trial = |row: &&R| configs.iter().any(|one| one.is_trial && one.text == config(row));
+    let mut rows = rows.iter().peekable();
+    while let Some(row) = rows.next() {
+        session.row(&WithSplitting { row, with_split_frames: rows.next_if(is_trial) })?;
+    }
+    Ok(())
+}
+
+/// A row, and that of the same options with `split_frames:on` if that makes a difference.
+#[derive(Serialize)]
+pub(super) struct WithSplitting<'a, R> {
+    #[serde(flatten)]
+    pub(super) row: &'a R,
+    pub(super) with_split_frames: Option<&'a R>,
 }
 
 /// What a search found. Its failure is reported, unless the same options without splitting fit

@@ -10,7 +10,9 @@ use serde::Serialize;
 
 use crate::cli::ReportArgs;
 use crate::commands::study::advice::advise;
-use crate::commands::study::rows::{self, Advice};
+use crate::commands::study::answers::{headline_of, of_recording, of_replays, too_large};
+use crate::commands::study::asked_bytes;
+use crate::commands::study::rows::{self, Advice, Answer};
 use crate::commands::study::sampled::Space;
 use crate::commands::study::{Exhausted, Study};
 use crate::commands::{failed, jobs, on_simulator};
@@ -38,11 +40,15 @@ struct Data<'a> {
     format: u32,
     title: &'a str,
     subtitle: &'a str,
+    answers: Vec<Answer>,
+    headline: String,
     facts: Vec<(&'static str, String)>,
     notes: Vec<&'a String>,
     buckets: &'a Buckets,
     requested: &'a Range,
     peak: Peak,
+    /// The moment that is shown first.
+    moment: Peak,
     groups: &'a [Grouping],
     allocators: Vec<Allocator<'a>>,
     oom: Option<Oom<'a>>,
@@ -122,6 +128,8 @@ fn data(session: &Session, program: &Program) -> Result<String, Failure> {
     let name = &program.name;
     let study = Study::of(session, name, program, Profile::of(program), MAPS)?;
     let advice = if program.has_history { advise(session, name, program, &study) } else { Vec::new() };
+    let mut answers = of_recording(program, &study.profile, asked_bytes(session));
+    answers.extend(of_replays(program, &study, &advice));
     let header = |key: &str| program.headers.iter().find(|(known, _)| known == key).map_or("", |(_, value)| value);
     let none = Range::default();
     let recorded = (!program.memory.is_empty()).then(|| recorded(program, &study, &none));
@@ -129,11 +137,14 @@ fn data(session: &Session, program: &Program) -> Result<String, Failure> {
         format: 1,
         title: name,
         subtitle: header("what"),
+        answers,
+        headline: headline_of(program, &study.profile),
         facts: facts(program, &study),
         notes: program.notes.iter().chain(&study.notes).collect(),
         buckets: &study.profile.buckets,
         requested: &study.profile.requested,
         peak: study.profile.peak,
+        moment: study.profile.moment,
         groups: &study.profile.groups,
         allocators: study
             .cases
@@ -183,7 +194,7 @@ fn facts(program: &Program, study: &Study) -> Vec<(&'static str, String)> {
         ("Streams", program.streams.len().to_string()),
         ("Most requested", Bytes(study.profile.peak.bytes).to_string()),
     ];
-    facts.extend(program.refused.map(|bytes| ("Refused at the end, counted as served", Bytes(bytes).to_string())));
+    facts.extend(program.refused().map(|bytes| ("Refused at the end, counted as served", Bytes(bytes).to_string())));
     facts.extend(
         program
             .options
@@ -197,8 +208,9 @@ fn facts(program: &Program, study: &Study) -> Vec<(&'static str, String)> {
 fn oom<'a>(study: &'a Study, exhausted: &'a Exhausted) -> Oom<'a> {
     let Exhausted { oom, refusal } = exhausted;
     let usual = study.usual().map(|usual| &usual.manager);
-    let about =
-        [exhausted.about_device(study.profile.peak.bytes), usual.and_then(|usual| exhausted.why_not_served(usual))];
+    let peak = study.profile.peak.bytes;
+    let too_large = too_large(peak, oom.device_bytes).map(|text| text + ".");
+    let about = [exhausted.about_device(peak), too_large, usual.and_then(|usual| exhausted.why_not_served(usual))];
     Oom {
         allocator: usual.map_or("", |usual| &usual.id),
         about: about.into_iter().flatten().collect::<Vec<_>>().join(" "),

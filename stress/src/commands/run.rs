@@ -213,13 +213,13 @@ const FRESH: Duration = Duration::from_secs(3);
 /// The reading of a line that the interposer wrote.
 fn reading(process: u32, line: &str) -> Option<Reading> {
     let figures: Vec<&str> = line.split(' ').collect();
-    let [ordinal, limit, reserved, allocated, external, allocations, ooms] = figures[..] else { return None };
+    let [ordinal, limit, reserved, allocated, stranded, allocations, ooms] = figures[..] else { return None };
     Some(Reading {
         name: format!("{process} cuda:{ordinal}"),
         limit: limit.parse().ok()?,
         reserved: reserved.parse().ok()?,
         allocated: allocated.parse().ok()?,
-        external: external.parse().ok()?,
+        stranded: stranded.parse().ok()?,
         allocations: allocations.parse().ok()?,
         ooms: ooms.parse().ok()?,
     })
@@ -407,7 +407,7 @@ mod tests {
         let all = readings(&folder.0);
         let [first, _] = &all[..] else { panic!("two devices: {all:?}") };
         assert_eq!((first.reserved, first.allocated, first.allocations, first.ooms), (60, 50, 7, 1));
-        assert_eq!((first.name.clone(), first.external), (format!("{own} cuda:0"), 0.25));
+        assert_eq!((first.name.clone(), first.stranded), (format!("{own} cuda:0"), 0.25));
         assert!(readings(Path::new("/no/such/folder")).is_empty());
     }
 }

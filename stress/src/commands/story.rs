@@ -2,10 +2,11 @@
 
 use aquifer_trace::Map;
 
+use crate::commands::study::rows::Answer;
 use crate::exit::Failure;
 use crate::map::Style;
 use crate::session::Session;
-use crate::text::wrap;
+use crate::text::{rewrap, wrap};
 
 /// Writes the text of a command, unless its results are to be JSON.
 pub(super) struct Story<'a> {
@@ -20,6 +21,13 @@ impl Story<'_> {
 
     pub(super) fn say(&self, text: &str) -> Result<(), Failure> {
         self.session.show(format_args!("{}\n", wrap(text, self.style.width)))
+    }
+
+    /// Questions, with their answers behind them.
+    pub(super) fn answers(&self, answers: &[Answer]) -> Result<(), Failure> {
+        let lines = answers.iter().map(|Answer { question, answer }| format!("{question:<19}{answer}"));
+        let lines = lines.collect::<Vec<_>>().join("\n");
+        self.session.show(format_args!("{}\n", rewrap(&lines, usize::MAX, self.style.width)))
     }
 
     pub(super) fn heading(&self, text: &str) -> Result<(), Failure> {

@@ -18,7 +18,7 @@ fn fit_finds_a_boundary() {
     const PYTORCH: &str = "backing:pytorch";
     let file = data("gpt2_fp32.trace.gz");
     let row = &rows(0, &["fit", "--config", PYTORCH, &file])[0];
-    assert_eq!(row.as_object().unwrap().len(), 6);
+    assert_eq!(row.as_object().unwrap().len(), 7);
     let smallest = bytes(row, "smallest_device_bytes");
     assert_eq!(smallest, 32_335_986_688);
     assert!((row["smallest_over_requested"].as_f64().unwrap() - 1.0807).abs() < 1e-4);
@@ -76,6 +76,11 @@ pub(super) const MEAN_KEYS: [&str; 20] = [
     "allocs",
 ];
 
+/// The keys of a row whose options may be tried with `split_frames:on`.
+pub(super) fn with_splitting(keys: &[&'static str]) -> Vec<&'static str> {
+    [keys, &["with_split_frames"]].concat()
+}
+
 #[test]
 fn options_are_compared_side_by_side() {
     let files = ["gpt2_fp32.trace.gz", "fsdp_start.trace"].map(data);
@@ -85,8 +90,8 @@ fn options_are_compared_side_by_side() {
     let text = String::from_utf8(output.stdout).unwrap();
     let rows: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let (traces, means): (Vec<_>, Vec<_>) = text.lines().zip(&rows).partition(|(_, row)| row["row"] == "trace");
-    assert!(traces.iter().all(|(line, _)| keys(line) == COMPARE_KEYS), "{text}");
-    assert!(means.iter().all(|(line, _)| keys(line) == MEAN_KEYS), "{text}");
+    assert!(traces.iter().all(|(line, _)| keys(line) == with_splitting(&COMPARE_KEYS)), "{text}");
+    assert!(means.iter().all(|(line, _)| keys(line) == with_splitting(&MEAN_KEYS)), "{text}");
     let find = |trace: &str, config: &str| {
         rows.iter().find(|row| row["trace"] == trace && row["config"] == config).unwrap_or_else(|| panic!("{config}"))
     };

@@ -1,5 +1,6 @@
 //! `replay`: its figures and exit codes.
 
+use super::compare::with_splitting;
 use super::*;
 
 pub(super) const REPLAY_KEYS: [&str; 44] = [
@@ -54,10 +55,10 @@ fn replay_prints_exactly_the_documented_keys() {
     let file = data("fsdp_start.trace");
     let output = stress(&["replay", "--json", &file]);
     let line = String::from_utf8(output.stdout).unwrap();
-    assert_eq!(keys(line.trim()), REPLAY_KEYS);
+    assert_eq!(keys(line.trim()), with_splitting(&REPLAY_KEYS));
     let output = stress(&["replay", "--json", "--yardstick", "--repeat", "2", &file]);
     let line = String::from_utf8(output.stdout).unwrap();
-    assert_eq!(keys(line.trim()), REPLAY_KEYS);
+    assert_eq!(keys(line.trim()), with_splitting(&REPLAY_KEYS));
     let row: Value = serde_json::from_str(&line).unwrap();
     assert!(row["ns_per_op"].as_f64().unwrap() > 0.0 && row["yardstick_ns_per_op"].as_f64().unwrap() > 0.0);
     assert_eq!((row["trace"].as_str(), row["device"].as_str()), (Some("fsdp_start"), Some("sim:80GiB")));
@@ -115,7 +116,8 @@ fn what_later_passes_hold_is_shown() {
     assert_eq!(three["peak_reserved_bytes_by_pass"], serde_json::json!([38 << 20, 54 << 20, 54 << 20]));
     assert_eq!(bytes(&three, "peak_reserved_bytes"), 54 << 20);
     assert!((three["reserved_over_requested"].as_f64().unwrap() - 54.0 / 38.0).abs() < 1e-9, "{three}");
-    let text = String::from_utf8(stress(&[&["replay", "--repeat", "3"], &options[..]].concat()).stdout).unwrap();
+    let replayed = program(&[&["replay", "--repeat", "3"], &options[..]].concat()).env("COLUMNS", "200").output();
+    let text = String::from_utf8(replayed.unwrap().stdout).unwrap();
     for part in ["holds, first pass", "holds, last pass", "54.00 MiB", " 1.421 ", " 1.000 "] {
         assert!(text.contains(part), "{part}: {text}");
     }
@@ -155,7 +157,8 @@ fn figures_are_of_the_default_and_split_frames_are_shown_where_they_differ() {
     let options = ["--config", "frame_mb:16", file.path()];
     let splitting = "frame_mb:16,split_frames:on";
     let replay = |code, device| rows(code, &[&["replay", "--repeat", "2", "--device", device], &options[..]].concat());
-    let [off, on] = &replay(3, "sim:514MiB")[..] else { panic!("two rows") };
+    let [off] = &replay(3, "sim:514MiB")[..] else { panic!("a row for each of the options") };
+    let on = &off["with_split_frames"];
     assert_eq!((&off["config"], &on["config"]), (&"frame_mb:16".into(), &splitting.into()));
     assert_eq!((bytes(off, "ooms"), bytes(off, "frames_split")), (1, 0));
     assert_eq!((bytes(on, "ooms"), bytes(on, "warm_ooms"), bytes(on, "frames_split") >= 30), (0, 0, true), "{on}");
@@ -166,13 +169,15 @@ fn figures_are_of_the_default_and_split_frames_are_shown_where_they_differ() {
         let output = stress(&["replay", "--json", "--device", "sim:514MiB", "--config", &said, file.path()]);
         assert_eq!(String::from_utf8(output.stdout).unwrap().lines().count(), 1, "{said}");
     }
-    let [off, on] = &rows(0, &[&["fit"], &options[..]].concat())[..] else { panic!("two rows") };
+    let [off] = &rows(0, &[&["fit"], &options[..]].concat())[..] else { panic!("a row for each of the options") };
+    let on = &off["with_split_frames"];
     assert_eq!((&off["config"], &on["config"]), (&"frame_mb:16".into(), &splitting.into()));
     assert!(bytes(on, "smallest_device_bytes") < bytes(off, "smallest_device_bytes"), "{off} {on}");
     let compared = rows(0, &[&["compare", "--repeat", "1"], &options[..]].concat());
-    let smallest = compared.iter().filter(|row| row["row"] == "trace").map(|row| &row["smallest_device_bytes"]);
-    assert!(smallest.eq([&off["smallest_device_bytes"], &on["smallest_device_bytes"]]), "{compared:?}");
-    assert_eq!(compared.iter().filter(|row| row["row"] == "mean").count(), 2);
+    let [trace, mean] = &compared[..] else { panic!("{compared:?}") };
+    let smallest = [trace, &trace["with_split_frames"]].map(|row| &row["smallest_device_bytes"]);
+    assert_eq!(smallest, [&off["smallest_device_bytes"], &on["smallest_device_bytes"]], "{compared:?}");
+    assert_eq!((&mean["row"], &mean["with_split_frames"]["config"]), (&"mean".into(), &splitting.into()));
     let explained = &rows(0, &[&["explain", "--device", "sim:514MiB"], &options[..]].concat())[0];
     let allocators = explained["allocators"].as_array().unwrap();
     let ooms = |config: &str| bytes(allocators.iter().find(|one| one["config"] == config).unwrap(), "ooms");
@@ -312,7 +317,8 @@ fn lack_of_memory_is_counted_and_has_its_own_code() {
     assert!(bytes(&rows[0], "ooms") > 0 && bytes(&rows[0], "retries") >= bytes(&rows[0], "ooms"), "{rows:?}");
     assert!(bytes(&rows[0], "peak_reserved_bytes") <= 20 << 30);
     let output = stress(&["replay", "--device", "sim:20GiB", "--repeat", "1", &file]);
-    let said = format!("out of memory: gpt2_fp32 with the defaults: {} requests were refused; ", rows[0]["ooms"]);
+    let said =
+        format!("out of memory: gpt2_fp32 with the defaults: {} requests were refused in one pass; ", rows[0]["ooms"]);
     assert!(errors(&output).contains(&said) && errors(&output).contains("fit finds"), "{}", errors(&output));
 }
 
@@ -422,7 +428,7 @@ fn a_program_too_large_for_the_default_device_is_given_a_larger_one() {
     let chosen = stress(&["replay", "--device", "sim:80GiB", file.path()]);
     assert!(!errors(&chosen).contains("does not finish"), "a device that was asked for: {}", errors(&chosen));
     let limited = stress(&["replay", "--config", "limit_mb:1024", file.path()]);
-    assert!(errors(&limited).contains("does not finish with these options on any"), "{}", errors(&limited));
+    assert!(errors(&limited).contains("for the limit of 1.00 GiB that the options set"), "{}", errors(&limited));
 }
 
 #[test]

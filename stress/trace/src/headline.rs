@@ -5,6 +5,9 @@ use std::collections::{HashMap, HashSet};
 use crate::input::{Call, Labels};
 use crate::text::one_line;
 
+/// The headline of no call stack.
+pub const WITHOUT_STACK: &str = "without a call stack";
+
 /// The longest headline in characters, and the longest addition that tells two of them apart.
 const LONGEST: usize = 80;
 const LONGEST_ADDITION: usize = 48;
@@ -43,7 +46,7 @@ pub(crate) fn headlines(labels: &Labels, stacks: impl Iterator<Item = u32>) -> V
 fn line(calls: &[Call<'_>]) -> String {
     match calls.get(chosen(calls)) {
         Some(call) => one_line(&short(*call), LONGEST),
-        None => "without a call stack".to_owned(),
+        None => WITHOUT_STACK.to_owned(),
     }
 }
 

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use serde::Serialize;
 
 use crate::headline::headlines;
-use crate::input::{Event, Labels, Program, Site};
+use crate::input::{Event, Labels, Program, RecordedOom, Site};
 use crate::text::plural;
 
 /// The most buckets.
@@ -70,7 +70,7 @@ impl Buckets {
     }
 }
 
-/// The moment when a program had requested most.
+/// A moment of a program, as that when it had requested most.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 #[expect(missing_docs, reason = "named by the type")]
 pub struct Peak {
@@ -95,10 +95,10 @@ pub struct Group {
     pub bytes: Vec<u64>,
     /// The same in blocks.
     pub blocks: Vec<u64>,
-    /// Live bytes at the peak.
+    /// Live bytes at the profile's moment.
     #[serde(skip)]
     pub peak_bytes: u64,
-    /// Live blocks at the peak.
+    /// Live blocks at the profile's moment.
     #[serde(skip)]
     pub peak_blocks: u64,
 }
@@ -121,8 +121,11 @@ pub struct Profile {
     pub buckets: Buckets,
     /// Requested bytes.
     pub requested: Range,
-    /// Where it is highest.
+    /// Where it is highest, with requests that were refused at the end.
     pub peak: Peak,
+    /// When groups are compared: at the refusal that the recording tells of, without the refused
+    /// request, or else at the peak.
+    pub moment: Peak,
     /// The groupings that say something about this program.
     pub groups: Vec<Grouping>,
 }
@@ -140,6 +143,7 @@ impl Profile {
         let mut iterations = vec![0; buckets.n];
         let (mut sizes, mut live, mut blocks, mut iteration, mut event) = (vec![0; program.slots as usize], 0, 0, 0, 0);
         let mut peak = Peak::default();
+        let (oom, mut moment) = (program.recorded.oom(), None);
         for found in &program.events {
             match *found {
                 Event::Alloc { slot, bytes, .. } => {
@@ -163,25 +167,34 @@ impl Profile {
                 buckets.at[bucket] = event;
                 iterations[bucket] = iteration;
             }
+            let now = Peak { bucket, event, bytes: live, blocks, iteration };
             if live > peak.bytes {
-                peak = Peak { bucket, event, bytes: live, blocks, iteration };
+                peak = now;
             }
+            if let Some(RecordedOom { bytes, is_last, .. }) = oom.filter(|oom| oom.event == event) {
+                let replayed = if *is_last { (*bytes, 1) } else { (0, 0) };
+                moment = Some(Peak { bytes: live - replayed.0, blocks: blocks - replayed.1, ..now });
+            }
+        }
+        let moment = if oom.is_some() { moment.unwrap_or_default() } else { peak };
+        if moment.event > 0 && moment.bucket != peak.bucket {
+            buckets.at[moment.bucket] = moment.event;
         }
         if program.events.iter().any(|event| matches!(event, Event::Iteration(_))) {
             buckets.iteration = Some(iterations);
         }
         let mut groups = Vec::new();
         if program.sites.iter().any(|site| site.tag != 0) {
-            groups.push(grouping(program, &buckets, peak, &Tags(&program.labels)));
+            groups.push(grouping(program, &buckets, moment, &Tags(&program.labels)));
         }
         if program.sites.iter().any(|site| site.stack != 0) {
-            groups.push(grouping(program, &buckets, peak, &Stacks(&program.labels)));
+            groups.push(grouping(program, &buckets, moment, &Stacks(&program.labels)));
         }
-        groups.push(grouping(program, &buckets, peak, &Sizes));
+        groups.push(grouping(program, &buckets, moment, &Sizes));
         if program.streams.len() > 1 {
-            groups.push(grouping(program, &buckets, peak, &Streams(&program.streams)));
+            groups.push(grouping(program, &buckets, moment, &Streams(&program.streams)));
         }
-        Profile { buckets, requested, peak, groups }
+        Profile { buckets, requested, peak, moment, groups }
     }
 }
 
@@ -216,7 +229,9 @@ impl Key for Tags<'_> {
 
     fn names(&self, keys: &[u64]) -> Vec<String> {
         let text = |key: u64| u32::try_from(key).ok().and_then(|tag| self.0.text(tag));
-        keys.iter().map(|&key| text(key).unwrap_or("without a tag").to_owned()).collect()
+        // A number alone would be read as a figure.
+        let name = |text: &str| if text.parse::<f64>().is_ok() { format!("tag {text}") } else { text.to_owned() };
+        keys.iter().map(|&key| text(key).map_or_else(|| "without a tag".to_owned(), name)).collect()
     }
 }
 
@@ -359,24 +374,31 @@ fn groups_over_time<K: Key>(
     let (mut numbers, mut keys, mut groups) = (HashMap::new(), Vec::new(), Vec::<Live>::new());
     let mut slots = vec![(0, 0); program.slots as usize];
     let (mut sites, mut event, mut moments) = (program.sites.iter(), 0, buckets.at.iter().peekable());
+    let mut refused = program.recorded.ooms.iter().filter(|oom| oom.is_last).map(|oom| oom.event).peekable();
     for found in events(program) {
         event += 1;
         match *found {
             Event::Alloc { slot, bytes, stream } => {
                 let key = key.of(bytes, stream, sites.next().copied().unwrap_or_default());
-                let group = *numbers.entry(key).or_insert_with(|| {
-                    keys.push(key);
-                    groups.push(Live::default());
-                    groups.len() - 1
-                });
-                slots[slot as usize] = (group, bytes);
-                let live = &mut groups[group];
-                (live.bytes, live.blocks, live.allocs) = (live.bytes + bytes, live.blocks + 1, live.allocs + 1);
+                // What was refused is never alive.
+                if refused.next_if_eq(&event).is_some() {
+                    slots[slot as usize] = (usize::MAX, 0);
+                } else {
+                    let group = *numbers.entry(key).or_insert_with(|| {
+                        keys.push(key);
+                        groups.push(Live::default());
+                        groups.len() - 1
+                    });
+                    slots[slot as usize] = (group, bytes);
+                    let live = &mut groups[group];
+                    (live.bytes, live.blocks, live.allocs) = (live.bytes + bytes, live.blocks + 1, live.allocs + 1);
+                }
             }
             Event::Free { slot } => {
                 let (group, bytes) = slots[slot as usize];
-                groups[group].bytes -= bytes;
-                groups[group].blocks -= 1;
+                if let Some(live) = groups.get_mut(group) {
+                    (live.bytes, live.blocks) = (live.bytes - bytes, live.blocks - 1);
+                }
             }
             _ => {}
         }

@@ -25,6 +25,7 @@ use crate::allocator::Allocator;
 use crate::backing::growth::{buyable, room};
 use crate::backing::paged::carry_out::{map_frames, unmap_range};
 use crate::config::SplitFrames;
+use crate::core::Core;
 use crate::core::paged::frames::Frame;
 use crate::core::remap::plan::Purchase;
 use crate::core::remap::split::{Replaced, Split, SplitDone, SplitOutcome, choose};
@@ -67,16 +68,9 @@ pub(crate) fn split_frames(allocator: &Allocator, request: &Request) -> Result<O
         return Err(AllocError::Asleep);
     }
     let (buyable, _) = buyable(allocator, &guard, &room);
-    let Some(draft) = guard.draft(request, 0, Purchase::Needed) else { return Ok(Outcome::Nothing) };
+    let Some(chosen) = choose_for(&mut guard, request, buyable.min(free)) else { return Ok(Outcome::Nothing) };
     let Some(paged) = guard.paged() else { return Ok(Outcome::Nothing) };
     let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
-    let affordable = buyable.min(free) / granule * granule;
-    let missing = (draft.buy * granule).saturating_sub(affordable).max(granule);
-    let candidates = guard.split_candidates(&draft.window.granules(granule));
-    if candidates.iter().map(Split::free_bytes).sum::<u64>() < missing {
-        return Ok(Outcome::Nothing);
-    }
-    let chosen = choose(candidates, missing, affordable);
     if chosen.is_empty() {
         return Ok(Outcome::NoRoom);
     }
@@ -112,6 +106,18 @@ pub(crate) fn split_frames(allocator: &Allocator, request: &Request) -> Result<O
         }
         Some(error) => Err(error.into()),
     }
+}
+
+/// The frames to split for a request, if the device gives so much memory for their live granules;
+/// none if that is too little. `None` if splitting would not serve the request.
+pub(crate) fn choose_for(core: &mut Core, request: &Request, affordable: u64) -> Option<Vec<Split>> {
+    let draft = core.draft(request, 0, Purchase::Needed)?;
+    let granule = core.paged()?.granule;
+    let affordable = affordable / granule * granule;
+    let missing = (draft.buy * granule).saturating_sub(affordable).max(granule);
+    let candidates = core.split_candidates(&draft.window.granules(granule));
+    let free: u64 = candidates.iter().map(Split::free_bytes).sum();
+    (free >= missing).then(|| choose(candidates, missing, affordable))
 }
 
 /// The terms of the driver's work.

@@ -38,6 +38,9 @@ pub enum Advice {
         /// without any, too.
         to: u64,
     },
+    /// Split frames that are partly in use (`split_frames:on`), if the program keeps the promise of
+    /// [`crate::config::SplitFrames::On`]: their free granules serve the request.
+    SplitFrames,
     /// Give cached memory back (`empty_cache`), or let requests do that
     /// (`throw_on_cudamalloc_oom`).
     EmptyCache {
@@ -129,6 +132,10 @@ impl fmt::Display for Advice {
                 let free = Bytes(*block);
                 write!(f, "let streams reuse each other's blocks (cross_stream): another one has {free} free")
             }
+            Advice::SplitFrames => f.write_str(
+                "set split_frames:on, if one thread enqueues all work or all memory is used through access guards: \
+                 frames that are partly in use have enough free memory",
+            ),
             Advice::EmptyCache { cached } => {
                 write!(f, "call empty_cache(), which gives back what is cached ({}), or ", Bytes(*cached))?;
                 f.write_str("do without throw_on_cudamalloc_oom")

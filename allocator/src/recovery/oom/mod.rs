@@ -11,6 +11,8 @@ use seen::Seen;
 use crate::accounting::memory_stats::attribute;
 use crate::allocator::Allocator;
 use crate::backing::growth::growth_bytes;
+use crate::backing::paged::split::choose_for;
+use crate::config::SplitFrames;
 use crate::core::Core;
 use crate::core::limits::Refusal;
 use crate::error::AllocError;
@@ -97,6 +99,13 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     let mut seen = Seen::new(&guard, request, tried.own);
     let growth = if tried.dedicated { request.size } else { growth_bytes(allocator, &guard, request) };
     let lacking = if tried.dedicated { None } else { guard.lacking_bytes(request) };
+    if allocator.config().split_frames == SplitFrames::Off && !tried.dedicated && !guard.streams.any_captures() {
+        let on_device = free.saturating_sub(allocator.config().headroom);
+        let affordable =
+            allocator.limit().map_or(on_device, |limit| on_device.min(limit.saturating_sub(guard.reserved())));
+        let chosen = choose_for(&mut guard, request, affordable).filter(|chosen| !chosen.is_empty());
+        from_blocks.extend(chosen.map(|_| Advice::SplitFrames));
+    }
     let own_pool = guard.pools.owner_of(request.pool).filter(|_| !tried.dedicated);
     let padding = if tried.dedicated { 0 } else { request.size.saturating_sub(size_class::round(request.requested)) };
     let mut report = OomReport {

@@ -5,7 +5,7 @@ mod summary;
 use std::path::Path;
 
 use crate::cli::CompareArgs;
-use crate::commands::fit::{fit_all, found, jobs, with_splitting, without_same};
+use crate::commands::fit::{fit_all, found, jobs, show_rows, with_splitting, without_same};
 use crate::commands::replay::{self, Replayed};
 use crate::commands::{all_programs, failed, options, out_of_memory};
 use crate::exit::{Failure, Outcome};
@@ -51,12 +51,12 @@ pub fn run(session: &Session, args: &CompareArgs) -> Result<Outcome, Failure> {
     for row in &rows {
         if row.run.refused() > 0 {
             let more = ", so this run is left out of the means";
-            session.message(out_of_memory(&row.trace, &row.config, row.run.refused(), more));
+            session.message(out_of_memory(&row.trace, &row.config, row.run.refused_in_pass(), more));
         }
-        session.row(row)?;
     }
+    show_rows(session, &rows, &configs, |row| &row.config)?;
     let means = summaries(&rows);
-    means.iter().try_for_each(|mean| session.row(mean))?;
+    show_rows(session, &means, &configs, |mean| &mean.config)?;
     if !rows.is_empty() {
         let title = |row: &Compared| format!("{} uses at most {}:", row.trace, Bytes(row.peak_requested_bytes));
         session.show(Compared::table(&rows).grouped(rows.iter().map(title)))?;

@@ -10,7 +10,7 @@ row! {
     /// Options without --config: backing:pytorch and backing:expandable (models of PyTorch's default
     /// allocator, and of that with expandable segments), backing:segments, and backing:paged.
     /// split_frames is off by default; where split_frames:on makes a difference for one of the programs,
-    /// it has rows of its own. The device is simulated, even where there is a GPU, unless --device names
+    /// the key with_split_frames has the same row with it, and the table another row; else it is null. The device is simulated, even where there is a GPU, unless --device names
     /// the GPU: then limits of several sizes are used.
     ///
     /// JSON keys, per program and config; unknown figures are null
@@ -94,7 +94,7 @@ row! {
         /// total
         warm_driver_calls: Option<f64> => ["later driver calls", tenths],
         /// total
-        warm_driver_time_modelled_us: Option<f64>,
+        warm_driver_time_modelled_us: Option<f64> => ["later driver ms, modelled", ms],
         /// maximum
         worst_smallest_over_requested: Option<f64> => ["smallest device, worst", factor],
         /// geometric mean

@@ -92,14 +92,14 @@ pub(super) fn compare(session: &Session, programs: &[Program]) -> Result<Vec<Com
 
 /// The allocator that these options choose.
 fn manager(config: &ConfigArg) -> Manager {
-    let Some(options) = &config.pytorch else { return Manager::aquifer(config.clone()) };
+    let Some(options) = &config.pytorch else { return Manager::asked(config.clone()) };
     let (backing, name) =
         if options.expandable_segments { (EXPANDABLE, "PyTorch, expandable segments") } else { (PYTORCH, "PyTorch") };
     let name = match config.text.strip_prefix(backing).map(|rest| rest.trim_start_matches(',')) {
         Some("") => name.to_owned(),
         others => format!("{name} with {}", others.unwrap_or(&config.text)),
     };
-    Manager { name, is_pytorch: true, ..Manager::aquifer(config.clone()) }
+    Manager { name, is_pytorch: true, ..Manager::asked(config.clone()) }
 }
 
 /// The rows of each recording under its name.

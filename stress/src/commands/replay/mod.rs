@@ -6,10 +6,13 @@ use std::collections::BTreeMap;
 
 use aquifer::memory::{MemoryStats, Snapshot};
 use aquifer_trace::input::Program;
+use aquifer_trace::profile::Profile;
 use aquifer_trace::{Aquifer, Costs, FirstRefusal, Observed, OnOom, Player, PyTorch, Spent};
 
 use crate::cli::{ConfigArg, PassArgs, ReplayArgs};
-use crate::commands::fit::{Job, fit_all, jobs};
+use crate::commands::fit::{Job, WithSplitting, fit_all, jobs};
+use crate::commands::study::answers::{held_by, too_large};
+use crate::commands::study::asked_bytes;
 use crate::commands::{
     all_programs, failed, hundredths, options, out_of_memory, ratio, record_history, save, us, violations,
 };
@@ -68,19 +71,23 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
             }
         }
         if row.run.refused() > 0 {
-            let more = "; the command fit finds the smallest device";
+            let more = " in one pass; the command fit finds the smallest device";
+            if let Some(why) = asked_bytes(session).and_then(|bytes| too_large(job.program.peak_requested_bytes, bytes))
+            {
+                session.message(format_args!("{name}: {why}. {}", held_by(&Profile::of(job.program))));
+            }
             session.message(if session.is_default_device() {
                 larger(session, job)?
             } else {
-                out_of_memory(name, &job.config.text, row.run.refused(), more)
+                out_of_memory(name, &job.config.text, row.run.refused_in_pass(), more)
             });
         }
         if let Some(refusal) = refusal {
             session.show(refused(name, &refusal))?;
         }
+        session.row(&WithSplitting { row: &row, with_split_frames: split.as_ref() })?;
         for row in std::iter::once(row).chain(split) {
             outcome = outcome.max(row.run.outcome());
-            session.row(&row)?;
             rows.push(row);
         }
     }
@@ -94,7 +101,7 @@ row! {
     /// Counts are of the first pass unless stated otherwise. The table has the ratios of the first and
     /// the last pass if they differ from the greatest, and neither memory nor ratios of a program that
     /// was refused a request. Such a program with split_frames:off, the default, has another row with
-    /// split_frames:on if frames were split then.
+    /// split_frames:on if frames were split then; in JSON that is the key with_split_frames, else null.
     ///
     /// Times are taken in separate passes on another device, where nothing is counted; they include
     /// neither reading the file nor freeing leftover blocks of a pass. Modelled times are those of the
@@ -144,9 +151,9 @@ row! {
         /// the most memory that was held in each pass, including the first
         pub(super) peak_reserved_bytes_by_pass: Vec<u64>,
         /// requests refused; the other figures are then those of the served requests
-        pub(super) ooms: u64 => ["OOMs", |run| run.refused()],
+        pub(super) ooms: u64 => ["OOMs"],
         /// requests refused in the later passes, all together
-        pub(super) warm_ooms: u64,
+        pub(super) warm_ooms: u64 => ["later OOMs"],
         /// pieces of work that the simulated device found unordered, and memory released before the
         /// device was done with it, in all passes and at the end; 0 unless there is a bug
         pub(super) violations: u64 => ["violations"],
@@ -231,9 +238,8 @@ fn larger(session: &Session, job: Job<'_>) -> Result<String, Failure> {
             let gib = fit.smallest_device_bytes.div_ceil(1 << 30);
             format!("note: {name} does not finish on {default}, the default; it does with --device sim:{gib}GiB")
         }
-        Err(Failure::OutOfMemory(_)) | Ok(None) => {
-            format!("note: {name} does not finish with these options on any simulated device")
-        }
+        Err(Failure::OutOfMemory(why)) => format!("note: {name}: {why}"),
+        Ok(None) => format!("note: {name} does not finish with these options on any simulated device"),
         Err(failure) => return Err(failure),
     })
 }
@@ -394,6 +400,11 @@ impl Run {
             _ if self.refused() > 0 => Outcome::OutOfMemory,
             _ => Outcome::Done,
         }
+    }
+
+    /// Requests refused in the first pass, or else in the later ones.
+    pub(super) fn refused_in_pass(&self) -> u64 {
+        if self.ooms > 0 { self.ooms } else { self.warm_ooms }
     }
 
     /// Requests refused in all passes.

@@ -3,11 +3,12 @@
 
 use std::collections::HashMap;
 
+use super::answers::{held_by, lacking};
 use super::graph_pools::graph_pools;
 use super::rows::{Advice, Figures};
-use super::{Case, Manager, SPLITTING, Study, roomy, try_all};
+use super::{Case, Exhausted, Manager, SPLITTING, Study, roomy, try_all};
 use aquifer_trace::headline;
-use aquifer_trace::input::{Event, Program, Site};
+use aquifer_trace::input::{Event, Program, Recorder, Site};
 use aquifer_trace::profile::Profile;
 
 use crate::cli::ConfigArg;
@@ -45,18 +46,23 @@ fn figures(case: &Case, before: &Case) -> Option<Figures> {
         smallest_device_bytes_before: before.smallest_device,
         driver_time_modelled_us: case.driver_us(),
         driver_time_modelled_us_before: before.driver_us(),
+        warm_driver_time_modelled_us: case.sampled.later_us,
+        warm_driver_time_modelled_us_before: before.sampled.later_us,
     })
 }
 
 /// Looks for what would help a program, compared with the study's usual case. Options that cannot
 /// be tried are reported.
 pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -> Vec<Advice> {
-    let Some(usual) = study.usual() else { return Vec::new() };
-    let pytorch = PYTORCH_OPTIONS.iter().filter_map(|options| Manager::pytorch(options, "PyTorch", options).ok());
+    let Some(usual) = study.usual() else { return graph_pools(program) };
+    // What PyTorch's options would do says nothing about a program on another allocator.
+    let is_pytorch = matches!(program.recorder, Recorder::PyTorch | Recorder::Unknown);
+    let pytorch = PYTORCH_OPTIONS.iter().filter(|_| is_pytorch);
+    let pytorch = pytorch.filter_map(|options| Manager::pytorch(options, "PyTorch", options).ok());
     // They would replace the user's options.
     let is_default = study.own().is_some_and(|own| own.manager.options.is_empty());
     let own = OWN_OPTIONS.iter().filter(|_| is_default);
-    let own = own.filter_map(|options| Some(Manager::aquifer(options.parse::<ConfigArg>().ok()?.trial())));
+    let own = own.filter_map(|options| Some(Manager::asked(options.parse::<ConfigArg>().ok()?.trial())));
     let mut tried = Vec::new();
     let managers = pytorch.chain(own).collect();
     for one in try_all(session, &roomy(session, program), program, &study.profile, managers, None) {
@@ -67,8 +73,8 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
     }
     let (pytorch, own): (Vec<&Case>, Vec<&Case>) = tried.iter().partition(|case| case.manager.is_pytorch);
     let pytorch: Vec<&Case> = study.cases.iter().filter(|case| case.manager.is_pytorch).chain(pytorch).collect();
-    let mut advice = Vec::new();
-    let in_pytorch = best(usual, &pytorch);
+    let mut advice: Vec<Advice> = free_some(program, study).into_iter().collect();
+    let in_pytorch = best(usual, &pytorch).filter(|_| is_pytorch);
     if let Some(best) = in_pytorch {
         let (title, mut how) = match &*best.manager.options {
             "" => ("In PyTorch, unset PYTORCH_ALLOC_CONF".to_owned(), String::new()),
@@ -88,8 +94,11 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
             "" => String::new(),
             options => format!(" with AQUIFER_ALLOC_CONF={options}"),
         };
-        let mut how = " In PyTorch: `import aquifer_torch; aquifer_torch.enable()`.".to_owned();
-        if best.manager.config.is_trial {
+        let mut how = String::new();
+        if is_pytorch {
+            how += " In PyTorch: `import aquifer_torch; aquifer_torch.enable()`.";
+        }
+        if best.manager.splits() {
             how += &format!(" {SPLITTING}");
         }
         advice.push(option(format!("Use Aquifer{options}"), &how, best, usual));
@@ -102,7 +111,7 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
         advice.extend(outliving(program));
     }
     advice.extend(separate_streams(program, &study.profile));
-    advice.extend(many_sizes(program, usual, &pytorch).into_iter().chain(graph_pools(program)));
+    advice.extend(many_sizes(program, usual, &pytorch).filter(|_| is_pytorch).into_iter().chain(graph_pools(program)));
     advice
 }
 
@@ -135,8 +144,29 @@ fn needs(case: &Case, usual: &Case) -> String {
 fn driver_time(case: &Case, usual: &Case) -> Option<String> {
     let (new, old) = (case.driver_us()?, usual.driver_us());
     let shown = new.max(old.unwrap_or(0.0)) >= SHOWN_US;
-    let old = old.map_or_else(String::new, |old| format!(" instead of {:.0}", old / 1e3));
-    shown.then(|| format!("Driver calls take {:.0}{old} ms, as modelled.", new / 1e3))
+    let instead = |old: Option<f64>| old.map_or_else(String::new, |old| format!(" instead of {:.0}", old / 1e3));
+    let later = case.sampled.later_us.map_or_else(String::new, |later| {
+        format!(" in the first pass, and {:.0}{} ms in each later one", later / 1e3, instead(usual.sampled.later_us))
+    });
+    shown.then(|| format!("Driver calls take {:.0}{} ms{later}, as modelled.", new / 1e3, instead(old)))
+}
+
+/// What a program that is too large for its device has to free, if there is a device.
+fn free_some(program: &Program, study: &Study) -> Option<Advice> {
+    let oom = program.recorded.oom();
+    let (lacks, before) = match (oom, &study.exhausted) {
+        (Some(oom), _) => (lacking(oom, study.profile.moment.bytes)?, Some(oom.bytes)),
+        (None, Some(Exhausted { oom, .. })) => (study.profile.peak.bytes.checked_sub(oom.device_bytes)?, None),
+        (None, None) => return None,
+    };
+    let before = before.map_or_else(String::new, |bytes| format!(" before it asks for {}", Bytes(bytes)));
+    let lacks = Bytes(lacks);
+    (lacks.0 > 0).then(|| {
+        of_code(
+            format!("Free at least {lacks}{before}, or use a device that has {lacks} more"),
+            format!("No option of an allocator helps: more is live at once than there is. {}", held_by(&study.profile)),
+        )
+    })
 }
 
 /// Two sizes, in GiB if one of them is and the other is no small part of that.
@@ -170,9 +200,11 @@ fn best<'a>(usual: &Case, cases: &[&'a Case]) -> Option<&'a Case> {
 
 /// Options of this project that save a third of the driver's time for at most 1 % more memory.
 fn fewer_calls(usual: &Case, others: &[&Case]) -> Option<Advice> {
-    let time = usual.driver_us().filter(|&us| us >= MATTERS_US)?;
+    // A pass after the first is as costly as all that follow.
+    let time_of =
+        |case: &Case| case.driver_us().zip(case.sampled.later_us).map_or(f64::INFINITY, |(first, later)| first + later);
+    let time = Some(time_of(usual)).filter(|us| (MATTERS_US..f64::INFINITY).contains(us))?;
     let before = usual.holds()?;
-    let time_of = |case: &Case| case.driver_us().unwrap_or(f64::INFINITY);
     let is_worth = |case: &&&Case| {
         case.holds().is_some_and(|held| held <= before + before / 100) && time_of(case) <= time * 2.0 / 3.0
     };

@@ -18,14 +18,15 @@ const BLOCKS: u64 = 8;
 /// Advice about pools of graphs. A recording does not tell how many graphs share a pool, and
 /// whether one that the program made serves graphs.
 pub(super) fn graph_pools(program: &Program) -> Vec<Advice> {
+    let private = || program.pools.iter().filter(|pool| pool.id != (0, 0));
     let held = program.memory.iter().map(|piece| piece.bytes).fold(0, u64::saturating_add);
     let mut advice = Vec::new();
-    let sum = |of: fn(&PoolUse) -> u64| program.pools.iter().map(of).fold(0, u64::saturating_add);
-    let (free, largest) = (sum(|pool| pool.free_bytes), program.pools.iter().map(|pool| pool.free_bytes).max());
+    let sum = |of: fn(&PoolUse) -> u64| private().map(of).fold(0, u64::saturating_add);
+    let (free, largest) = (sum(|pool| pool.free_bytes), private().map(|pool| pool.free_bytes).max());
     let saves = free - largest.unwrap_or(0);
-    let pools = program.pools.len() as u64;
+    let pools = private().count() as u64;
     if saves > 0 && saves >= held / FREE {
-        let own = program.pools.iter().filter(|pool| pool.id.1 == 0).count() as u64;
+        let own = private().filter(|pool| pool.id.1 == 0).count() as u64;
         let of_captures = match own {
             0 => String::new(),
             _ => format!(", {own} of them of captures that were given no pool"),

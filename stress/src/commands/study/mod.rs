@@ -1,13 +1,14 @@
 //! A recorded program under several allocators, for `explain`, `report` and `advise`.
 
 pub mod advice;
+pub mod answers;
 mod graph_pools;
 pub mod rows;
 pub mod sampled;
 
 use aquifer_sim::CAPACITY_BYTES_MAX;
 use aquifer_trace::FirstRefusal;
-use aquifer_trace::input::Program;
+use aquifer_trace::input::{Program, Recorder};
 use aquifer_trace::profile::Profile;
 
 use crate::cards::smallest_card;
@@ -25,9 +26,12 @@ const PYTORCH: &str = "backing:pytorch";
 /// PyTorch's allocator with expandable segments and no other option.
 const EXPANDABLE: &str = "backing:expandable";
 
-/// Options about what is recorded and saved, or about Aquifer alone. A replay must save nothing:
-/// the file may be the recording itself, or any other.
-const OF_RECORDING: [&str; 4] = ["oom_snapshot", "history", "tags", "split_frames"];
+/// Options about what is recorded and saved. A replay must save nothing: the file may be the
+/// recording itself, or any other.
+const OF_RECORDING: [&str; 3] = ["oom_snapshot", "history", "tags"];
+/// Options about Aquifer alone, and about the device on which a program was recorded.
+const OF_AQUIFER: [&str; 1] = ["split_frames"];
+const OF_DEVICE: [&str; 4] = ["limit_mb", "limit_free_fraction", "per_process_memory_fraction", "headroom_mb"];
 
 /// What to know before frames are split.
 pub const SPLITTING: &str = "split_frames:on is for programs of which one thread enqueues all work, or that use all \
@@ -56,14 +60,15 @@ pub struct Manager {
 }
 
 impl Manager {
-    /// This project's allocator.
-    pub fn aquifer(config: ConfigArg) -> Manager {
+    /// The user's options: of this project's allocator, or of PyTorch's.
+    pub fn asked(config: ConfigArg) -> Manager {
+        let is_pytorch = config.pytorch.is_some();
         Manager {
             id: format!("aquifer {}", config.text).trim_end().to_owned(),
-            name: "Aquifer".to_owned(),
+            name: if is_pytorch { format!("PyTorch with {}", config.text) } else { "Aquifer".to_owned() },
             options: config.text.clone(),
             config,
-            is_pytorch: false,
+            is_pytorch,
             is_recorded: false,
         }
     }
@@ -73,11 +78,7 @@ impl Manager {
     /// # Errors
     /// When there are no such options, or not in this combination.
     pub fn pytorch(id: &str, name: &str, options: &str) -> Result<Manager, String> {
-        let is_asked = |option: &&str| {
-            let name = option.split(':').next().unwrap_or_default();
-            !option.is_empty() && !OF_RECORDING.contains(&name)
-        };
-        let options = &*options.split(',').map(str::trim).filter(is_asked).collect::<Vec<_>>().join(",");
+        let options = &*without(options, &[&OF_RECORDING[..], &OF_AQUIFER].concat());
         let config = match options {
             "" => PYTORCH.to_owned(),
             "expandable_segments:True" => EXPANDABLE.to_owned(),
@@ -100,6 +101,11 @@ impl Manager {
         } else {
             format!("{} with {}", self.name, self.options)
         }
+    }
+
+    /// Whether it is tried with `split_frames:on` because that may differ.
+    fn splits(&self) -> bool {
+        self.config.is_trial && !self.is_pytorch && self.options.ends_with("split_frames:on")
     }
 
     fn recorded(self) -> Manager {
@@ -130,6 +136,7 @@ impl Case {
             smallest_device_bytes: self.smallest_device,
             driver_calls: Some(self.sampled.calls),
             driver_time_modelled_us: self.sampled.driver_us,
+            warm_driver_time_modelled_us: self.sampled.later_us,
             smallest_card: self.smallest_device.and_then(smallest_card),
         }
     }
@@ -195,6 +202,12 @@ impl Exhausted {
     }
 }
 
+/// Options without those of these names. Brackets may hold commas.
+fn without(options: &str, names: &[&str]) -> String {
+    let is_left = |option: &&str| !option.is_empty() && !names.contains(&option.split(':').next().unwrap_or_default());
+    options.split(',').map(str::trim).filter(is_left).collect::<Vec<_>>().join(",")
+}
+
 /// How much more than `peak` bytes a device has.
 pub fn more_than(peak: u64, device_bytes: u64) -> String {
     let more = device_bytes.saturating_sub(peak);
@@ -233,13 +246,16 @@ impl Study {
         maps: usize,
     ) -> Result<Study, Failure> {
         let mut notes = Vec::new();
-        let managers = managers(session, program, &mut notes);
-        session.message(format_args!(
-            "{name}: {} events; trying {} takes {}",
-            profile.buckets.events,
-            plural(managers.len() as u64, "allocator"),
-            time_of_trials(profile.buckets.events, managers.len() as u64)
-        ));
+        // Nothing is known of what a program without a history would have done.
+        let managers = if program.has_history { managers(session, program, &mut notes) } else { Vec::new() };
+        if program.has_history {
+            session.message(format_args!(
+                "{name}: {} events; trying {} takes {}",
+                profile.buckets.events,
+                plural(managers.len() as u64, "allocator"),
+                time_of_trials(profile.buckets.events, managers.len() as u64)
+            ));
+        }
         let mut cases = Vec::new();
         for tried in try_all(session, &roomy(session, program), program, &profile, managers, Some(maps)) {
             match tried {
@@ -248,9 +264,11 @@ impl Study {
                 Err((name, failure)) => notes.push(format!("{name} is left out: {failure}")),
             }
         }
+        let splitting = cases.iter().filter(|case| case.manager.splits()).map(|case| case.manager.config.clone());
+        let splitting: Vec<ConfigArg> = splitting.collect();
         without_same(
             &mut cases,
-            &with_splitting(session.configs()),
+            &splitting,
             |case| &case.manager.config.text,
             |case: &Case| (case.smallest_device, case.sampled.peak_reserved, case.sampled.refused_at.len()),
         );
@@ -273,7 +291,7 @@ impl Study {
     /// The case of this project's allocator with the user's options and `split_frames:on`, if that
     /// makes a difference.
     pub fn splitting(&self) -> Option<&Case> {
-        self.cases.iter().find(|case| !case.manager.is_pytorch && case.manager.config.is_trial)
+        self.cases.iter().find(|case| case.manager.splits())
     }
 }
 
@@ -330,7 +348,8 @@ fn exhausted(session: &Session, program: &Program, study: &Study) -> Result<Opti
         let finishing = study.cases.iter().filter(|case| case.finishes()).map(|case| case.manager.title()).collect();
         return Ok(Some(Exhausted::new(device_bytes, session.is_default_device(), refusal.clone(), finishing)));
     }
-    let device_bytes = tight(program);
+    let recorded = program.recorded.oom().and_then(|oom| oom.capacity_bytes()).filter(|_| session.is_default_device());
+    let device_bytes = recorded.filter(|&bytes| bytes > 0).unwrap_or_else(|| tight(program)).min(CAPACITY_BYTES_MAX);
     let sampled = sample(&session.resized(device_bytes), program, &usual.manager.config, &study.profile.buckets, None)?;
     let Some(refusal) = sampled.first_refusal else { return Ok(None) };
     // What fails there for another reason does not finish, either.
@@ -338,7 +357,8 @@ fn exhausted(session: &Session, program: &Program, study: &Study) -> Result<Opti
         let job = Job::new(&manager.name, program, &manager.config);
         matches!(attempt(session, &job, device_bytes), Ok(Some(_)))
     });
-    Ok(Some(Exhausted::new(device_bytes, true, refusal, managers.map(Manager::title).collect())))
+    let finishing = managers.map(Manager::title).collect();
+    Ok(Some(Exhausted::new(device_bytes, recorded.is_none(), refusal, finishing)))
 }
 
 /// About how long trying a program of so many events takes, in words: a search for the smallest
@@ -358,12 +378,25 @@ pub fn tight(program: &Program) -> u64 {
     rounded(peak.saturating_add(peak / SPARE), STEP)
 }
 
-/// The allocators to try: PyTorch's, with its default options, with those of the recording and with
-/// expandable segments, and this project's with the user's options.
+/// The allocators to try: for a program that Aquifer served, this project's with the options of the
+/// recording; for others PyTorch's, with its default options, with those of the recording and with
+/// expandable segments. Then this project's with the user's options.
 fn managers(session: &Session, program: &Program, notes: &mut Vec<String>) -> Vec<Manager> {
     let mut all: Vec<Manager> = Vec::new();
-    all.extend(Manager::pytorch("pytorch", "PyTorch", ""));
     let options = program.options.as_deref().unwrap_or_default();
+    if program.recorder == Recorder::Aquifer {
+        let options = without(options, &[&OF_RECORDING[..], &OF_DEVICE].concat());
+        match options.parse::<ConfigArg>() {
+            Ok(config) => all.extend(with_splitting(&[config.trial()]).into_iter().map(Manager::asked)),
+            Err(why) => notes.push(format!("the options of the recording, {options}, are not tried: {why}")),
+        }
+        if let Some(recorded) = all.first_mut() {
+            recorded.is_recorded = true;
+        }
+        add_asked(session, &mut all);
+        return all;
+    }
+    all.extend(Manager::pytorch("pytorch", "PyTorch", ""));
     let recorded = Manager::pytorch("recorded", "PyTorch, as recorded", options).map(Manager::recorded);
     match recorded {
         Ok(recorded) if all.iter().all(|known| !known.config.is_same(&recorded.config)) => all.push(recorded),
@@ -372,18 +405,27 @@ fn managers(session: &Session, program: &Program, notes: &mut Vec<String>) -> Ve
     }
     let expandable = Manager::pytorch("expandable", "PyTorch, expandable segments", "expandable_segments:True");
     all.extend(expandable.ok().filter(|new| all.iter().all(|known| !known.config.is_same(&new.config))));
-    for config in &with_splitting(session.configs()) {
+    add_asked(session, &mut all);
+    all
+}
+
+/// Adds the user's options, unless they are known.
+fn add_asked(session: &Session, all: &mut Vec<Manager>) {
+    for config in with_splitting(session.configs()) {
         if all.iter().all(|known| known.config.text != config.text) {
-            all.push(Manager::aquifer(config.clone()));
+            all.push(Manager::asked(config));
         }
     }
-    all
+}
+
+/// The capacity of the simulated device that the user asked for.
+pub fn asked_bytes(session: &Session) -> Option<u64> {
+    session.sim().filter(|_| !session.is_default_device()).map(|sim| sim.capacity_bytes)
 }
 
 /// The session on the user's device, or else on one with plenty of memory.
 fn roomy(session: &Session, program: &Program) -> Session {
-    let own = session.sim().filter(|_| !session.is_default_device()).map(|sim| sim.capacity_bytes);
-    session.resized(own.unwrap_or_else(|| plenty(program)))
+    session.resized(asked_bytes(session).unwrap_or_else(|| plenty(program)))
 }
 
 /// The size of a device with plenty of memory, below that at which granules get larger.

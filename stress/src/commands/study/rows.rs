@@ -26,6 +26,9 @@ row! {
         /// their time, by the simulator's cost model
         pub(crate) driver_time_modelled_us: Option<f64>
             => ["driver ms, modelled", |row| ms(row.served(row.driver_time_modelled_us))],
+        /// the same time of a later pass, in the mean
+        pub(crate) warm_driver_time_modelled_us: Option<f64>
+            => ["later driver ms, modelled", |row| ms(row.served(row.warm_driver_time_modelled_us))],
         /// the smallest card with room for that device and a CUDA context of 0.5 GiB
         pub(crate) smallest_card: Option<&'static str> => ["smallest card", optional],
     }
@@ -43,7 +46,8 @@ row! {
     pub struct Oom {
         /// the device
         pub device_bytes: u64,
-        /// whether it is made up, because the user named none on which memory is lacking
+        /// whether it is made up, because neither the user nor the recording names one on which memory is
+        /// lacking
         pub(crate) is_made_up: bool,
         /// the refused event, from 1
         pub event: u64,
@@ -55,6 +59,16 @@ row! {
         pub largest_free_bytes: u64,
         /// allocators that finish there, found by trying
         pub finishes_with: Vec<String>,
+    }
+}
+
+row! {
+    /// Of answers
+    pub struct Answer {
+        /// the question, in a few words
+        pub question: &'static str,
+        /// the answer
+        pub answer: String,
     }
 }
 
@@ -93,5 +107,9 @@ row! {
         pub driver_time_modelled_us: Option<f64>,
         /// and before; null if a request was refused then
         pub driver_time_modelled_us_before: Option<f64>,
+        /// the same of each later pass
+        pub warm_driver_time_modelled_us: Option<f64>,
+        /// and before
+        pub warm_driver_time_modelled_us_before: Option<f64>,
     }
 }

@@ -13,6 +13,8 @@ use crate::session::Session;
 
 /// Cells of a row of the map.
 const COLUMNS: usize = 1536;
+/// Passes after the first.
+const LATER_PASSES: u64 = 2;
 
 /// What a program's allocator held over time.
 #[derive(Debug, Clone)]
@@ -32,6 +34,8 @@ pub struct Sampled {
     pub calls: u64,
     /// Their modelled time in microseconds; `None` on a real device.
     pub driver_us: Option<f64>,
+    /// The same of a later pass, in the mean; `None` also if a request was refused in any pass.
+    pub later_us: Option<f64>,
     /// What lay where when most was held.
     pub fullest: Option<Map>,
     /// What lay where at the buckets asked for.
@@ -50,6 +54,9 @@ pub struct Space {
     pub free: Vec<u64>,
     pub largest_free: Vec<u64>,
     pub largest_free_at: Vec<u64>,
+    /// Free in segments that are also in use, and the largest piece of that.
+    pub stranded: Vec<u64>,
+    pub largest_stranded: Vec<u64>,
     pub waiting: Vec<u64>,
     pub parts: Vec<u64>,
 }
@@ -81,6 +88,8 @@ impl Space {
             free: each(|figures| figures.free),
             largest_free: each(|figures| figures.largest_free),
             largest_free_at: moments.iter().map(|(_, map)| largest_free_at(map)).collect(),
+            stranded: moments.iter().map(|(_, map)| map.unused().1.iter().sum()).collect(),
+            largest_stranded: moments.iter().map(|(_, map)| map.unused().1.into_iter().max().unwrap_or(0)).collect(),
             waiting: each(|figures| figures.waiting),
             parts: each(|figures| figures.segments),
         })
@@ -118,19 +127,28 @@ fn sample_on<S: Opened>(
     buckets: &Buckets,
     moments: Option<&[usize]>,
 ) -> Result<Sampled, Failure> {
+    // What follows the refusal of a program that is too large says nothing.
+    let is_too_large = session.sim().is_some_and(|sim| program.peak_requested_bytes > sim.capacity_bytes);
+    let on_oom = if is_too_large { OnOom::Stop } else { OnOom::Skip };
     let play = |events: Vec<u64>| {
         let mut observed = S::observed(session, config, program.streams.len(), 0)?;
         let (sampler, costs) = observed.pass(|observed| {
             let mut sampler = Sampler::new(observed, buckets, events);
-            let mut player = Player::new(program);
-            player.play(&mut sampler, OnOom::Skip)?;
+            Player::new(program).pass(&mut sampler, on_oom)?;
             sampler.ended();
             let Sampler { failed, samples, .. } = sampler;
             failed.map_or(Ok(samples), Err)
         })?;
-        Ok::<_, Failure>((sampler, costs, observed.take_first_refusal()?))
+        Ok::<_, Failure>((sampler, costs, observed))
     };
-    let (first, costs, first_refusal) = play(Vec::new())?;
+    let (first, costs, mut observed) = play(Vec::new())?;
+    let first_refusal = observed.take_first_refusal()?;
+    let mut later_ns = (first_refusal.is_none() && costs.modelled.is_some()).then_some(0);
+    for _ in 0..LATER_PASSES {
+        let Some(before) = later_ns else { break };
+        let (pass, costs) = observed.pass(|observed| Player::new(program).pass(observed, OnOom::Stop))?;
+        later_ns = costs.modelled.filter(|_| pass.ooms == 0).map(|modelled| before + modelled.total_ns);
+    }
     let at = |bucket: &usize| buckets.at.get(*bucket).copied();
     let maps = match moments {
         Some(moments) => {
@@ -150,6 +168,7 @@ fn sample_on<S: Opened>(
         refused_at: first.refused_at,
         calls: costs.calls.total(),
         driver_us: costs.modelled.map(|modelled| us(modelled.total_ns)),
+        later_us: later_ns.map(|ns| us(ns / LATER_PASSES)),
         fullest: map_at(first.peak_reserved.1),
         moments: moments.filter_map(|bucket| Some((*bucket, map_at(at(bucket)?)?))).collect(),
         first_refusal,
@@ -195,7 +214,8 @@ impl<'a, S: Opened> Sampler<'a, S> {
 
     /// The event under way has ended.
     fn ended(&mut self) {
-        if self.event == 0 {
+        // Blocks that are left are freed after the last event.
+        if self.event == 0 || self.event > self.buckets.events {
             return;
         }
         let (reserved, allocated) = self.observed.held();

@@ -38,7 +38,7 @@ words! {
     Snapshot = "snapshot", Oom = "oom", Annotate = "annotate",
     TraceEvents = "traceEvents",
     Name = "name", Filename = "filename", Line = "line", UserMetadata = "user_metadata",
-    AllocatorSettings = "allocator_settings",
+    AllocatorSettings = "allocator_settings", EntriesOverwritten = "entries_overwritten", DeviceFree = "device_free",
     AllocConf = "PYTORCH_ALLOC_CONF", CudaAllocConf = "PYTORCH_CUDA_ALLOC_CONF",
 }
 

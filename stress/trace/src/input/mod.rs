@@ -38,7 +38,7 @@ use std::path::Path;
 
 pub use error::{InputError, Location, Reason};
 pub use labels::{Call, Labels};
-pub use program::{Event, PoolUse, Program, Site};
+pub use program::{Event, PoolUse, Program, Recorded, RecordedOom, Recorder, Site};
 
 use allowance::Allowance;
 use error::Fault;

@@ -35,8 +35,10 @@ pub struct Program {
     pub memory: Vec<Piece>,
     /// Private pools in the end, if the file tells: those of CUDA graphs among them.
     pub pools: Vec<PoolUse>,
-    /// The largest request that was refused at the end and is replayed as if it had been served.
-    pub refused: Option<u64>,
+    /// What recorded it.
+    pub recorder: Recorder,
+    /// What the file tells of its allocator.
+    pub recorded: Recorded,
     /// Whether the file tells in which order memory was allocated and freed.
     pub has_history: bool,
     /// Notes on what was skipped or inferred.
@@ -72,6 +74,11 @@ impl Program {
         text
     }
 
+    /// The largest request that was refused at the end and is replayed as if it had been served.
+    pub fn refused(&self) -> Option<u64> {
+        self.recorded.ooms.iter().filter(|oom| oom.is_last).map(|oom| oom.bytes).max()
+    }
+
     /// Adds a note with a count, unless it is 0.
     pub(super) fn note(&mut self, count: u64, text: &str) {
         if count > 0 {
@@ -85,7 +92,67 @@ impl Program {
     }
 }
 
-/// What a private pool held.
+/// What recorded a program.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[expect(missing_docs, reason = "named by the type")]
+pub enum Recorder {
+    /// The file does not tell.
+    #[default]
+    Unknown,
+    PyTorch,
+    Aquifer,
+    Rmm,
+}
+
+/// What a snapshot tells of the allocator that served a program.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Recorded {
+    /// The most memory that was held since the history begins; 0 if that is not known.
+    pub peak_held_bytes: u64,
+    /// Whether the program had memory before the history begins, so that peaks are lower bounds.
+    pub begins_late: bool,
+    /// Requests that were refused.
+    pub ooms: Vec<RecordedOom>,
+    /// Requests that were served after the device had refused memory and the cache was released.
+    pub retries: u64,
+    /// Other releases of the cache, as by `empty_cache`.
+    pub releases: u64,
+}
+
+impl Recorded {
+    /// The refusal that ended the program, or else the first.
+    pub fn oom(&self) -> Option<&RecordedOom> {
+        self.ooms.iter().find(|oom| oom.is_last).or(self.ooms.first())
+    }
+}
+
+/// A request that was refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RecordedOom {
+    /// The event that replays it, from 1; of a program that went on, the event before it.
+    pub event: u64,
+    /// The requested bytes.
+    pub bytes: u64,
+    /// What was held from the device, and what was free there, if that is known.
+    pub held_bytes: u64,
+    /// As above.
+    pub device_free_bytes: Option<u64>,
+    /// The stream, and where the request came from.
+    pub stream: u64,
+    /// As above.
+    pub site: Site,
+    /// Whether the program ended with it. It is replayed then.
+    pub is_last: bool,
+}
+
+impl RecordedOom {
+    /// The memory that the program had and could have.
+    pub fn capacity_bytes(&self) -> Option<u64> {
+        self.device_free_bytes.map(|free| self.held_bytes.saturating_add(free))
+    }
+}
+
+/// What a pool held.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "named by the type")]
 pub struct PoolUse {
@@ -95,6 +162,8 @@ pub struct PoolUse {
     pub held_bytes: u64,
     /// Free there: it serves the pool's graphs alone.
     pub free_bytes: u64,
+    /// Given back, but still in use by a stream.
+    pub waiting_bytes: u64,
     pub live_blocks: u64,
 }
 
@@ -136,6 +205,9 @@ pub struct Site {
     pub stack: u32,
     pub tag: u32,
 }
+
+/// The key of a refused request. No block is at this address.
+const REFUSED: u64 = u64::MAX;
 
 /// The longest name in characters.
 const LONGEST_NAME: usize = 100;
@@ -242,6 +314,18 @@ impl Builder {
         Ok(true)
     }
 
+    /// Adds a refused request. If it is the last, it is replayed as a block that is freed at once.
+    pub(super) fn refuse(&mut self, mut oom: RecordedOom) -> Result<(), Reason> {
+        if oom.is_last {
+            self.set_site(oom.site);
+            self.alloc(REFUSED, oom.bytes, oom.stream)?;
+        }
+        oom.event = self.program.events.len() as u64;
+        self.program.recorded.ooms.try_reserve(1)?;
+        self.program.recorded.ooms.push(oom);
+        self.free(REFUSED).map(drop)
+    }
+
     /// Adds an allocation before all others; `key` is not live.
     pub(super) fn alloc_first(&mut self, key: u64, bytes: u64, stream: u64) -> Result<(), Reason> {
         self.live.try_reserve(1)?;
@@ -310,6 +394,7 @@ impl Builder {
                 program.sites.splice(..0, self.first.iter().map(|&(.., site)| site));
             }
             program.peak_requested_bytes = peak(program)?;
+            program.recorded.ooms.iter_mut().for_each(|oom| oom.event += self.first.len() as u64);
         }
         program.events.shrink_to_fit();
         Ok(self.program)

@@ -17,7 +17,7 @@ pub(super) struct Recording {
     seen: HashSet<u64>,
     /// Sizes of the live blocks by address.
     ranges: BTreeMap<u64, u64>,
-    found: u64,
+    pub(super) found: u64,
     lost_frees: u64,
     lost_allocs: u64,
 }

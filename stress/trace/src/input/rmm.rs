@@ -5,7 +5,7 @@ use std::io::BufRead;
 use super::allowance::{Allowance, EVENTS};
 use super::error::{Fault, Reason};
 use super::lines::Lines;
-use super::program::{Builder, Program};
+use super::program::{Builder, Program, Recorder};
 use super::recording::Recording;
 
 /// The columns, which the first line names.
@@ -88,6 +88,7 @@ pub(super) fn parse(content: impl BufRead, name: String, allowance: &Allowance) 
     builder.note(notes.other_size, "frees of another size than the allocation's, replayed with the allocation's");
     recording.note("log");
     let mut program = recording.builder.finish().map_err(Fault::file)?;
+    program.recorder = Recorder::Rmm;
     if cut_off {
         program.notes.push("the last line of the log is cut off, skipped".into());
     }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use super::arena::Word;
 use super::error::{Fault, Location, Reason};
 use super::labels::Labels;
-use super::program::{Builder, PoolUse, Program, Site};
+use super::program::{Builder, PoolUse, Program, RecordedOom, Recorder, Site};
 use super::recording::Recording;
 use crate::map::{Piece, Use};
 
@@ -23,6 +23,8 @@ pub(super) struct Snapshot {
     pub(super) labels: Arc<Labels>,
     /// The options of the allocator, as in `PYTORCH_ALLOC_CONF`.
     pub(super) options: Option<String>,
+    /// The number of entries that the history has lost. Only Aquifer tells it.
+    pub(super) overwritten: Option<u64>,
 }
 
 /// A segment, with its allocated blocks at the end of the history.
@@ -44,6 +46,7 @@ pub(super) struct Entry {
     pub(super) action: Action,
     pub(super) addr: Option<u64>,
     pub(super) size: Option<u64>,
+    pub(super) device_free: Option<u64>,
     pub(super) stream: u64,
     pub(super) time_us: u64,
     /// Digest of the call stack; 0 if none was recorded.
@@ -106,9 +109,6 @@ pub(super) fn programs(snapshot: Snapshot, name: &str, states: bool) -> Result<V
 
 /// The largest refused request that is replayed: no device has more memory.
 const LARGEST: u64 = aquifer_sim::CAPACITY_BYTES_MAX;
-/// The key of a refused request. No block is at this address.
-const REFUSED: u64 = u64::MAX;
-
 fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> Result<Program, Fault> {
     let mut recording = Recording::new(Builder::new(name, device));
     recording.builder.describe(snapshot.labels.clone(), snapshot.options.clone());
@@ -118,7 +118,11 @@ fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> R
     let segments = || snapshot.segments.iter().filter(|segment| segment.device == u64::from(device));
     let allocated = segments().flat_map(|segment| &segment.allocated).map(|&(_, size, _)| size);
     let end = end(trace, kinds.requested, allocated.fold(0, u64::saturating_add));
+    let mut held = Held::before(trace, segments().flat_map(|segment| &segment.blocks).map(|&(bytes, _)| bytes));
+    let has_segments = trace.iter().any(|entry| matches!(entry.action, Action::SegmentAlloc | Action::SegmentFree));
+    let begins_late = (has_segments && held.now > 0) || snapshot.overwritten.is_some_and(|lost| lost > 0);
     for (index, entry) in trace.iter().enumerate() {
+        held.pass(entry);
         let fault = |reason| Fault::new(Location::Entry { device, index }, reason);
         match entry.action {
             Action::Alloc => {
@@ -154,12 +158,16 @@ fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> R
             }
             Action::Oom => {
                 let size = entry.size.filter(|size| size.cast_signed() >= 0);
-                if let Some(size) = size.filter(|&size| size <= LARGEST && index >= end) {
-                    recording.builder.set_site(entry.site);
-                    recording.builder.alloc(REFUSED, size, entry.stream).map_err(fault)?;
-                    recording.builder.free(REFUSED).map_err(fault)?;
+                let is_last = index >= end && size.is_some_and(|size| size <= LARGEST);
+                if let Some(bytes) = size {
+                    let (device_free_bytes, held_bytes) = (entry.device_free, held.now);
+                    let Entry { stream, site, .. } = *entry;
+                    let oom = RecordedOom { event: 0, bytes, held_bytes, device_free_bytes, stream, site, is_last };
+                    recording.builder.refuse(oom).map_err(fault)?;
+                }
+                if is_last {
                     counts.ended += 1;
-                    counts.largest_ended = counts.largest_ended.max(Some(size));
+                    counts.largest_ended = counts.largest_ended.max(size);
                 } else {
                     counts.refused += 1;
                     counts.largest_refused = counts.largest_refused.max(size);
@@ -184,16 +192,18 @@ fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> R
         recording.note("history");
     }
     counts.note(&mut recording.builder);
+    let found = recording.found;
     let mut program = recording.builder.finish().map_err(Fault::file)?;
     let mut pools: BTreeMap<(u64, u64), PoolUse> = BTreeMap::new();
     for segment in segments() {
-        if segment.pool != (0, 0) {
-            let pool = pools.entry(segment.pool).or_insert(PoolUse { id: segment.pool, ..PoolUse::default() });
-            for &(bytes, is) in &segment.blocks {
-                let is_free = is == Use::Free;
-                (pool.held_bytes, pool.free_bytes) =
-                    (pool.held_bytes + bytes, pool.free_bytes + if is_free { bytes } else { 0 });
-                pool.live_blocks += u64::from(!is_free);
+        let pool = pools.entry(segment.pool).or_insert(PoolUse { id: segment.pool, ..PoolUse::default() });
+        for &(bytes, is) in &segment.blocks {
+            pool.held_bytes = pool.held_bytes.saturating_add(bytes);
+            pool.live_blocks += u64::from(is != Use::Free);
+            match is {
+                Use::Free => pool.free_bytes = pool.free_bytes.saturating_add(bytes),
+                Use::Waiting => pool.waiting_bytes = pool.waiting_bytes.saturating_add(bytes),
+                _ => {}
             }
         }
         let stream = program.streams.iter().position(|&stream| stream == segment.stream).unwrap_or(0);
@@ -206,14 +216,70 @@ fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> R
         }));
     }
     program.pools = pools.into_values().collect();
-    program.refused = counts.largest_ended;
-    program.has_history = !trace.is_empty();
+    program.recorder = if snapshot.overwritten.is_some() { Recorder::Aquifer } else { Recorder::PyTorch };
+    (program.recorded.peak_held_bytes, program.recorded.begins_late) = (held.peak, begins_late || found > 0);
+    // What Aquifer unmaps has often moved.
+    if program.recorder == Recorder::PyTorch {
+        (program.recorded.retries, program.recorded.releases) =
+            (held.retries, held.releases + u64::from(held.released.is_some()));
+    }
+    // A history of one entry, as with enabled='state', tells no order.
+    program.has_history = kinds.allocs + kinds.frees > 1;
     Ok(program)
+}
+
+/// Memory held from the device over the history, and releases of the cache.
+#[derive(Debug, Default)]
+struct Held {
+    now: u64,
+    peak: u64,
+    /// The digest of the call stack of a release under way.
+    released: Option<u64>,
+    retries: u64,
+    releases: u64,
+}
+
+impl Held {
+    /// What was held before a history, at whose end these blocks are.
+    fn before(trace: &[Entry], blocks: impl Iterator<Item = u64>) -> Held {
+        let end = blocks.fold(0, u64::saturating_add);
+        let now = trace.iter().rev().fold(end, |held, entry| match (entry.action, entry.size.unwrap_or(0)) {
+            (Action::SegmentAlloc, bytes) => held.saturating_sub(bytes),
+            (Action::SegmentFree, bytes) => held.saturating_add(bytes),
+            _ => held,
+        });
+        Held { now, peak: now, ..Held::default() }
+    }
+
+    /// Segments that are freed one after the other are a release of the cache. One for a request has
+    /// the request's call stack, and a segment follows. Without call stacks, what a segment follows
+    /// counts as that.
+    fn pass(&mut self, entry: &Entry) {
+        match entry.action {
+            Action::SegmentAlloc => {
+                self.now = self.now.saturating_add(entry.size.unwrap_or(0));
+                self.peak = self.peak.max(self.now);
+                if let Some(frames) = self.released.take() {
+                    let is_retry = frames == 0 || entry.frames == 0 || frames == entry.frames;
+                    *(if is_retry { &mut self.retries } else { &mut self.releases }) += 1;
+                }
+            }
+            Action::SegmentFree => {
+                self.now = self.now.saturating_sub(entry.size.unwrap_or(0));
+                self.released = Some(entry.frames);
+            }
+            Action::FreeCompleted | Action::Remark => {}
+            // The release before a refusal.
+            Action::Oom => self.released = None,
+            _ => self.releases += u64::from(self.released.take().is_some()),
+        }
+    }
 }
 
 /// The kinds of entries in the history: PyTorch and Aquifer can skip some.
 struct Kinds {
     allocs: usize,
+    frees: usize,
     requested: bool,
     completed: bool,
 }
@@ -221,8 +287,9 @@ struct Kinds {
 impl Kinds {
     fn of(trace: &[Entry]) -> Self {
         let count = |action| trace.iter().filter(|entry| entry.action == action).count();
-        let frees = [Action::FreeRequested, Action::FreeCompleted].map(|action| count(action) > 0);
-        Self { allocs: count(Action::Alloc), requested: frees[0], completed: frees[1] }
+        let [requested, completed] = [Action::FreeRequested, Action::FreeCompleted].map(count);
+        let frees = requested.max(completed);
+        Self { allocs: count(Action::Alloc), frees, requested: requested > 0, completed: completed > 0 }
     }
 
     /// Notes missing kinds of entries and their consequences.

@@ -67,6 +67,7 @@ fn read(arena: &mut Arena, value: Value, allowance: &Allowance) -> Result<Snapsh
         _ => return Err(Fault::file(not_it(arena, value))),
     };
     let options = options(arena, top);
+    let overwritten = int(arena, top, Word::EntriesOverwritten).map_err(Fault::file)?;
     let mut traces = Vec::new();
     for (device, trace) in (0u32..).zip(list(arena, top, Word::DeviceTraces).map_err(Fault::file)?) {
         let Value::List(trace) = trace else {
@@ -86,7 +87,7 @@ fn read(arena: &mut Arena, value: Value, allowance: &Allowance) -> Result<Snapsh
     for (number, value) in list(arena, top, Word::Segments).map_err(Fault::file)?.into_iter().enumerate() {
         segments.push(segment(arena, number, value)?);
     }
-    Ok(Snapshot { segments, traces, labels: Arc::default(), options })
+    Ok(Snapshot { segments, traces, labels: Arc::default(), options, overwritten })
 }
 
 /// The option string that the recorded allocator was given.
@@ -113,6 +114,7 @@ fn entry(arena: &mut Arena, value: Value) -> Result<Entry, Reason> {
         action,
         addr: int(arena, dict, Word::Addr)?,
         size: int(arena, dict, Word::Size)?,
+        device_free: int(arena, dict, Word::DeviceFree)?,
         stream: int(arena, dict, Word::Stream)?.unwrap_or(0),
         time_us: int(arena, dict, Word::TimeUs)?.unwrap_or(0),
         frames: arena.get(dict, Word::Frames).map_or(0, |frames| arena.digest(frames)),

@@ -15,6 +15,7 @@ use super::allowance::{Allowance, EVENTS};
 use super::error::{Fault, Reason};
 use super::lines::Lines;
 use super::program::{Builder, Program};
+use crate::text::one_line;
 
 /// The most header lines of a trace.
 const HEADERS_MAX: usize = 1024;
@@ -29,7 +30,14 @@ pub(super) fn parse(content: impl BufRead, name: String, allowance: &Allowance) 
     let mut lines = Lines::new(content);
     while let Some(line) = lines.next()? {
         let added = event(line, &mut builder).and_then(|()| allowance.check(builder.bytes(), EVENTS));
-        added.map_err(|reason| Fault::new(lines.location(), reason))?;
+        added.map_err(|reason| match reason {
+            // Text that is no trace may begin with a heading.
+            Reason::UnknownKind(word, _) if builder.is_empty() => Fault::file(Reason::Unrecognised {
+                found: format!("text with a line that begins with {:?}", one_line(&word, 40)),
+                hint: "; a trace's lines start with #, a, f, r or i",
+            }),
+            reason => Fault::new(lines.location(), reason),
+        })?;
     }
     if builder.is_empty() { Err(Fault::file(Reason::NoEvents)) } else { builder.finish().map_err(Fault::file) }
 }
@@ -134,7 +142,12 @@ mod tests {
     fn errors_name_line_and_reason() {
         let long = format!("# {}", "x".repeat(70_000));
         for (text, expected) in [
-            ("x 1", "t:1: unknown kind \"x\"; expected a, f, r, i or #"),
+            ("a 1 2 0\nx 1", "t:2: unknown kind \"x\"; expected a, f, r, i or #"),
+            (
+                "# Notes\nx 1",
+                "t: not an allocation trace, a PyTorch memory snapshot or an RMM log: found text with a line that begins with \
+                 \"x\"; a trace's lines start with #, a, f, r or i",
+            ),
             ("# k: v\na 1 2", "t:2: the field stream is missing"),
             ("a 1 -2 0", "t:1: \"-2\" is not a valid size"),
             ("a +1 2 0", "t:1: \"+1\" is not a valid ID"),

@@ -98,9 +98,12 @@ fn a_request_is_served_by_memory_of_frames_that_are_partly_in_use() {
 fn frames_are_split_only_where_that_is_allowed() {
     for config in ["frame_mb:16", "frame_mb:16,split_frames:off"] {
         let program = Program::sieve(config, 2 * MIB);
-        assert!(matches!(program.alloc(56 * MIB), Err(AllocError::OutOfMemory(_))));
+        let refused = program.alloc(56 * MIB).unwrap_err();
+        assert!(refused.to_string().contains("try: set split_frames:on"), "{refused}");
         assert_eq!(program.allocator.stats().frames_split, 0);
         program.assert_contents();
+        let too_much = program.alloc(64 * MIB).unwrap_err();
+        assert!(!too_much.to_string().contains("split_frames"), "splitting does not serve it: {too_much}");
     }
 }
 

@@ -1,6 +1,6 @@
 //! Histories entry by entry.
 
-use super::super::program::Event;
+use super::super::program::{Event, Recorded};
 use super::*;
 
 fn entry(action: Action, addr: u64, stream: u64, time_us: u64, frames: u64) -> Entry {
@@ -8,6 +8,7 @@ fn entry(action: Action, addr: u64, stream: u64, time_us: u64, frames: u64) -> E
         action,
         addr: Some(addr << 20),
         size: Some(addr * 10),
+        device_free: None,
         stream,
         time_us,
         frames,
@@ -199,7 +200,7 @@ fn the_request_that_ended_the_program_is_replayed() {
         refused(Some(1 << 60)),
     ];
     let program = events(trace, Vec::new());
-    assert_eq!((program.operations(), program.peak_requested_bytes, program.refused), (4, 50, Some(50)));
+    assert_eq!((program.operations(), program.peak_requested_bytes, program.refused()), (4, 50, Some(50)));
     assert_eq!(
         program.notes[1..],
         [
@@ -223,7 +224,7 @@ fn a_program_that_frees_most_of_its_memory_after_a_refusal_went_on() {
             block(FreeCompleted, 2 << 40, freed << 20),
         ];
         let program = events(trace, Vec::new());
-        (program.peak_requested_bytes, program.refused)
+        (program.peak_requested_bytes, program.refused())
     };
     assert_eq!(of(3 << 10), (4 << 30, None), "it went on");
     assert_eq!(of(1), ((101 << 30) + (1 << 20), Some(100 << 30)), "what an error unwinds is freed");
@@ -252,4 +253,63 @@ fn gaps_are_noted_and_bad_entries_refused() {
     assert_eq!(fault.at("s".as_ref()).to_string(), "s:device_traces[0][0]: the field addr is missing");
     let fault = programs(Snapshot::default(), "p", false).unwrap_err();
     assert!(fault.at("s".as_ref()).to_string().contains("_record_memory_history"));
+}
+
+#[test]
+fn what_was_held_and_refused_is_told() {
+    use Action::{Oom, SegmentAlloc, SegmentFree};
+    let sized = |action, addr, size, frames| Entry { size: Some(size), ..entry(action, addr, 0, 0, frames) };
+    let refused = Entry { addr: None, device_free: Some(5), ..sized(Oom, 0, 70, 0) };
+    let block = |addr: u64, bytes| (addr << 20, bytes, Site::default());
+    let segment = |allocated: Vec<_>, bytes| Segment {
+        device: 1,
+        stream: 0,
+        pool: (0, 0),
+        allocated,
+        blocks: vec![(bytes, Use::Live)],
+    };
+    let trace = vec![
+        sized(SegmentAlloc, 1, 100, 3),
+        sized(Alloc, 1, 60, 3),
+        // A release for a request, which has its call stack, and one of `empty_cache`.
+        sized(SegmentFree, 5, 30, 4),
+        sized(SegmentAlloc, 6, 40, 4),
+        sized(Alloc, 6, 40, 4),
+        sized(SegmentFree, 7, 10, 8),
+        sized(FreeRequested, 6, 40, 9),
+        sized(FreeCompleted, 6, 40, 9),
+        sized(SegmentFree, 6, 40, 9),
+        refused,
+    ];
+    let program = events(trace, vec![segment(vec![block(1, 60)], 100)]);
+    let Recorded { peak_held_bytes, begins_late, retries, releases, ref ooms } = program.recorded;
+    assert_eq!((peak_held_bytes, begins_late, retries, releases), (150, true, 1, 1));
+    let [oom] = ooms[..] else { panic!("{ooms:?}") };
+    assert_eq!(
+        (oom.event, oom.bytes, oom.held_bytes, oom.capacity_bytes(), oom.is_last),
+        (4, 70, 100, Some(105), true)
+    );
+    assert_eq!((program.recorder, program.has_history), (Recorder::PyTorch, true));
+    let profile = crate::profile::Profile::of(&program);
+    assert_eq!((profile.peak.bytes, profile.moment.bytes, profile.moment.blocks), (130, 60, 1));
+    let live: Vec<_> = profile.groups[0].rows.iter().map(|group| (group.peak_bytes, group.peak_blocks)).collect();
+    assert_eq!(live, [(60, 1)], "what was refused is not alive");
+}
+
+#[test]
+fn a_history_that_begins_late_or_has_one_entry_says_so() {
+    let live = || Segment {
+        device: 1,
+        stream: 0,
+        pool: (0, 3),
+        allocated: vec![(9 << 20, 90, Site::default())],
+        blocks: vec![(90, Use::Live), (10, Use::Free), (5, Use::Waiting)],
+    };
+    let from_before = events(vec![entry(Alloc, 1, 0, 0, 0), entry(FreeRequested, 1, 0, 0, 0)], vec![live()]);
+    assert!(from_before.recorded.begins_late && from_before.has_history);
+    let [pool] = from_before.pools[..] else { panic!("{:?}", from_before.pools) };
+    assert_eq!((pool.id, pool.held_bytes, pool.free_bytes, pool.waiting_bytes), ((0, 3), 105, 10, 5));
+    let whole = events(vec![entry(Alloc, 1, 0, 0, 0), entry(FreeRequested, 1, 0, 0, 0)], Vec::new());
+    assert!(!whole.recorded.begins_late && whole.recorded.oom().is_none());
+    assert!(!events(vec![entry(FreeCompleted, 1, 0, 0, 0)], vec![live()]).has_history);
 }
