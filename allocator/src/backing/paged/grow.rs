@@ -202,9 +202,10 @@ const ADDRESSES_FOR_MEMORY: u64 = 64;
 /// is tried, down to what the request needs; then empty reservations are given back, and the least
 /// is tried once more.
 fn reserve_addresses(allocator: &Allocator, request: &Request) -> Result<bool, AllocError> {
-    let held =
-        allocator.state().shared().paged().map(|paged| (paged.granule, paged.reservations(), paged.address_bytes()));
-    let Some((granule, count, held)) = held else { return Ok(false) };
+    let held = allocator.state().shared().paged().map(|paged| {
+        (paged.granule, paged.weights.slot_most().max(paged.granule), paged.reservations(), paged.address_bytes())
+    });
+    let Some((granule, slot, count, held)) = held else { return Ok(false) };
     let left = allocator.device().info().total_bytes.saturating_mul(ADDRESSES_FOR_MEMORY).saturating_sub(held);
     let least = request.size.next_multiple_of(granule) + granule;
     let share = if request.size <= crate::size_class::SMALL_SIZE { 16 } else { 1 };
@@ -212,7 +213,9 @@ fn reserve_addresses(allocator: &Allocator, request: &Request) -> Result<bool, A
     let mut gave_back = false;
     allocator.device().settle_unused();
     loop {
-        match allocator.device().driver().reserve(bytes, granule) {
+        let driver = allocator.device().driver();
+        // So that the first slot is whole, if the driver gives such addresses.
+        match driver.reserve(bytes, slot).or_else(|_| driver.reserve(bytes, granule)) {
             Ok(ptr) => {
                 allocator.state().tell_witness(|witness| witness.managed(ptr.range(bytes)));
                 allocator.state().lock().add_reservation(request, ptr.0, bytes);
