@@ -87,7 +87,7 @@ fn the_map_of_a_scenario_is_drawn() {
     let text = text(&args);
     assert!(text.contains("+#-.+#-.") && text.contains("...____"), "{text}");
     assert!(text.contains("fragmented: ") && text.contains("a character"), "{text}");
-    assert!(text.contains(" driver calls ") && !text.contains("cuMemAlloc"), "the defaults map memory: {text}");
+    assert!(text.contains("  driver  ") && !text.contains("cuMemAlloc"), "the defaults map memory: {text}");
     assert!(!text.contains('\x1b') && !text.contains('█'), "{text}");
 }
 

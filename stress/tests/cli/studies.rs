@@ -102,7 +102,7 @@ fn advised(advice: &[Value]) -> Vec<String> {
 #[test]
 fn advice_finishes_on_the_device_that_was_asked_for() {
     let file = data("gpt2_fp32.trace.gz");
-    let device = ["--device", "sim:28GiB"];
+    let device = ["--device", "sim:28800MiB"];
     let advice = rows(0, &[&["advise", &file], &device[..]].concat());
     let configs = advised(&advice);
     assert!(configs.contains(&"backing:expandable".to_owned()), "{configs:?}");
@@ -112,7 +112,7 @@ fn advice_finishes_on_the_device_that_was_asked_for() {
     for row in advice.iter().filter(|row| row["title"].as_str().unwrap().starts_with("In PyTorch")) {
         assert!(row["peak_reserved_bytes_before"].is_null() && row["saves"].is_null(), "it was refused: {row}");
         assert!(row["driver_time_modelled_us_before"].is_null(), "{row}");
-        assert!(row["smallest_device_bytes"].as_u64().unwrap() <= 28 << 30, "{row}");
+        assert!(row["smallest_device_bytes"].as_u64().unwrap() <= 28_800 << 20, "{row}");
         assert!(row["text"].as_str().unwrap().contains("finishes on this device"), "{row}");
     }
     let explained = &rows(0, &[&["explain", &file], &device[..]].concat())[0];

