@@ -60,7 +60,7 @@ const ROOM_SHARE: u64 = 8;
 /// Slots have the peak of use divided by this.
 pub(crate) const SLOT_SHARE: u64 = 256;
 /// Slots have at most what is left divided by this.
-const SLOT_LEFT_SHARE: u64 = 512;
+const SLOT_LEFT_SHARE: u64 = 768;
 /// Frames fill several slots while this many times the peak of use is left.
 const LARGE_FRAMES_LEFT: u64 = 2;
 /// The credit is at most what is left divided by this.
@@ -184,7 +184,7 @@ mod tests {
         assert_eq!(sizes(ROOM, 100, 100, None), (32, 64));
         assert_eq!(sizes(ROOM, 1000, 1000, None), (32, 128));
         assert_eq!(sizes(Facts { peak: 64 * GIB, ..ROOM }, 1000, 1000, None), (64, 256));
-        assert_eq!(sizes(Facts { left: 10 * GIB, ..ROOM }, 1000, 1000, None), (16, 16), "by what is left");
+        assert_eq!(sizes(Facts { left: 15 * GIB, ..ROOM }, 1000, 1000, None), (16, 16), "by what is left");
         assert_eq!(sizes(ROOM, 1, 7, None), (4, 4), "of a small pool");
         assert_eq!(sizes(ROOM, 100, 100, Some(8)), (8, 8), "as configured");
         assert_eq!(sizes(Facts { left: GIB, ..ROOM }, 100, 100, Some(8)), (2, 2), "little is left");

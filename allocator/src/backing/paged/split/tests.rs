@@ -98,6 +98,7 @@ fn a_request_is_served_by_memory_of_frames_that_are_partly_in_use() {
 fn frames_are_split_only_where_that_is_allowed() {
     for config in ["frame_mb:16", "frame_mb:16,split_frames:off"] {
         let program = Program::sieve(config, 2 * MIB);
+        program.device.synchronize().unwrap();
         let refused = program.alloc(56 * MIB).unwrap_err();
         assert!(refused.to_string().contains("try: set split_frames:on"), "{refused}");
         assert_eq!(program.allocator.stats().frames_split, 0);
