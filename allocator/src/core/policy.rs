@@ -137,7 +137,7 @@ impl Facts {
         let (peak, moved) = (self.peak.max(1), self.moves.saturating_mul(self.usual_slot()));
         // In 1024ths, as bytes would overflow.
         let relative = (u128::from(moved.min(peak)) << 10) / u128::from(peak);
-        let credit = u128::from(moved) * relative * relative / u128::from(share) >> 20;
+        let credit = (u128::from(moved) * relative * relative / u128::from(share)) >> 20;
         u64::try_from(credit).unwrap_or(u64::MAX).min(self.left / CREDIT_LEFT_SHARE)
     }
 }

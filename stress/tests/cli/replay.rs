@@ -327,7 +327,7 @@ fn lack_of_memory_is_counted_and_has_its_own_code() {
 #[test]
 fn a_failing_driver_ends_the_replay_of_a_program_only() {
     let file = data("fsdp_start.trace");
-    let output = stress(&["replay", "--json", "--device", "sim:80GiB,fault=any#9:999", &file, &file]);
+    let output = stress(&["replay", "--json", "--device", "sim:80GiB,fault=any#40:999", &file, &file]);
     assert_eq!(output.status.code(), Some(1));
     let errors = errors(&output);
     assert_eq!(errors.matches("error: fsdp_start: event ").count(), 2, "{errors}");

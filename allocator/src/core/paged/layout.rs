@@ -261,7 +261,8 @@ mod tests {
     fn frames_lie_at_multiples_of_their_size() {
         for (start, end) in [(1, 7), (5, 37), (8, 16), (3, 4), (0, 21), (40, 48), (0, 0)] {
             let nothing = LooseFrames::default();
-            let layout = Layout::of(&nothing, &nothing, (&[start..end], 1), end - start, UP_TO_32);
+            let layout =
+                Layout::of(&nothing, &nothing, (std::slice::from_ref(&(start..end)), 1), end - start, UP_TO_32);
             let mut at = start;
             for size in layout.ranges.into_iter().flatten() {
                 assert_eq!(at % u64::from(size), 0, "{start}..{end}");
