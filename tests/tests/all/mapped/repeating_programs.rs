@@ -108,7 +108,7 @@ impl Unsettled<'_> {
     }
 
     fn grow(&mut self) {
-        let block = self.bench.alloc(MIB / 2 + (self.next)(GIB));
+        let block = self.bench.alloc(MIB / 2 + (self.next)(512 * MIB));
         self.blocks.push(block);
     }
 
@@ -126,11 +126,11 @@ impl Unsettled<'_> {
 
 #[test]
 fn a_program_that_never_settles_buys_what_it_would_move() {
-    let bench = Bench::new(192 * GIB, "");
+    let bench = Bench::new(80 * GIB, "");
     let mut program = Unsettled::new(&bench);
     let remaps: Vec<u64> = (0..4).map(|_| program.replace(1000)).collect();
     println!("remaps {remaps:?}");
-    assert!(remaps[0] > 50 && remaps[3] < remaps[0] / 4, "{remaps:?}");
+    assert!(remaps[0] > 20 && remaps[3] < remaps[0] / 2, "{remaps:?}");
     let stats = bench.allocator.stats();
     let (reserved, in_use) = (stats.reserved_bytes.all.peak, stats.allocated_bytes.all.peak);
     assert!(reserved > in_use + in_use / 24 && reserved < in_use + in_use / 3, "{reserved} for {in_use}");
@@ -154,7 +154,7 @@ fn memory_that_goes_back_is_not_bought_again_at_once() {
         },
     ];
     for (way, clear) in ways.into_iter().enumerate() {
-        let bench = Bench::new(192 * GIB, "");
+        let bench = Bench::new(80 * GIB, "");
         let mut program = Unsettled::new(&bench);
         program.replace(3000);
         let held = bench.allocator.memory_reserved();
@@ -165,7 +165,7 @@ fn memory_that_goes_back_is_not_bought_again_at_once() {
             "way {way}: {settled} remaps, then {again}; {held} bytes held, then {}",
             bench.allocator.memory_reserved()
         );
-        assert!(again > 4 * settled.max(2), "way {way}: {settled} remaps, then {again}");
+        assert!(again > settled.max(2), "way {way}: {settled} remaps, then {again}");
         assert!(bench.allocator.memory_reserved() < held, "way {way}");
         drop(program);
         bench.assert_returned();
