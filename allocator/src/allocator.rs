@@ -361,7 +361,8 @@ impl Allocator {
         if old.is_ok() { limit } else { u64::MAX }
     }
 
-    /// Sets or removes the limit on bytes held from the device. Memory held already is kept.
+    /// Sets or removes the limit on bytes held from the device. Memory held already is kept. A lower
+    /// limit ends the buying of memory that would only save driver calls.
     pub fn set_limit(&self, limit: Option<u64>) {
         let limit = limit.unwrap_or(u64::MAX);
         if limit < self.inner.limit.swap(limit, Ordering::Relaxed) {

@@ -332,7 +332,7 @@ impl Session {
         let _lines_do_not_mix = self.output.lock();
         let mut out = std::io::stdout().lock();
         match out.write_all(bytes).and_then(|()| out.flush()) {
-            // The exit code tells the outcome to whoever closed the output, too.
+            // Output that was closed early does not change the exit code.
             Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
             written => Ok(written?),
         }

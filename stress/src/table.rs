@@ -2,9 +2,9 @@
 //!
 //! A table is at most as wide as its terminal. Its first columns matter most: where the terminal is
 //! too narrow for all of them, the last ones are left out, and a note below the table names them.
-//! Without a terminal the width is that of the variable COLUMNS, or 100. A column in which every row has 0 or nothing is left
-//! out, unless it is one of the first two. A column is text, which is at the left and may be wrapped,
-//! if it is the first, or if one of its cells is no number.
+//! Without a terminal the width is that of the variable COLUMNS, or 100. A column in which every row
+//! has 0 or nothing is left out, unless it is one of the first two. A column is text, which is at the
+//! left and may be wrapped, if it is the first, or if one of its cells is no number.
 
 use std::fmt;
 

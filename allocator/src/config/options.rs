@@ -134,7 +134,7 @@ options! {
         "a power of two of MiB, from 2 to 8796093022208", "2, more above 512 GiB",
         "mapped memory only: [`Config::granule`]", MAPPED_ONLY;
     "frame_mb" => frame if |config| config.frame.is_none_or(is_granule),
-        "a power of two of MiB, from 2 to 8796093022208", "up to 512",
+        "a power of two of MiB, from 2 to 8796093022208", "up to 256",
         "mapped memory only: [`Config::frame`]", MAPPED_ONLY;
     "memory_first" => memory_first, "`off` or `on`", "`off`", "mapped memory only: [`MemoryFirst`]", MAPPED_ONLY;
     "split_frames" => split_frames, "`off` or `on`", "`off`", "mapped memory only: [`SplitFrames`]", MAPPED_ONLY;

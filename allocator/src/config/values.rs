@@ -187,8 +187,8 @@ choice! {
 choice! {
     /// Whether mapped memory saves memory rather than driver time: option `memory_first`.
     MemoryFirst {
-        /// While the device has memory to spare, driver calls are saved: about a tenth more is held
-        /// than programs use at most.
+        /// While the device has memory to spare, driver calls are saved: some percent more is held
+        /// than the program uses at most, a quarter more if most of its memory moves again and again.
         #[default]
         Off = "off",
         /// Less is held from the first, for many more driver calls: for programs that share a

@@ -32,7 +32,8 @@ pub(crate) struct Weights {
     slot: (u64, u64),
     /// Slots of the largest frames.
     slots_of_frame: u64,
-    /// The credit once as much memory moved as the peak of use has: that peak divided by this.
+    /// The credit once as much memory moved as the peak of use has: that peak divided by this. `None`
+    /// for no credit.
     credit_share: Option<u64>,
 }
 
@@ -106,7 +107,8 @@ impl Facts {
     }
 
     /// Bytes of the slots that a block is given memory in, and of the largest frames that are made
-    /// for it: powers of two, at most `most` bytes unless a granule is more. `given` is the configuration's size of both, if it has one.
+    /// for it: powers of two. Slots have at most `most` bytes, unless a granule has more. `given` is
+    /// the configuration's size of both, if it has one.
     pub(crate) fn slot_and_frame(&self, block: u64, most: u64, granule: u64, given: Option<u64>) -> (u64, u64) {
         let power = |bytes: u64| 1 << bytes.max(granule).ilog2();
         let slot = power(given.unwrap_or_else(|| self.usual_slot().min(most).min(self.left / SLOT_LEFT_SHARE)));
@@ -121,7 +123,7 @@ impl Facts {
 
     fn usual_slot(&self) -> u64 {
         let (least, most) = self.weights.slot;
-        (self.peak / SLOT_SHARE).max(least).min(most)
+        (self.peak / SLOT_SHARE).clamp(least, most)
     }
 
     /// True if no more than the peak of use, a share of it, and the credit would be held.
@@ -130,7 +132,7 @@ impl Facts {
     }
 
     /// Bytes that are bought in addition because as many moved: with m for the memory that moved,
-    /// relative to the peak, the peak times the lesser of m³ and m, divided by the weight. A frame
+    /// relative to the peak, the peak times the lesser of m³ and m, divided by `credit_share`. A frame
     /// counts as a slot, whatever its size, as it costs the same.
     fn credit(&self) -> u64 {
         let Some(share) = self.weights.credit_share else { return 0 };

@@ -17,7 +17,7 @@ pub(crate) struct Foreign {
 }
 
 impl Foreign {
-    /// Zero bytes, which nobody owns.
+    /// Zero bytes, without an owner.
     pub(super) fn nothing(allocator: &Allocator) -> Foreign {
         Foreign { allocator: allocator.kept_open(), ptr: DevicePtr(0), bytes: 0, release: Mutex::new(None) }
     }

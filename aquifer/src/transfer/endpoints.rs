@@ -267,7 +267,12 @@ macro_rules! targets {
             type Output = $output;
 
             #[allow(unused_mut, reason = "one of the targets changes itself")]
-            fn download_from(self, $transfer: &Transfer, $from: View<'_, T>, $region: Option<&Region<'_>>) -> Begun<$output> {
+            fn download_from(
+                self,
+                $transfer: &Transfer,
+                $from: View<'_, T>,
+                $region: Option<&Region<'_>>,
+            ) -> Begun<$output> {
                 let mut $to = self;
                 $download
             }

@@ -1,7 +1,7 @@
 //! `explain`: what a recorded program uses memory for, what allocators make of it, why memory runs
 //! out, and what helps.
 
-use aquifer_trace::input::{PoolUse, Program};
+use aquifer_trace::input::{PoolUse, Program, Recorder};
 use aquifer_trace::profile::{Grouping, OTHERS, Peak, Profile};
 use aquifer_trace::{Figures, Map};
 
@@ -191,10 +191,13 @@ fn job(story: &Story<'_>, studies: &[(&str, &Program, Study)], with_usage: bool)
 
 fn detail(story: &Story<'_>, program: &Program, study: &Study, row: &Explained) -> Result<(), Failure> {
     if !program.has_history {
-        return story.say(
-            "The snapshot has no history, so nothing is known of the time before. Turn it on with \
-             torch.cuda.memory._record_memory_history() before the program allocates.",
-        );
+        let how = match program.recorder {
+            Recorder::Aquifer => "the option history:1000000",
+            _ => "torch.cuda.memory._record_memory_history() before the program allocates",
+        };
+        return story.say(&format!(
+            "The snapshot has no history, so nothing is known of the time before. Turn it on with {how}."
+        ));
     }
     story.heading("What replays say")?;
     story.answers(&row.answers[row.answers.len() - 4..])?;

@@ -215,7 +215,11 @@ fn reserve_addresses(allocator: &Allocator, request: &Request) -> Result<bool, A
     loop {
         let driver = allocator.device().driver();
         // So that the first slot is whole, if the driver gives such addresses.
-        match driver.reserve(bytes, slot).or_else(|_| driver.reserve(bytes, granule)) {
+        let reserved = driver.reserve(bytes, slot).or_else(|refused| {
+            tracing::debug!(%refused, slot, "addresses are reserved without this alignment");
+            driver.reserve(bytes, granule)
+        });
+        match reserved {
             Ok(ptr) => {
                 allocator.state().tell_witness(|witness| witness.managed(ptr.range(bytes)));
                 allocator.state().lock().add_reservation(request, ptr.0, bytes);

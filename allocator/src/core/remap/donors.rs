@@ -1,10 +1,11 @@
 //! Donors: frames that may move, because they lie wholly in free blocks and their last use is done.
 //!
 //! Frames of the blocks that were used longest ago are chosen first, as they may stay unused for
-//! longest; those larger than what is still wanted are passed over, unless nothing else helps. Granules whose last use is not known
-//! done are counted by the tick that would let them move; those of the request's own stream may
-//! serve it before that (`trim.rs`). While a stream captures, nothing moves: unmapping might
-//! break the capture. A capture gets frames of its own pool, which stay mapped where they are.
+//! longest, and of equals those at the highest addresses; those larger than what is still wanted are
+//! passed over, unless nothing else helps. Granules whose last use is not known done are counted by
+//! the tick that would let them move; those of the request's own stream may serve it before that
+//! (`trim.rs`). While a stream captures, nothing moves: unmapping might break the capture. A capture
+//! gets frames of its own pool, which stay mapped where they are.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;

@@ -162,8 +162,9 @@ impl Core {
         donors.iter().map(|donor| (range(donor), paged.forget_mapped(donor.addr, donor.bytes))).collect()
     }
 
-    /// Holds the window and what is filled around it, and some bytes of the hole behind that. Returns the held pieces, the ranges
-    /// to be filled, and the remainders of the blocks of which only a part was held.
+    /// Holds the window and what is filled around it, and some bytes of the hole behind that. Returns
+    /// the held pieces, the ranges to be filled, and the remainders of the blocks of which only a part
+    /// was held.
     fn hold_window(
         &mut self,
         window: &Window,

@@ -2,9 +2,10 @@
 //!
 //! In a stream's regions, adjacent free blocks of the stream and holes form a *run*; each of them
 //! is a *piece*. A *window* is a stretch of a run as long as the request, and its cost is the
-//! number of granules that its holes lack, which get memory in whole slots. The best windows begin where a piece begins or end where
-//! one ends, so only those are looked at, and runs with large free blocks before others. Among
-//! equally cheap ones the lowest address wins, which keeps the high ends of regions empty.
+//! number of granules that its holes lack, which get memory in whole slots. The best windows begin
+//! where a piece begins or end where one ends, so only those are looked at, and runs with large free
+//! blocks before others. Among equally cheap ones the lowest address wins, which keeps the high ends
+//! of regions empty.
 
 use std::ops::Range;
 

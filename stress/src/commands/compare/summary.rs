@@ -10,8 +10,9 @@ row! {
     /// Options without --config: backing:pytorch and backing:expandable (models of PyTorch's default
     /// allocator, and of that with expandable segments), backing:segments, and backing:paged.
     /// split_frames is off by default; where split_frames:on makes a difference for one of the programs,
-    /// the key with_split_frames has the same row with it, and the table another row; else it is null. The device is simulated, even where there is a GPU, unless --device names
-    /// the GPU: then limits of several sizes are used.
+    /// the key with_split_frames has the same row with it, and the table another row; else it is null.
+    /// The device is simulated, even where there is a GPU, unless --device names the GPU: then limits of
+    /// several sizes are used.
     ///
     /// JSON keys, per program and config; unknown figures are null
     #[derive(Default)]
