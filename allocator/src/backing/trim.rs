@@ -45,8 +45,8 @@ impl Allocator {
     /// let device = aquifer_sim::open("24GiB")?;
     /// let (memory, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
     /// let pool = memory.create_pool(PoolOptions::default())?;
-    /// drop(pool.alloc_bytes(30 << 20, &stream)?);
-    /// assert_eq!(memory.empty_cache()?, 30 << 20);
+    /// drop(pool.alloc_bytes(32 << 20, &stream)?);
+    /// assert_eq!(memory.empty_cache()?, 32 << 20);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///

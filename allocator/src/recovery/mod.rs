@@ -123,8 +123,8 @@ impl Allocator {
     ///     MappingChange::BeforeUnmap { bytes, .. } => *seen.lock().unwrap() -= bytes,
     ///     _ => {}
     /// });
-    /// drop(allocator.alloc_bytes(100 << 20, device.default_stream())?);
-    /// assert_eq!(*mapped.lock().unwrap(), 100 << 20);
+    /// drop(allocator.alloc_bytes(96 << 20, device.default_stream())?);
+    /// assert_eq!(*mapped.lock().unwrap(), 96 << 20);
     /// allocator.empty_cache()?;
     /// assert_eq!(*mapped.lock().unwrap(), 0);
     /// drop(registration); // no more notifications

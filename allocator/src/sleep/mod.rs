@@ -197,9 +197,9 @@ impl Allocator {
     /// use aquifer_sim::{SimConfig, SimDriver};
     /// let device = Device::new(SimDriver::new(SimConfig::default()));
     /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let [buffer, other] = [2, 4].map(|mib| allocator.alloc_bytes(mib << 20, device.default_stream()));
+    /// let [buffer, other] = [32, 64].map(|mib| allocator.alloc_bytes(mib << 20, device.default_stream()));
     /// let pin = allocator.pin_mapping(buffer.as_ref().unwrap())?; // as a network card registers it
-    /// assert_eq!(allocator.sleep(Contents::SaveToHost)?, 4 << 20);
+    /// assert_eq!(allocator.sleep(Contents::SaveToHost)?, 64 << 20);
     /// let staying = allocator.staying_awake(Contents::SaveToHost);
     /// assert_eq!((staying.len(), staying[0].why), (1, KeptBy::Pin));
     /// assert_eq!(staying[0].range, pin.range());
