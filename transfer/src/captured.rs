@@ -6,7 +6,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use aquifer_device::fork::Mutex;
-use aquifer_device::{AccessKind, Stream};
+use aquifer_device::{AccessKind, DeviceError, Stream};
 
 use crate::pinned::{HostPart, PinnedMemory};
 
@@ -26,9 +26,13 @@ impl HostUses {
     }
 
     /// Those of the capture that the stream is part of; `None` if no graph keeps what its copies
-    /// use.
-    pub(crate) fn of(stream: &Stream) -> Option<Arc<HostUses>> {
-        stream.launches_of_capture()?.kept()
+    /// use. Ends a capture that was dropped, which would otherwise end before the work is enqueued.
+    ///
+    /// # Errors
+    /// When such a capture goes on.
+    pub(crate) fn of(stream: &Stream) -> Result<Option<Arc<HostUses>>, DeviceError> {
+        stream.end_abandoned_captures()?;
+        Ok(stream.launches_of_capture().and_then(|launches| launches.kept()))
     }
 
     pub(crate) fn note(&self, parts: &[(HostPart<'_>, AccessKind)]) {

@@ -229,8 +229,12 @@ impl Transfer {
     }
 
     /// True if copies on the caller's stream are captured into a graph that keeps what they use.
-    pub(crate) fn is_captured(&self) -> bool {
-        self.stream.as_ref().is_some_and(|stream| HostUses::of(stream).is_some())
+    ///
+    /// # Errors
+    /// As [`HostUses::of`].
+    pub(crate) fn is_captured(&self) -> Result<bool, TransferError> {
+        let Some(stream) = &self.stream else { return Ok(false) };
+        Ok(HostUses::of(stream)?.is_some())
     }
 
     /// Refuses a copy whose values are for the caller, which a capture does not have.
@@ -327,7 +331,7 @@ impl Transfer {
         host: &[(HostPart<'_>, AccessKind)],
         work: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), TransferError> {
-        if let Some(uses) = HostUses::of(stream) {
+        if let Some(uses) = HostUses::of(stream)? {
             let _noted = AccessGuard::acquire(stream, device)?;
             uses.note(host);
             return work().map_err(Into::into);

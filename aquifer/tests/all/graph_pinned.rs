@@ -1,8 +1,10 @@
 //! Pinned memory that graphs use: it stays theirs, and launches respect the borrows of the host.
 
 use aquifer::Error;
+use aquifer::device::sim::Fault;
 use aquifer::prelude::*;
 use aquifer::transfer::TransferError;
+use aquifer_device::{Code, Operation};
 
 use crate::graphs::Bench;
 
@@ -160,4 +162,26 @@ fn tensors_in_pinned_memory_are_no_target_of_a_graph() {
     let graph = memory.graph(stream, |stream| host.to((memory, stream))?.wait()).unwrap();
     graph.launch(stream).unwrap(); // reads it, too
     assert_eq!(seen, graph.output().to_vec::<f32>().unwrap());
+}
+
+#[test]
+fn a_copy_that_ends_a_capture_left_behind_is_one_of_the_stream() {
+    let bench = Bench::new();
+    let Bench { memory, stream, side, .. } = &bench;
+    let (x, mut y) = (bench.filled(1.0), bench.filled(0.0));
+    bench.stall(stream);
+    for nth in 1..=6 {
+        let fault = Fault::Nth { operation: Some(Operation::EndCapture), nth, code: Code(999) };
+        bench.simulator().inject(fault);
+    }
+    memory.graph(stream, |stream| y.copy_from(&x, stream)).unwrap_err();
+    assert!(stream.is_capturing(), "the driver did not end it");
+    bench.simulator().clear_faults();
+    // What the copy reads is the next one's only when it is done.
+    let written = y.upload(vec![2.0; 1000], stream).unwrap();
+    assert!(!stream.is_capturing() && !written.is_done().unwrap());
+    let mut z = bench.filled(0.0);
+    z.upload(vec![3.0; 1000], side).unwrap();
+    assert_eq!(y.to_vec(stream).unwrap(), [2.0; 1000]);
+    assert_eq!(z.to_vec(side).unwrap(), [3.0; 1000]);
 }

@@ -39,13 +39,12 @@ impl Bench {
 
     /// Work that takes its time.
     pub(super) fn stall(&self, stream: &Stream) {
-        let driver = self
-            .device
-            .driver()
-            .as_any()
-            .and_then(|driver| driver.downcast_ref::<SimDriver>())
-            .expect("it is simulated");
-        driver.stall(stream.raw(), Duration::from_secs(1)).unwrap();
+        self.simulator().stall(stream.raw(), Duration::from_secs(1)).unwrap();
+    }
+
+    pub(super) fn simulator(&self) -> &SimDriver {
+        let driver = self.device.driver().as_any().and_then(|driver| driver.downcast_ref::<SimDriver>());
+        driver.expect("it is simulated")
     }
 
     fn first(&self, buffer: &Buffer<f32>) -> f32 {

@@ -60,7 +60,7 @@ impl Transfer {
         let Some(plan) = self.plan(to, elements, from.len() as u64, to.bytes)? else {
             return Ok(Completion::complete());
         };
-        if plan.bytes() <= UNSTAGED_BYTES || self.is_captured() {
+        if plan.bytes() <= UNSTAGED_BYTES || self.is_captured()? {
             return self.upload_small(from.bytes(), to, &plan);
         }
         Ok(self.staged(self.stage_plan(HostEndpoint::Source(Arc::new(from)), to, &plan)?))
@@ -79,7 +79,7 @@ impl Transfer {
         let Some(plan) = self.plan(to, elements, from.len() as u64, to.bytes)? else {
             return Ok(Completion::complete());
         };
-        if plan.bytes() <= UNSTAGED_BYTES || self.is_captured() {
+        if plan.bytes() <= UNSTAGED_BYTES || self.is_captured()? {
             return self.upload_small(from, to, &plan);
         }
         #[allow(unsafe_code, reason = "lending is a promise to wait, which this function keeps")]
@@ -276,7 +276,7 @@ impl Transfer {
             Direction::Upload => ((here, there), AccessKind::Read, AccessKind::Write),
             _ => ((there, here), AccessKind::Write, AccessKind::Read),
         };
-        let is_captured = self.is_captured();
+        let is_captured = self.is_captured()?;
         self.enqueue_uncovered(stream, &[(device.storage, on_device)], &[(host, on_host)], || {
             #[allow(unsafe_code, reason = "the driver gets an address; what keeps it good is above")]
             // SAFETY: the part is memory of its pool, which the caller borrows now, mutably if it
