@@ -30,10 +30,6 @@ pub(crate) struct Room {
 }
 
 impl Room {
-    /// Nothing may be taken.
-    pub(crate) const NONE: Room =
-        Room { free: Some(0), refusal: Refusal::Device, growing: Growing { now: 0, begun: 0 } };
-
     /// Bytes that others took, or are about to take. The answer may include them or not.
     fn taken_meanwhile(&self, core: &Core) -> u64 {
         self.growing.now.saturating_add(core.growing().begun.wrapping_sub(self.growing.begun))

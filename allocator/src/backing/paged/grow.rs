@@ -7,7 +7,7 @@ use aquifer_device::ErrorKind;
 use aquifer_device::internal::Timeline;
 
 use crate::allocator::Allocator;
-use crate::backing::growth::{Growth, Room, buyable, room};
+use crate::backing::growth::{Growth, buyable, room};
 use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::dedicated::{may_recycle, recycle_deferred_releases};
 use crate::backing::trim::{give_addresses_back, unmap_lingering};
@@ -88,8 +88,7 @@ pub(crate) fn grow_paged(allocator: &Allocator, request: &Request) -> Result<Gro
 }
 
 fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed) -> Result<Next<'a>, AllocError> {
-    let may_create = allowed.purchase > Purchase::Nothing;
-    let room = if may_create { room(allocator)? } else { Room::NONE };
+    let room = if allowed.purchase > Purchase::Nothing { Some(room(allocator)?) } else { None };
     learn_capacity(allocator);
     let gate = allocator.gate()?.shared();
     let mut guard = allocator.state().lock();
@@ -100,7 +99,8 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
     if let Some(granted) = guard.take_own(request) {
         return Ok(Next::Finished(Ok(granted)));
     }
-    let (buyable, refusal) = if may_create { buyable(allocator, &guard, &room) } else { (0, Refusal::Device) };
+    let nothing = (0, Refusal::Device);
+    let (buyable, refusal) = room.as_ref().map_or(nothing, |room| buyable(allocator, &guard, room));
     if request.size > allocator.device().info().total_bytes {
         // Reserving addresses for it is not worth while.
         let refusal = if buyable < request.size { refusal } else { Refusal::Device };
@@ -113,7 +113,9 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
     }
     Ok(match guard.plan(request, draft, buyable, allowed.purchase >= Purchase::Ahead) {
         Ok(plan) => Next::CarryOut(plan, gate),
-        Err(_) if room.is_uncertain(&guard, refusal) || may_recycle(allocator, &mut guard) => Next::AwaitOthers,
+        Err(_) if room.is_some_and(|room| room.is_uncertain(&guard, refusal)) || may_recycle(allocator, &mut guard) => {
+            Next::AwaitOthers
+        }
         Err(Short { missing, not_done }) => match guard.streams.first_enough(&not_done, missing) {
             Some((timeline, after)) => Next::Wait(timeline, after),
             None => Next::Finished(Err(refusal)),
@@ -285,6 +287,17 @@ mod tests {
             finds(options, Core::begin_growing, Core::end_growing);
         }
         finds("limit_mb:900", Core::begin_leaving, Core::end_leaving);
+    }
+
+    #[test]
+    fn a_request_that_the_device_refused_memory_waits_for_no_other_thread() {
+        let allocator = allocator("");
+        let stream = allocator.device().stream().unwrap();
+        let _block = allocator.alloc_bytes(400 * MIB, &stream).unwrap();
+        let (pool, size, stream) = (PoolId::LARGE, 300 * MIB, StreamId::of(&stream));
+        let request = Request { requested: size, size, pool, stream, tag: Tag::default(), is_regular: true };
+        let next = next_step(&allocator, &request, &Allowed { ask: false, purchase: Purchase::Nothing }).unwrap();
+        assert!(matches!(next, Next::Finished(Err(Refusal::Device))));
     }
 
     #[test]
