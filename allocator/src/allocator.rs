@@ -171,7 +171,7 @@ impl Allocator {
     /// The size in bytes of a granule, the unit in which physical memory is counted and mapped;
     /// `None` if memory comes in segments.
     pub fn granule_bytes(&self) -> Option<u64> {
-        self.state().shared().paged().map(|paged| paged.granule)
+        self.state().shared().granule()
     }
 
     /// An allocator for `device`, configured by a [`Config`], or by options as text, such as

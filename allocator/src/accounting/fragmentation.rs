@@ -76,7 +76,7 @@ pub struct FreeSizes {
 
 /// Adds what is not in heaps, and how much of mapped memory is held.
 fn add_shared(core: &Core, found: &mut Fragmentation, free: &mut Free) {
-    let Some(paged) = core.paged() else { return };
+    let paged = core.paged();
     found.address_bytes += paged.dedicated_address_bytes();
     found.spare_bytes = paged.spare_bytes();
     found.reserved_bytes += paged.mapped_bytes.iter().sum::<u64>() + found.spare_bytes;
@@ -162,8 +162,8 @@ pub(crate) struct Releasable {
 
 pub(crate) fn releasable_part(core: &Core, block: &Block) -> Releasable {
     let heap = &core.heap();
-    let is_paged = heap.region(block.region).is_paged();
-    let Some(paged) = core.paged().filter(|_| is_paged) else {
+    let region = heap.region(block.region);
+    if !region.is_paged() {
         let whole = !block.is_split();
         let (bytes, pinned) = match (whole, core.pins.contains(block.addr)) {
             (false, _) => (0, 0),
@@ -171,18 +171,20 @@ pub(crate) fn releasable_part(core: &Core, block: &Block) -> Releasable {
             (true, true) => (0, block.size),
         };
         return Releasable { whole, bytes, pinned };
-    };
+    }
     let has_memory = |id: BlockId| id.some().is_some_and(|id| heap.block(id).state.has_memory());
     let whole = !has_memory(block.prev) && !has_memory(block.next);
-    let frames = paged.whole_frames(heap.region(block.region).addr, &block.range());
-    let range = frames.range();
-    let pinned = paged.pinned_bytes(&core.pins, range.clone());
+    let range = core.paged().whole_frames(region.addr, &block.range()).range();
+    let pinned = core.paged().pinned_bytes(&core.pins, range.clone());
     Releasable { whole, bytes: range.end - range.start - pinned, pinned }
 }
 
 /// Bytes that a region holds from the device now.
 pub(crate) fn held_in(core: &Core, region: &Region) -> u64 {
-    let Some(paged) = core.paged().filter(|_| region.is_paged()) else { return region.bytes };
+    if !region.is_paged() {
+        return region.bytes;
+    }
+    let paged = core.paged();
     let range = region.addr..region.addr + region.bytes;
     let mapped: u64 = paged.mapped_within(&range).iter().map(|range| range.end - range.start).sum();
     // Stuck frames count as spare.

@@ -37,14 +37,14 @@ pub(crate) fn grow_segment(allocator: &Allocator, request: &Request) -> Result<G
 pub(crate) fn grow_segment_of(allocator: &Allocator, request: &Request, bytes: u64) -> Result<Growth, AllocError> {
     // Where memory is mapped, too, a pool may have segments. The allocator falls asleep before
     // this, and refuses it, or after it.
-    let is_paged = allocator.state().shared().paged().is_some();
+    let is_paged = allocator.state().shared().granule().is_some();
     let _awake = if is_paged { Some(allocator.gate()?.shared()) } else { None };
     let shared = allocator.state().shared();
     if shared.is_asleep() {
         return Err(AllocError::Asleep);
     }
     // Peers that have access to all mapped memory have none to a segment.
-    let is_for_peers = shared.paged().is_some_and(|paged| paged.access.len() > 1);
+    let is_for_peers = shared.paged().access.len() > 1;
     if is_for_peers && shared.paged_granule_for(request).is_some() {
         return Ok(Err(Refusal::Addresses));
     }

@@ -71,8 +71,7 @@ impl Allocator {
         poll_launches(self)?;
         let mut released = trim_done(self, bytes)?;
         // Addresses without memory may wait to be given back, too.
-        let is_enough =
-            bytes > 0 || self.state().shared().paged().is_none_or(|paged| paged.deferred_release.is_empty());
+        let is_enough = bytes > 0 || self.state().shared().paged().deferred_release.is_empty();
         if self.memory_reserved() <= bytes && is_enough {
             return Ok(released);
         }
@@ -129,7 +128,7 @@ pub(crate) fn trim_pools(allocator: &Allocator, target: u64, which: Which) -> Re
     let stuck = take_stuck_back(allocator);
     let _gate = allocator.gate()?.shared();
     let shared = allocator.state().shared();
-    let Some(granule) = shared.paged().map(|paged| paged.granule) else { return Ok(0) };
+    let Some(granule) = shared.granule() else { return Ok(0) };
     if shared.is_asleep() {
         return Ok(0);
     }
@@ -192,7 +191,7 @@ pub(crate) fn take_stuck_back(allocator: &Allocator) -> Result<(), AllocError> {
     if allocator.state().shared().may_use_lingering() {
         return lingering;
     }
-    let count = allocator.state().shared().paged().map_or(0, |paged| paged.stuck.len());
+    let count = allocator.state().shared().paged().stuck.len();
     (0..count).map(|_| take_one_back(allocator)).fold(lingering, Result::and)
 }
 

@@ -25,7 +25,9 @@ impl Core {
     /// Takes one piece of deferred memory that is done off the list.
     pub(crate) fn begin_recycling(&mut self) -> Option<Recycling> {
         let Core { paged, streams, .. } = self;
-        let paged = paged.as_mut().filter(|paged| paged.sleep.allows_recycling())?;
+        if !paged.sleep.allows_recycling() {
+            return None;
+        }
         let piece = paged.deferred_release.take_done(|stream| streams.known_done(stream))?;
         let purpose = paged.purpose_of(piece.base)?;
         let frames = paged.forget_mapped(piece.range.start, piece.range.end - piece.range.start);
@@ -36,7 +38,7 @@ impl Core {
     /// that are of no use to others, with their bytes.
     pub(crate) fn commit_recycling(&mut self, leaving: Recycling, unmapped: bool) -> Vec<(RawPhysical, u64)> {
         let Recycling { piece, purpose, frames } = leaving;
-        let Some(paged) = &mut self.paged else { return Vec::new() };
+        let paged = &mut self.paged;
         let Range { start, end } = piece.range;
         if !unmapped {
             paged.put_all(start, &frames);
@@ -60,7 +62,7 @@ impl Core {
 
     /// Adds the deferred granules to those that ticks not known done keep from moving, by tick.
     pub(crate) fn add_deferred_release(&self, not_done: &mut BTreeMap<Use, u64>) {
-        let ticks = self.paged.iter().flat_map(|paged| paged.deferred_release.ticks());
+        let ticks = self.paged.deferred_release.ticks();
         for (last_use, granules) in ticks.filter(|&(last_use, _)| !self.streams.is_done(last_use)) {
             *not_done.entry(last_use).or_default() += granules;
         }
@@ -68,14 +70,13 @@ impl Core {
 
     /// Bytes in blocks that are in use, dedicated memory included.
     pub(crate) fn in_use(&self) -> u64 {
-        let dedicated = self.paged.as_ref().map_or(0, |paged| paged.owned_bytes);
-        dedicated + self.heap.in_use()
+        self.paged.owned_bytes + self.heap.in_use()
     }
 
     /// Sets the size of an owner's part of its reservation, and notes that in statistics and
     /// history.
     pub(crate) fn set_owned(&mut self, base: u64, size: u64, requested: u64) {
-        let Some(paged) = &mut self.paged else { return };
+        let paged = &mut self.paged;
         let Some(owned) = paged.owned.get_mut(&base) else { return };
         let before = *owned;
         (owned.size, owned.requested) = (size, requested);
@@ -103,14 +104,16 @@ impl Core {
     /// sleeps: nothing is behind the addresses then.
     pub(crate) fn is_recyclable(&mut self) -> bool {
         let Core { paged, streams, .. } = self;
-        let paged = paged.as_mut().filter(|paged| paged.sleep.allows_recycling());
-        paged.is_some_and(|paged| paged.deferred_release.any_done(|stream| streams.known_done(stream)))
+        paged.sleep.allows_recycling() && paged.deferred_release.any_done(|stream| streams.known_done(stream))
     }
 
     /// Forgets a reservation whose owner is gone and in which no memory is mapped. Returns its
     /// addresses and length.
     pub(crate) fn take_vacant_reservation(&mut self) -> Option<(DevicePtr, u64)> {
-        let paged = self.paged.as_mut().filter(|paged| paged.sleep.allows_recycling())?;
+        let paged = &mut self.paged;
+        if !paged.sleep.allows_recycling() {
+            return None;
+        }
         let base = paged.deferred_release.take_vacant()?;
         paged.owned.remove(&base);
         Some((DevicePtr(base), paged.remove_reservation(base)))
@@ -119,21 +122,21 @@ impl Core {
     /// Retires a range of a reservation that its owner gives up and that the streams `users` used.
     pub(crate) fn retire(&mut self, base: u64, range: Range<u64>, users: &[StreamId]) {
         let uses = users.iter().map(|&stream| self.streams.use_so_far(stream)).collect();
-        if let Some(paged) = self.paged.as_mut().filter(|_| !range.is_empty()) {
-            paged.deferred_release.add(DeferredRelease { base, range, uses, was_told: true });
+        if !range.is_empty() {
+            self.paged.deferred_release.add(DeferredRelease { base, range, uses, was_told: true });
         }
     }
 
     /// Adds the reservation of a growable, in which nothing is mapped so far.
     pub(crate) fn add_growable(&mut self, base: u64, bytes: u64, stream: StreamId, tag: Tag) {
-        let Some(paged) = &mut self.paged else { return };
+        let paged = &mut self.paged;
         paged.add_reservation(base, bytes, PoolKind::Large, Purpose::Growable);
         paged.owned.insert(base, Owned { stream, tag, ..Owned::default() });
     }
 
     /// Adds exportable memory, which is mapped.
     pub(crate) fn add_exportable(&mut self, request: &Request, base: u64, physical: RawPhysical) {
-        let Some(paged) = &mut self.paged else { return };
+        let paged = &mut self.paged;
         paged.add_reservation(base, request.size, PoolKind::Large, Purpose::Exportable);
         paged.put_all(base, &[Frame::new(physical, 1)]);
         paged.mapped_bytes[PoolKind::Large as usize] += request.size;
@@ -146,23 +149,21 @@ impl Core {
 
     /// Retires all of an owner's memory: it is gone. `users` are the streams that used it.
     pub(crate) fn end_owned(&mut self, base: u64, users: &[StreamId]) {
-        let size = self.paged.as_ref().and_then(|paged| paged.owned.get(&base)).map_or(0, |owned| owned.size);
+        let size = self.paged.owned.get(&base).map_or(0, |owned| owned.size);
         self.set_owned(base, 0, 0);
         self.retire(base, base..base + size, users);
-        if let Some(paged) = &mut self.paged {
-            paged.deferred_release.abandon(base);
-        }
+        self.paged.deferred_release.abandon(base);
     }
 
     /// Takes memory that an owner gave up and that is not recycled yet, up to `end`, off the list.
     pub(crate) fn take_retired(&mut self, base: u64, end: u64) -> Vec<DeferredRelease> {
-        self.paged.as_mut().map(|paged| paged.deferred_release.take_below(base, end)).unwrap_or_default()
+        self.paged.deferred_release.take_below(base, end)
     }
 
     /// Retires the memory that a failed growth got, between `from` and `end`, and what it had taken
     /// off the list.
     pub(crate) fn put_back_retired(&mut self, base: u64, mut from: u64, end: u64, retaken: Vec<DeferredRelease>) {
-        let Some(paged) = &mut self.paged else { return };
+        let paged = &mut self.paged;
         let known = retaken.iter().chain(paged.deferred_release.of(base));
         let mut known: Vec<Range<u64>> = known.map(|piece| piece.range.clone()).collect();
         known.sort_by_key(|range| range.start);

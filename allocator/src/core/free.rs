@@ -43,7 +43,7 @@ impl Core {
         let block = self.heap.block(id);
         debug_assert_eq!(block.state, State::Live);
         let (size, requested, owner, pool) = (block.size, block.requested, block.owner, block.pool);
-        let sleeps = self.paged.as_ref().is_some_and(|paged| paged.sleep.isolates(&block.range()));
+        let sleeps = self.paged.sleep.isolates(&block.range());
         let waits = block.used_elsewhere || sleeps;
         self.heap.forget_irregular(id);
         match on.filter(|&on| on != owner) {
@@ -112,10 +112,11 @@ impl Core {
         let uses = streams.iter().map(|&stream| self.streams.use_so_far(stream)).collect();
         let own_use = self.streams.enqueued(owner);
         let waiting = Waiting { id, block, uses, own_use };
-        match &mut self.paged {
+        if self.paged.sleep.has(&block.range()) {
             // Until its memory wakes up.
-            Some(paged) if paged.sleep.has(&block.range()) => paged.sleep.keep(waiting),
-            _ => self.waiting.push(waiting),
+            self.paged.sleep.keep(waiting);
+        } else {
+            self.waiting.push(waiting);
         }
     }
 
@@ -203,7 +204,7 @@ impl Core {
 
     /// True if less memory waits than makes a progress event due, where memory is mapped.
     fn waits_little(&self) -> bool {
-        self.paged.is_some() && self.waiting.bytes < self.reserved / EVENT_SHARE
+        self.maps && self.waiting.bytes < self.reserved / EVENT_SHARE
     }
 
     /// Notes that streams were asked. Returns true if a stream that blocks wait for got further.

@@ -81,8 +81,9 @@ pub(crate) struct Core {
     segments: BTreeMap<u64, Tag>,
     /// Pinned memory, which stays where it is.
     pub(crate) pins: Pins,
-    /// The state of mapped memory; `None` where memory comes in segments.
-    paged: Option<Paged>,
+    /// True if memory is mapped in granules. Otherwise it comes in segments, and nothing is mapped.
+    maps: bool,
+    paged: Paged,
 }
 
 impl Core {
@@ -91,7 +92,8 @@ impl Core {
     pub(crate) fn new(crosses_streams: bool, quarantine: u64, history: History, paged: Option<Paged>) -> Core {
         let mut heap = Heap::new(crosses_streams);
         heap.set_quarantine(quarantine);
-        Core { crosses_streams, heap, history, paged, ..Core::default() }
+        let (maps, paged) = (paged.is_some(), paged.unwrap_or_default());
+        Core { crosses_streams, heap, history, maps, paged, ..Core::default() }
     }
 
     pub(crate) fn heap(&self) -> &Heap {
@@ -99,8 +101,8 @@ impl Core {
     }
 
     /// Takes out the state of mapped memory, at the end of the allocator.
-    pub(crate) fn take_paged(&mut self) -> Option<Paged> {
-        self.paged.take()
+    pub(crate) fn take_paged(&mut self) -> Paged {
+        std::mem::take(&mut self.paged)
     }
 
     /// Merges all deferred blocks, so that free blocks are what they seem.
@@ -113,9 +115,14 @@ impl Core {
         self.heap.end_quarantine(|_| true);
     }
 
-    /// The state of mapped memory; `None` where memory comes in segments.
-    pub(crate) fn paged(&self) -> Option<&Paged> {
-        self.paged.as_ref()
+    /// What is mapped: nothing where memory comes in segments.
+    pub(crate) fn paged(&self) -> &Paged {
+        &self.paged
+    }
+
+    /// Bytes of the granules that memory is mapped in; `None` where it comes in segments.
+    pub(crate) fn granule(&self) -> Option<u64> {
+        self.maps.then_some(self.paged.granule)
     }
 
     pub(crate) fn waiting(&self) -> &WaitingList {
@@ -150,7 +157,7 @@ impl Core {
 
     /// Gives a device access to every mapping that comes.
     pub(crate) fn add_peer(&mut self, ordinal: u32) {
-        self.paged.iter_mut().for_each(|paged| paged.access.push(ordinal));
+        self.paged.access.push(ordinal);
     }
 
     /// Notes bytes that are about to be taken from the device.
@@ -183,7 +190,7 @@ impl Core {
     pub(crate) fn stream(&mut self, stream: &Stream) -> StreamId {
         let id = StreamId::of(stream);
         if self.streams.timeline(id).is_none() {
-            let progress = if self.paged.is_some() { Progress::started() } else { Progress::default() };
+            let progress = if self.maps { Progress::started() } else { Progress::default() };
             self.streams.add(stream, progress);
         }
         id
@@ -209,18 +216,18 @@ impl Core {
 
     /// True while the whole allocator sleeps, so that mapped memory has gone back.
     pub(crate) fn is_asleep(&self) -> bool {
-        self.paged.as_ref().is_some_and(|paged| paged.sleep.is_whole)
+        self.paged.sleep.is_whole
     }
 
     /// True while the whole allocator sleeps, or the memory at any of these addresses.
     pub(crate) fn sleeps(&self, range: &Range<u64>) -> bool {
-        self.paged.as_ref().is_some_and(|paged| paged.sleep.is_whole || paged.sleep.has(range))
+        self.paged.sleep.is_whole || self.paged.sleep.has(range)
     }
 
     /// The size of the granules that the request's memory comes in; `None` if it comes in segments.
     /// Blocks that are handed out whole have segments of their own.
     pub(crate) fn paged_granule_for(&self, request: &Request) -> Option<u64> {
-        let granule = self.paged.as_ref()?.granule;
+        let granule = self.granule()?;
         let handed_out_whole = self.pools.owner_of(request.pool).is_some_and(|private| private.options.no_split);
         (!handed_out_whole).then_some(granule)
     }

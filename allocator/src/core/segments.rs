@@ -110,7 +110,7 @@ impl Core {
     /// Adds a region of mapped memory for requests like this one, in which nothing is mapped so
     /// far.
     pub(crate) fn add_reservation(&mut self, request: &Request, addr: u64, bytes: u64) {
-        let Some(paged) = &mut self.paged else { return };
+        let paged = &mut self.paged;
         paged.add_reservation(addr, bytes, request.pool.kind(), Purpose::Heap);
         let granule = paged.granule;
         self.pools.note_region(request.pool);
@@ -148,7 +148,7 @@ impl Core {
 
     /// Makes `reserved` the sum of granules and segments (P3).
     pub(crate) fn account_for_granules(&mut self) {
-        let Some(paged) = &mut self.paged else { return };
+        let paged = &mut self.paged;
         let now = [paged.mapped_bytes[0], paged.mapped_bytes[1] + paged.spare_bytes()];
         let before = std::mem::replace(&mut paged.accounted, now);
         let sum = |bytes: [u64; 2]| bytes.iter().sum::<u64>();

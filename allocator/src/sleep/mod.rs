@@ -145,7 +145,7 @@ impl Allocator {
     pub fn sleep(&self, options: impl Into<SleepOptions>) -> Result<u64, AllocError> {
         let options = options.into();
         aquifer_device::fork::check(aquifer_device::Operation::Unmap)?;
-        if self.state().shared().paged().is_none() {
+        if self.state().shared().granule().is_none() {
             return Err(self.not_mapped("sleep"));
         }
         // `None` is later than any clock tells.
@@ -213,7 +213,7 @@ impl Allocator {
     /// Bytes of addresses that sleep: they have no memory, and access guards there are refused.
     pub fn sleeping_bytes(&self) -> u64 {
         let shared = self.state().shared();
-        let sleeping = shared.paged().into_iter().flat_map(|paged| paged.sleep.addresses());
+        let sleeping = shared.paged().sleep.addresses().iter();
         sleeping.map(|range| range.end - range.start).sum()
     }
 
@@ -351,7 +351,7 @@ fn give_back(allocator: &Allocator, falling: &[Falling]) -> Result<u64, AllocErr
 /// bytes.
 fn release_sleeping(allocator: &Allocator) -> Result<u64, DeviceError> {
     let mut shared = allocator.state().shared();
-    let granule = shared.paged().map_or(0, |paged| paged.granule);
+    let granule = shared.paged().granule;
     let Some((mut ranges, mut spares)) = shared.begin_release_sleeping() else { return Ok(0) };
     drop(shared);
     let mut released = 0;

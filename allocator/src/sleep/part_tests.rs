@@ -358,7 +358,7 @@ fn a_thousand_cycles_leave_nothing_behind() {
     let blocks: Vec<_> = (0..6).map(|n| setup.alloc(["weights", "kv"][n % 2], 2 * MIB, low(n))).collect();
     let keeps = |setup: &Setup| {
         let shared = setup.allocator.state().shared();
-        let asleep = shared.paged().unwrap().sleep.addresses().len();
+        let asleep = shared.paged().sleep.addresses().len();
         let lists = (asleep, shared.used_elsewhere(), shared.waiting().is_empty());
         drop(shared);
         let sim = &setup.sim;

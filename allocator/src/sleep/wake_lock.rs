@@ -245,7 +245,7 @@ impl AllocatorState {
     fn refuses_now(&'static self, memory: &Range<u64>) -> bool {
         // A thread that decides what sleeps has this lock.
         let shared = self.shared();
-        self.refuses_wake_locks() || shared.paged().is_some_and(|paged| paged.sleep.has(memory))
+        self.refuses_wake_locks() || shared.paged().sleep.has(memory)
     }
 
     /// Makes the allocator quiescing, for a caller that waits until it may sleep.
@@ -262,7 +262,7 @@ impl AllocatorState {
     /// Ends [`AllocatorState::begin_deciding`], under that lock. Newcomers go on looking while a
     /// part sleeps.
     pub(crate) fn end_deciding(&self, core: &Core) {
-        if core.paged().is_none_or(|paged| paged.sleep.addresses().is_empty()) {
+        if core.paged().sleep.addresses().is_empty() {
             self.wake_locks.flags.fetch_and(!LOOKING, Ordering::SeqCst);
         }
     }

@@ -112,7 +112,7 @@ impl Copied {
     /// Adds memory outside of heaps.
     fn add_shared(&mut self, core: &Core) {
         self.tags.clone_from(core.segments());
-        for (range, owned) in core.paged().into_iter().flat_map(|paged| paged.dedicated()) {
+        for (range, owned) in core.paged().dedicated() {
             let border = range.start + owned.size;
             let block = |range: std::ops::Range<u64>, state: State| heap::Block {
                 addr: range.start,

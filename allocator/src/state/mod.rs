@@ -440,11 +440,9 @@ fn close_later(locked: Locked) {
     for region in core.heap().regions().filter(|region| !region.is_paged()) {
         device.free_after(DevicePtr(region.addr), uses.as_ref());
     }
-    if let Some(paged) = core.take_paged() {
-        let (reservations, loose) = paged.into_memory();
-        reservations.into_iter().for_each(|reservation| device.unreserve_after(reservation, uses.as_ref()));
-        loose.into_iter().for_each(|physical| device.release_later(physical));
-    }
+    let (reservations, loose) = core.take_paged().into_memory();
+    reservations.into_iter().for_each(|reservation| device.unreserve_after(reservation, uses.as_ref()));
+    loose.into_iter().for_each(|physical| device.release_later(physical));
     drop(uses);
     // The device goes last: its driver must not end with the timelines that this thread drops.
     drop(core);
@@ -454,7 +452,7 @@ fn close_later(locked: Locked) {
 /// All work so far that may use the memory. `None` if it is not known: graphs that other libraries
 /// launch, and copies of contents where waking up failed.
 fn last_uses(core: &Core, device: &Device) -> Option<Vec<Tick>> {
-    if core.paged().is_some_and(|paged| paged.sleep.is_any()) {
+    if core.paged().sleep.is_any() {
         return None;
     }
     let launched = core.pools.awaited_launches(&device.wait_mark(), None);

@@ -84,7 +84,7 @@ impl Allocator {
         }
         refuse_capture_dedicated(stream)?;
         let shared = self.state().shared();
-        let options = shared.paged().map(|paged| paged.options.exportable(kind));
+        let options = shared.granule().map(|_| shared.paged().options.exportable(kind));
         drop(shared);
         let (Some(options), Some(granularity)) =
             (options.filter(|_| bytes > 0), self.device().info().granularity_bytes)
@@ -165,7 +165,7 @@ fn try_exportable(
         return Ok(Err(refusal));
     }
     shared.begin_growing(request.size);
-    let access = shared.paged().map(|paged| paged.access.clone()).unwrap_or_default();
+    let access = shared.paged().access.clone();
     drop(shared);
     let mapped = map_exportable(allocator, request.size, options, &access);
     let mut guard = allocator.state().lock();

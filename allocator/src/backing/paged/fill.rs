@@ -107,13 +107,13 @@ fn look(core: &mut Core, place: &Place) -> Result<Lacking, AllocError> {
             if core.sleeps(&(*base..range.end)) {
                 return Err(AllocError::Asleep);
             }
-            Ok(match core.paged() {
-                None => Lacking::Nothing,
-                // Another thread was recycling this memory when it was looked for, and could not
-                // unmap it.
-                Some(paged) if paged.deferred_release.is_below(*base, range.end) => Lacking::Changing,
-                Some(paged) => Lacking::Dedicated { base: *base, ranges: paged.unmapped_within(range) },
-            })
+            let paged = core.paged();
+            // Another thread was recycling this memory when it was looked for, and could not unmap
+            // it.
+            if paged.deferred_release.is_below(*base, range.end) {
+                return Ok(Lacking::Changing);
+            }
+            Ok(Lacking::Dedicated { base: *base, ranges: paged.unmapped_within(range) })
         }
         Place::Lent(_) if core.is_asleep() => Err(AllocError::Asleep),
         Place::Lent(key) => Ok(match core.lent_memory(*key) {
@@ -153,7 +153,7 @@ fn fill_step(allocator: &Allocator, request: &Request, place: &Place, may_ask: b
         let refusal = if buyable < lacking.bytes() { refusal } else { Refusal::Device };
         return Ok(Next::Finished(Err(refusal)));
     }
-    let Some(paged) = guard.paged() else { return Ok(Next::Finished(Err(Refusal::Device))) };
+    let paged = guard.paged();
     let (granule, at_hand) = (paged.granule, paged.spares.granules());
     let granules = lacking.bytes() / granule;
     let spares = granules.min(at_hand);

@@ -204,10 +204,11 @@ const ADDRESSES_FOR_MEMORY: u64 = 64;
 /// is tried, down to what the request needs; then empty reservations are given back, and the least
 /// is tried once more.
 fn reserve_addresses(allocator: &Allocator, request: &Request) -> Result<bool, AllocError> {
-    let held = allocator.state().shared().paged().map(|paged| {
-        (paged.granule, paged.weights.slot_most().max(paged.granule), paged.reservations(), paged.address_bytes())
-    });
-    let Some((granule, slot, count, held)) = held else { return Ok(false) };
+    let shared = allocator.state().shared();
+    let paged = shared.paged();
+    let (granule, count, held) = (paged.granule, paged.reservations(), paged.address_bytes());
+    let slot = paged.weights.slot_most().max(granule);
+    drop(shared);
     let left = allocator.device().info().total_bytes.saturating_mul(ADDRESSES_FOR_MEMORY).saturating_sub(held);
     let least = request.size.next_multiple_of(granule) + granule;
     let share = if request.size <= crate::size_class::SMALL_SIZE { 16 } else { 1 };

@@ -83,7 +83,7 @@ impl Allocator {
         }
         let mut shared = self.state().shared();
         let id = shared.stream(stream);
-        let Some(granule) = shared.paged().map(|paged| paged.granule) else {
+        let Some(granule) = shared.granule() else {
             return Err(self.not_mapped("memory that grows where it is"));
         };
         drop(shared);

@@ -16,7 +16,6 @@ use aquifer_device::{Device, DevicePtr, Operation, fork};
 use crate::allocation::Allocation;
 use crate::allocator::Allocator;
 use crate::backing::choose::try_mapping;
-use crate::core::paged::granules::Paged;
 use crate::error::AllocError;
 
 /// Keeps the memory of an allocation where it is until it is dropped, also after the allocation
@@ -75,14 +74,11 @@ impl Allocator {
             return Err(AllocError::Asleep);
         }
         let region = shared.heap().region_of(block);
-        let segment = (!region.is_paged()).then_some(region.addr..region.addr + region.bytes);
-        let (range, step) = match (segment, shared.paged()) {
-            (None, Some(paged)) => {
-                let Range { start, end } = allocation.range();
-                let granule = paged.granule;
-                (start / granule * granule..end.next_multiple_of(granule), granule)
-            }
-            (segment, _) => (segment.unwrap_or_default(), u64::MAX),
+        let (range, step) = if region.is_paged() {
+            let (Range { start, end }, granule) = (allocation.range(), shared.paged().granule);
+            (start / granule * granule..end.next_multiple_of(granule), granule)
+        } else {
+            (region.addr..region.addr + region.bytes, u64::MAX)
         };
         places(&range, step).for_each(|addr| shared.pins.add(addr));
         drop(shared);
@@ -143,12 +139,12 @@ impl Allocator {
         fork::check(Operation::SetAccess)?;
         let _alone = self.gate()?.exclusive();
         let shared = self.state().shared();
-        let may_map_all = |paged: &&Paged| paged.access.contains(&ordinal) || self.why_segments().is_none();
-        let Some(paged) = shared.paged().filter(may_map_all) else {
-            return Err(self.not_mapped("access of peers"));
-        };
+        let paged = shared.paged();
         if paged.access.contains(&ordinal) {
             return Ok(());
+        }
+        if self.why_segments().is_some() {
+            return Err(self.not_mapped("access of peers"));
         }
         let (granule, options) = (paged.granule, paged.options);
         let ranges = paged.mapped_ranges();

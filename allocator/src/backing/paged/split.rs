@@ -69,7 +69,7 @@ pub(crate) fn split_frames(allocator: &Allocator, request: &Request) -> Result<O
     }
     let (buyable, _) = buyable(allocator, &guard, &room);
     let Some(chosen) = choose_for(&mut guard, request, buyable.min(free)) else { return Ok(Outcome::Nothing) };
-    let Some(paged) = guard.paged() else { return Ok(Outcome::Nothing) };
+    let paged = guard.paged();
     let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
     if chosen.is_empty() {
         return Ok(Outcome::NoRoom);
@@ -112,7 +112,7 @@ pub(crate) fn split_frames(allocator: &Allocator, request: &Request) -> Result<O
 /// none if that is too little. `None` if splitting would not serve the request.
 pub(crate) fn choose_for(core: &mut Core, request: &Request, affordable: u64) -> Option<Vec<Split>> {
     let draft = core.draft(request, 0, Purchase::Needed)?;
-    let granule = core.paged()?.granule;
+    let granule = core.paged().granule;
     let affordable = affordable / granule * granule;
     let missing = (draft.buy * granule).saturating_sub(affordable).max(granule);
     let candidates = core.split_candidates(&draft.window.granules(granule));

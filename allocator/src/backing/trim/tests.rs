@@ -63,7 +63,7 @@ impl Bench {
     }
 
     fn lingering(&self) -> usize {
-        self.allocator.state().shared().paged().map_or(0, |paged| paged.lingering.len())
+        self.allocator.state().shared().paged().lingering.len()
     }
 
     fn free_bytes(&self) -> u64 {

@@ -116,6 +116,13 @@ impl Mapped {
     }
 }
 
+/// Of an allocator that maps nothing.
+impl Default for Paged {
+    fn default() -> Paged {
+        Paged { access: Vec::new(), ..Paged::new(Weights::TIME, 1, None, Ability::default(), 0) }
+    }
+}
+
 impl Paged {
     /// No memory yet. `frame` is the size of slots and frames, if the configuration says so.
     pub(crate) fn new(
@@ -433,7 +440,7 @@ pub(crate) struct Owned {
 }
 
 /// How memory is mapped on a device.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Ability {
     /// How granules are created.
     pub(crate) options: PhysicalOptions,

@@ -29,15 +29,14 @@ impl Core {
         let Remap { target, pool, stream, donors, reused, create, spares } = remap;
         self.commit_donors(&donors, done);
         let unmapped = donors[..done.unmapped].iter().map(|donor| donor.bytes).sum::<u64>();
-        if let Some(paged) = self.paged.as_mut() {
-            paged.in_hands -= spares;
-            paged.spares.extend(done.spares.iter());
-            for filled in &done.filled {
-                paged.put_all(filled.range.start, &filled.frames);
-                paged.mapped_bytes[pool.kind() as usize] += filled.range.end - filled.range.start;
-            }
-            self.growing.end(create * paged.granule);
+        let paged = &mut self.paged;
+        paged.in_hands -= spares;
+        paged.spares.extend(done.spares.iter());
+        for filled in &done.filled {
+            paged.put_all(filled.range.start, &filled.frames);
+            paged.mapped_bytes[pool.kind() as usize] += filled.range.end - filled.range.start;
         }
+        self.growing.end(create * paged.granule);
         self.counters.events.num_device_alloc += u64::from(done.created);
         let used_until = reused.iter().map(|donor| donor.after).max().unwrap_or_default();
         let ends = done.filled.first().zip(done.filled.last());
@@ -48,7 +47,8 @@ impl Core {
             Target::Window { pieces, peak, earns } => {
                 let free = self.commit_window(&pieces, (pool, stream), used_until, &done.filled);
                 // A request that is refused raises no peak.
-                if let (Some(paged), None) = (&mut self.paged, &done.error) {
+                if done.error.is_none() {
+                    let paged = &mut self.paged;
                     paged.peak = paged.peak.max(peak);
                     let frames = done.filled.iter().map(|filled| filled.frames.len() as u64).sum::<u64>();
                     paged.moves += if earns && moved > 0 { frames } else { 0 };
@@ -78,10 +78,8 @@ impl Core {
     ) -> Option<BlockId> {
         let (usable, stuck) = filled.iter().partition::<Vec<&Filled>, _>(|filled| filled.usable);
         // Memory that is mapped without access is of no use to a pool.
-        if let Some(paged) = self.paged.as_mut() {
-            let bytes = stuck.iter().map(|filled| filled.range.end - filled.range.start).sum::<u64>();
-            paged.mapped_bytes[of.0.kind() as usize] -= bytes;
-        }
+        let bytes = stuck.iter().map(|filled| filled.range.end - filled.range.start).sum::<u64>();
+        self.paged.mapped_bytes[of.0.kind() as usize] -= bytes;
         // The pieces merge as they are released, so the block of the last one is the whole window.
         pieces.iter().filter_map(|&id| self.release_piece(of, (id, used_until), &usable, &stuck)).last()
     }
@@ -90,7 +88,7 @@ impl Core {
     /// that recycles tries again to unmap it.
     fn commit_dedicated(&mut self, base: u64, (pool, stream): (PoolId, StreamId), filled: &[Filled]) {
         for Filled { range, usable, .. } in filled {
-            let Some(paged) = self.paged.as_mut() else { return };
+            let paged = &mut self.paged;
             let granule = paged.granule;
             if !usable {
                 paged.deferred_release.add(DeferredRelease::unusable(base, range.clone()));
@@ -103,9 +101,10 @@ impl Core {
 
     /// Counts memory that moved.
     fn note_moved(&mut self, bytes: u64) {
-        let Some(granule) = self.paged.as_ref().map(|paged| paged.granule).filter(|_| bytes > 0) else { return };
-        self.counters.events.remaps += 1;
-        self.counters.events.granules_moved += bytes / granule;
+        if bytes > 0 {
+            self.counters.events.remaps += 1;
+            self.counters.events.granules_moved += bytes / self.paged.granule;
+        }
     }
 
     fn commit_donors(&mut self, donors: &[Donor], done: &Done) {
@@ -114,14 +113,11 @@ impl Core {
             if at < done.unmapped {
                 let pool = self.note_donor(Action::SegmentUnmap, donor);
                 self.heap.unhold_as_hole(donor.block);
-                if let Some(paged) = &mut self.paged {
-                    paged.mapped_bytes[pool.kind() as usize] -= donor.bytes;
-                }
+                self.paged.mapped_bytes[pool.kind() as usize] -= donor.bytes;
             } else {
                 self.heap.unhold_as_free(donor.block);
-                let frames = still_mapped.next();
-                if let (Some(paged), Some(frames)) = (&mut self.paged, frames) {
-                    paged.put_all(donor.addr, frames);
+                if let Some(frames) = still_mapped.next() {
+                    self.paged.put_all(donor.addr, frames);
                 }
             }
         }
@@ -148,9 +144,7 @@ impl Core {
         let frames = stuck.iter().map(|filled| filled.range.clone());
         let frames: Vec<Range<u64>> = frames.filter(|frame| range.contains(&frame.start)).collect();
         if !frames.is_empty() {
-            if let Some(paged) = &mut self.paged {
-                paged.stuck.push_back(Stuck { block: id, frames });
-            }
+            self.paged.stuck.push_back(Stuck { block: id, frames });
             return None;
         }
         if !usable.iter().any(|filled| filled.range.contains(&block.addr)) {

@@ -94,7 +94,7 @@ impl Core {
             return donors;
         }
         self.note_recent_uses();
-        let Some(paged) = &self.paged else { return donors };
+        let paged = &self.paged;
         if from.has_default() {
             self.add_deferred_release(&mut donors.not_done);
         }
@@ -127,7 +127,10 @@ impl Core {
     /// of other private pools stays.
     pub(crate) fn add_reusable(&mut self, request: &Request, mut wanted: u64, window: &Window, donors: &mut Donors) {
         self.note_recent_uses();
-        let Some(paged) = self.paged.as_ref().filter(|paged| paged.may_alias) else { return };
+        let paged = &self.paged;
+        if !paged.may_alias {
+            return;
+        }
         let (granule, heap) = (paged.granule, &self.heap);
         let captured = self.pools.keeps_for_graphs(request.pool);
         let mut room = FrameRoom::new(&window.holes(heap, granule));
@@ -169,9 +172,10 @@ impl Core {
     /// below which to go on; `None` if there are no more such blocks.
     pub(crate) fn donors_below(&mut self, below: u64, wanted: u64, from: Which) -> (Vec<Donor>, Option<u64>) {
         self.note_recent_uses();
-        let Some(paged) = self.paged.as_ref().filter(|_| !self.streams.any_captures()) else {
+        let paged = &self.paged;
+        if self.streams.any_captures() {
             return (Vec::new(), None);
-        };
+        }
         let mut donors = Donors::default();
         let mut candidates = self.donor_candidates(paged, from);
         candidates.retain(|candidate| candidate.addr < below);
@@ -221,7 +225,7 @@ impl Core {
     /// memory whose frames are gone, or are to be split.
     pub(crate) fn free_granules(&self, from: Which) -> Vec<Donor> {
         let mut found = Vec::new();
-        let Some(granule) = self.paged.as_ref().map(|paged| paged.granule) else { return found };
+        let granule = self.paged.granule;
         self.for_each_block_with_granules(granule, from, |id, block| {
             let Range { start, end } = block.range();
             let (addr, end) = (start.next_multiple_of(granule), end / granule * granule);
@@ -248,7 +252,7 @@ impl Core {
     /// Chooses frames from one block, from its high end on. Returns the smallest of those that may
     /// move and are larger than what was still wanted.
     fn choose_in(&self, candidate: &Candidate, wanted: u64, window: &Range<u64>, donors: &mut Donors) -> Option<Donor> {
-        let paged = self.paged.as_ref()?;
+        let paged = &self.paged;
         let granule = paged.granule;
         let heap = &self.heap;
         let block = heap.block(candidate.block);

@@ -39,7 +39,7 @@ impl Core {
         // Blocks that wait for other streams count.
         let live = self.in_use() + request.size;
         let held = self.reserved + self.growing.now;
-        let paged = self.paged.as_ref()?;
+        let paged = &self.paged;
         let (weights, granule, at_hand) = (paged.weights, paged.granule, paged.spares.granules());
         let facts = Facts { weights, peak: paged.peak.max(live), held, left, moves: paged.moves };
         let captured = self.pools.keeps_for_graphs(request.pool);
@@ -124,7 +124,7 @@ impl Core {
     /// take more of them back. For a private pool, at most as many as it has there: no other pool
     /// may use them. For captures, none: their pool would keep them.
     fn reach(&self, window: &Window, pool: PoolId, most: u64) -> u64 {
-        let Some(paged) = &self.paged else { return 0 };
+        let paged = &self.paged;
         let bytes = match pool.kind() {
             _ if self.pools.keeps_for_graphs(pool) => 0,
             _ if pool.is_private() => paged.mapped_around(window.start),
@@ -143,31 +143,27 @@ impl Core {
 
     /// Forgets what moved, and so what may be held because of it.
     pub(crate) fn forget_moves(&mut self) {
-        if let Some(paged) = &mut self.paged {
-            paged.moves = 0;
-        }
+        self.paged.moves = 0;
     }
 
     /// Bytes that the device can still give, as far as that is known.
     pub(crate) fn left(&mut self) -> u64 {
         let held = self.reserved + self.growing.now;
-        self.paged.as_mut().map_or(u64::MAX, |paged| paged.capacity.left(held))
+        self.paged.capacity.left(held)
     }
 
     /// True if a plan would want to know how much the device can give, and does not: where it may
     /// soon be too little, an answer is old at once, as other programs take memory, too.
     pub(crate) fn lacks_capacity(&self) -> bool {
         let held = self.reserved + self.growing.now;
-        self.paged.as_ref().is_some_and(|paged| paged.capacity.is_old(held, paged.peak))
+        self.paged.capacity.is_old(held, self.paged.peak)
     }
 
     /// Notes that the device has `free` bytes left: none after it refused to give more.
     pub(crate) fn note_capacity(&mut self, free: u64) {
         // What is being taken just now may count twice, or not at all. That matters little.
         let held = self.reserved + self.growing.now;
-        if let Some(paged) = &mut self.paged {
-            paged.capacity.set(held.saturating_add(free));
-        }
+        self.paged.capacity.set(held.saturating_add(free));
     }
 }
 

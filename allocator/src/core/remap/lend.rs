@@ -59,14 +59,14 @@ impl Core {
     /// Plans to take frames of about `bytes` from the free memory of idle graphs. `None` if none
     /// may go.
     pub(crate) fn plan_lending(&mut self, bytes: u64) -> Option<(Work, Remap)> {
-        let paged = self.paged.as_ref()?;
+        let paged = &self.paged;
         let granule = paged.granule;
         let shared: u64 = paged.lingering.iter().map(|one| (one.window.end - one.window.start) / granule).sum();
         let wanted = bytes.div_ceil(granule);
         let mut donors = self.donors(wanted.saturating_add(shared), None, Which::OfIdleGraphs);
         // What graphs have at several addresses stays.
-        if let Some(paged) = self.paged.as_ref().filter(|_| shared > 0) {
-            donors.chosen.retain(|donor| !paged.lingers_of(&range_of(donor)));
+        if shared > 0 {
+            donors.chosen.retain(|donor| !self.paged.lingers_of(&range_of(donor)));
             donors.granules = donors.chosen.iter().map(|donor| donor.bytes / granule).sum();
         }
         donors.truncate(wanted, granule);

@@ -146,7 +146,7 @@ impl Core {
     /// The driver's work for a remap, whose frames are to fill ranges.
     pub(super) fn work_of(&mut self, remap: &mut Remap, fill: Vec<Range<u64>>, sizes: FrameSizes) -> Work {
         let (unmap, reused) = (self.mappings_of(&remap.donors), self.mappings_of(&remap.reused));
-        let Some(paged) = self.paged.as_mut() else { return Work::default() };
+        let paged = &mut self.paged;
         let spares = paged.spares.take(remap.spares);
         remap.spares = spares.granules();
         paged.in_hands += remap.spares;
@@ -157,7 +157,7 @@ impl Core {
 
     /// Takes the frames of donors out of the table of what is mapped where.
     fn mappings_of(&mut self, donors: &[Donor]) -> Vec<(Range<u64>, Vec<Frame>)> {
-        let Some(paged) = self.paged.as_mut() else { return Vec::new() };
+        let paged = &mut self.paged;
         let range = |donor: &Donor| donor.addr..donor.addr + donor.bytes;
         donors.iter().map(|donor| (range(donor), paged.forget_mapped(donor.addr, donor.bytes))).collect()
     }

@@ -42,7 +42,7 @@ impl Core {
     /// splitting gains nothing.
     pub(crate) fn split_candidates(&mut self, window: &Range<u64>) -> Vec<Split> {
         let free = self.free_granules(Which::Unpromised);
-        let Some(paged) = &self.paged else { return Vec::new() };
+        let paged = &self.paged;
         let mut frames: BTreeMap<u64, Split> = BTreeMap::new();
         let mut not_done = Vec::new();
         for donor in free {
@@ -152,7 +152,7 @@ impl Core {
                 self.note_donor(Action::SegmentUnmap, &donor);
                 self.heap.unhold_as_hole(donor.block);
             }
-            let (Some(paged), Some(stretches)) = (&mut self.paged, stretches) else { continue };
+            let (Some(stretches), paged) = (stretches, &mut self.paged) else { continue };
             let (kind, bytes) = (split.kind, split.range.end - split.range.start);
             let old = paged.forget_mapped(split.range.start, bytes);
             paged.spares.extend(old);
@@ -180,9 +180,7 @@ impl Core {
                 });
             }
         }
-        if let Some(paged) = &mut self.paged {
-            paged.spares.extend(done.spares);
-        }
+        self.paged.spares.extend(done.spares);
         if outcome.copied > 0 {
             self.counters.events.num_device_alloc += 1;
         }

@@ -38,7 +38,7 @@ impl Core {
     /// below which to go on; `None` if there are no more blocks.
     pub(crate) fn begin_trim(&mut self, trim: &mut Trim, below: Option<u64>, target: u64, which: Which) -> Option<u64> {
         let excess = self.reserved.saturating_sub(target);
-        let paged = self.paged.as_mut()?;
+        let paged = &mut self.paged;
         let granule = paged.granule;
         let wanted = excess.div_ceil(granule);
         let loose = paged.spares.take(if which.has_default() { wanted } else { 0 });
@@ -53,7 +53,7 @@ impl Core {
         for donor in self.hold_all(donors) {
             self.heap.empty_held(donor.block);
             let pool = self.note_donor(Action::SegmentUnmap, &donor);
-            let Some(paged) = &mut self.paged else { continue };
+            let paged = &mut self.paged;
             paged.mapped_bytes[pool.kind() as usize] -= donor.bytes;
             let frames = paged.forget_mapped(donor.addr, donor.bytes);
             trim.ranges.push((donor.addr..donor.addr + donor.bytes, frames));
@@ -75,27 +75,28 @@ impl Core {
         }
         let pool = self.note_donor(Action::SegmentMap, &donor);
         self.heap.unhold_as_free(donor.block);
-        if let Some(paged) = &mut self.paged {
-            paged.mapped_bytes[pool.kind() as usize] += donor.bytes;
-            paged.put_all(donor.addr, frames);
-        }
+        let paged = &mut self.paged;
+        paged.mapped_bytes[pool.kind() as usize] += donor.bytes;
+        paged.put_all(donor.addr, frames);
     }
 
     /// Ends a trim: the loose frames are still here. What was bought so that less moves is not worth
     /// its memory any more.
     pub(crate) fn commit_trim(&mut self, bytes: u64, loose: &LooseFrames) {
         self.leaving -= bytes;
-        if let Some(paged) = &mut self.paged {
-            paged.spares.extend(loose.iter());
-            paged.moves = if bytes > 0 { 0 } else { paged.moves };
-        }
+        let paged = &mut self.paged;
+        paged.spares.extend(loose.iter());
+        paged.moves = if bytes > 0 { 0 } else { paged.moves };
         self.account_for_granules();
     }
 
     /// Takes the mappings that have been stuck for longest. They stay in the table of what is
     /// mapped until they are unmapped.
     pub(crate) fn take_stuck(&mut self) -> Option<Stuck> {
-        let paged = self.paged.as_mut().filter(|paged| !paged.sleep.is_whole)?;
+        let paged = &mut self.paged;
+        if paged.sleep.is_whole {
+            return None;
+        }
         let stuck = paged.stuck.pop_front()?;
         paged.in_hands += stuck.bytes() / paged.granule;
         Some(stuck)
@@ -104,7 +105,7 @@ impl Core {
     /// Accounts for stuck mappings, of which the last `unmapped` were unmapped, and the others
     /// stay.
     pub(crate) fn commit_stuck(&mut self, mut stuck: Stuck, unmapped: usize) {
-        let Some(paged) = &mut self.paged else { return };
+        let paged = &mut self.paged;
         paged.in_hands -= stuck.bytes() / paged.granule;
         for frame in stuck.frames.split_off(stuck.frames.len() - unmapped) {
             let loose = paged.forget_mapped(frame.start, frame.end - frame.start);
@@ -131,9 +132,7 @@ impl Core {
             let region = self.heap.remove_reservation(id);
             self.forget_lent(region.pool, &(region.addr..region.addr + region.bytes));
             self.pools.forget_region(region.pool);
-            if let Some(paged) = &mut self.paged {
-                paged.remove_reservation(region.addr);
-            }
+            self.paged.remove_reservation(region.addr);
             (region.addr, region.bytes)
         });
         regions.collect()
@@ -148,7 +147,7 @@ impl Core {
         let mut left = 0;
         for (donor, unmoved) in donors.iter().zip(unmoved) {
             let range = donor.addr..donor.addr + donor.bytes;
-            let Some(paged) = self.paged.as_mut() else { continue };
+            let paged = &mut self.paged;
             if granules_of(&unmoved) * paged.granule == donor.bytes {
                 paged.put_all(donor.addr, &unmoved);
                 self.heap.unhold_as_free(donor.block);
@@ -167,7 +166,7 @@ impl Core {
 
     /// Accounts for a mapping that was taken off the list: it is gone, or lingers on.
     pub(crate) fn commit_unmapped(&mut self, lingering: Lingering, gone: bool) {
-        let Some(paged) = self.paged.as_mut() else { return };
+        let paged = &mut self.paged;
         paged.in_hands -= granules_of(&lingering.unmoved);
         if gone {
             paged.spares.extend(lingering.unmoved);
@@ -179,18 +178,18 @@ impl Core {
 
     /// The uses that such mappings wait for.
     pub(crate) fn lingering_not_done(&self) -> Vec<Use> {
-        let all = self.paged.iter().flat_map(|paged| &paged.lingering).map(|one| one.last_use);
+        let all = self.paged.lingering.iter().map(|one| one.last_use);
         all.filter(|&one| !self.streams.is_done(one)).collect()
     }
 
     /// True if there are such mappings, done or not.
     pub(crate) fn has_lingering(&self) -> bool {
-        self.paged.as_ref().is_some_and(|paged| !paged.lingering.is_empty())
+        !self.paged.lingering.is_empty()
     }
 
     /// True if the device may be using memory through such a mapping.
     pub(crate) fn may_use_lingering(&self) -> bool {
-        self.paged.as_ref().is_some_and(|paged| paged.lingering.iter().any(|one| self.lingers(one, Which::Unpromised)))
+        self.paged.lingering.iter().any(|one| self.lingers(one, Which::Unpromised))
     }
 
     /// True if such a mapping stays although some pools are to give their memory back: the device
@@ -204,12 +203,11 @@ impl Core {
     /// Takes the mappings off the list that need not stay although some pools are to give their
     /// memory back.
     pub(crate) fn take_lingering(&mut self, which: Which) -> Vec<Lingering> {
-        let all = self.paged.as_mut().map(|paged| std::mem::take(&mut paged.lingering)).unwrap_or_default();
+        let all = std::mem::take(&mut self.paged.lingering);
         let (rest, over) = all.into_iter().partition::<Vec<_>, _>(|one| self.lingers(one, which));
-        if let Some(paged) = &mut self.paged {
-            paged.lingering = rest;
-            paged.in_hands += over.iter().map(|one| granules_of(&one.unmoved)).sum::<u64>();
-        }
+        let paged = &mut self.paged;
+        paged.lingering = rest;
+        paged.in_hands += over.iter().map(|one| granules_of(&one.unmoved)).sum::<u64>();
         over
     }
 }

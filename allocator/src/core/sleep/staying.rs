@@ -80,7 +80,7 @@ impl Core {
                 sleeps => in_use.push((block.range(), tag, sleeps)),
             }
         }
-        let Some(paged) = &self.paged else { return listed(staying) };
+        let paged = &self.paged;
         for (&base, owned) in paged.owned.iter().filter(|(_, owned)| owned.size > 0) {
             let (range, sleeps) = (base..base + owned.size, is_to_sleep(POOL, Some(owned.tag)));
             if paged.purpose_of(base) == Some(Purpose::Exportable) {

@@ -66,7 +66,7 @@ impl Core {
     /// Chooses what sleeps, and lists it. It is mapped still.
     pub(crate) fn begin_sleep(&mut self, options: &SleepOptions) -> Vec<Falling> {
         let spans = self.spans(options);
-        let Some(paged) = &self.paged else { return Vec::new() };
+        let paged = &self.paged;
         let mut chosen: Vec<MaySleep> = Vec::new();
         for frame in paged.may_sleep(&self.pins) {
             let mut fates = touching(&spans, &frame.range).iter().map(|(_, fate)| fate.is_some()).peekable();
@@ -84,7 +84,7 @@ impl Core {
         let contents = |range: &Range<u64>| contents_of(touching(&spans, range), range, granule);
         let falling = chosen.iter().map(|one| Falling { range: one.range.clone(), contents: contents(&one.range) });
         let falling: Vec<Falling> = falling.collect();
-        let Some(paged) = &mut self.paged else { return Vec::new() };
+        let paged = &mut self.paged;
         let mut ranges = paged.sleep.take_ranges();
         for MaySleep { range, kind, is_dedicated, .. } in chosen {
             let bytes = range.end - range.start;
@@ -107,13 +107,13 @@ impl Core {
     fn spans<'a>(&self, options: &'a SleepOptions) -> Vec<Span<'a>> {
         let mut spans: Vec<Span> = Vec::new();
         // What sleeps in part already keeps its contents.
-        let sleeps = |range: &Range<u64>| self.paged.as_ref().is_some_and(|paged| paged.sleep.has(range));
+        let sleeps = |range: &Range<u64>| self.paged.sleep.has(range);
         let fate = |range: &Range<u64>, pool: PoolId, tag: Option<Tag>| match options.fate(&self.pools, pool, tag) {
             Some(_) if sleeps(range) => options.are_for_all().then_some(&KEPT),
             fate => fate,
         };
         self.for_each_used(|block, tag| spans.push((block.range(), fate(&block.range(), block.pool, tag))));
-        let owned = self.paged.iter().flat_map(|paged| &paged.owned).filter(|(_, owned)| owned.size > 0);
+        let owned = self.paged.owned.iter().filter(|(_, owned)| owned.size > 0);
         let owned = owned.map(|(&base, owned)| (base..base + owned.size, owned.tag));
         spans.extend(owned.map(|(range, tag)| (range.clone(), fate(&range, POOL, Some(tag)))));
         spans.sort_unstable_by_key(|(range, _)| range.start);
@@ -162,7 +162,10 @@ fn contents_of(spans: &[Span], range: &Range<u64>, granule: u64) -> Vec<(Range<u
 impl Core {
     /// Takes out what wakes up. `None` if nothing sleeps.
     pub(crate) fn begin_waking(&mut self, waking: &Waking) -> Option<Woken> {
-        let paged = self.paged.as_mut().filter(|paged| paged.sleep.is_whole || paged.sleep.is_any())?;
+        let paged = &mut self.paged;
+        if !paged.sleep.is_whole && !paged.sleep.is_any() {
+            return None;
+        }
         let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
         let ranges = paged.sleep.take_ranges();
         self.end_isolation();
@@ -177,9 +180,7 @@ impl Core {
                 [waking, staying]
             }
         };
-        if let Some(paged) = &mut self.paged {
-            paged.sleep.list(Vec::new(), [&ranges, &staying]);
-        }
+        self.paged.sleep.list(Vec::new(), [&ranges, &staying]);
         self.isolate_sleeping();
         Some(Woken { ranges, staying, granule, options, access })
     }
@@ -187,7 +188,7 @@ impl Core {
     /// Divides ranges into what wakes up with some parts, and what sleeps on.
     fn divide(&self, ranges: Vec<SleepingRange>, parts: &[Part]) -> [Vec<SleepingRange>; 2] {
         let has = |pool: PoolId, tag: Option<Tag>| parts.iter().any(|part| part.has(&self.pools, pool, tag));
-        let Some(paged) = &self.paged else { return [Vec::new(), ranges] };
+        let paged = &self.paged;
         let granule = paged.granule;
         let mut waking: Vec<Range<u64>> = Vec::new();
         self.for_each_used(|block, tag| {
@@ -252,7 +253,7 @@ impl Core {
 impl Core {
     /// Changes what is listed for the sleeping range that starts at an address.
     pub(crate) fn change_sleeping(&mut self, start: u64, change: impl FnOnce(&mut SleepingRange)) {
-        let Some(paged) = &mut self.paged else { return };
+        let paged = &mut self.paged;
         if let Ok(at) = paged.sleep.ranges.binary_search_by_key(&start, |one| one.range.start) {
             change(&mut paged.sleep.ranges[at]);
         }
@@ -260,11 +261,11 @@ impl Core {
 
     /// Isolates all memory that sleeps, unless everything does: see the module's documentation.
     pub(crate) fn isolate_sleeping(&mut self) {
-        let Some(paged) = self.paged.as_ref().filter(|paged| !paged.sleep.is_whole) else { return };
-        let sleeping = paged.sleep.addresses.clone();
-        if sleeping.is_empty() {
+        let sleep = &self.paged.sleep;
+        if sleep.is_whole || sleep.addresses.is_empty() {
             return;
         }
+        let sleeping = sleep.addresses.clone();
         self.heap.end_quarantine(|_| true);
         let (mut live, mut free) = (Vec::new(), Vec::new());
         let touches = |range: &Range<u64>| !within(&sleeping, range).is_empty();
@@ -287,15 +288,14 @@ impl Core {
         let held = self.hold_all(free).into_iter().map(|donor| donor.block).collect();
         live.into_iter().for_each(|id| self.heap.make_irregular(id));
         let freed = self.waiting.take_where(|waiting| touches(&waiting.block.range()));
-        if let Some(paged) = &mut self.paged {
-            paged.sleep.held = held;
-            paged.sleep.freed.extend(freed);
-        }
+        let paged = &mut self.paged;
+        paged.sleep.held = held;
+        paged.sleep.freed.extend(freed);
     }
 
     /// Ends the isolation: blocks that were given back meanwhile are free, and so is what was held.
     pub(crate) fn end_isolation(&mut self) {
-        let Some(Sleep { held, freed, .. }) = self.paged.as_mut().map(|paged| &mut paged.sleep) else { return };
+        let Sleep { held, freed, .. } = &mut self.paged.sleep;
         let (held, freed) = (std::mem::take(held), std::mem::take(freed));
         for block in held {
             self.heap.unhold_as_free(block);
@@ -311,18 +311,16 @@ impl Core {
 
     /// Takes the pinned host memory that is kept for the contents of the next sleep.
     pub(crate) fn take_host_buffers(&mut self) -> Vec<HostBuffer> {
-        self.paged.as_mut().map(|paged| std::mem::take(&mut paged.sleep.host_buffers)).unwrap_or_default()
+        std::mem::take(&mut self.paged.sleep.host_buffers)
     }
 
     pub(crate) fn keep_host_buffers(&mut self, buffers: impl IntoIterator<Item = HostBuffer>) {
-        if let Some(paged) = &mut self.paged {
-            paged.sleep.host_buffers.extend(buffers);
-        }
+        self.paged.sleep.host_buffers.extend(buffers);
     }
 
     /// Takes out the list, and spare frames if everything sleeps, so that frames can be released.
     pub(crate) fn begin_release_sleeping(&mut self) -> Option<(Vec<SleepingRange>, Vec<Frame>)> {
-        let paged = self.paged.as_mut()?;
+        let paged = &mut self.paged;
         let mut spares: Vec<Frame> = Vec::new();
         if paged.sleep.is_whole {
             spares.extend(std::mem::take(&mut paged.spares).iter());
@@ -334,10 +332,9 @@ impl Core {
     /// Accounts for `released` granules of frames that were released, and puts the list and the
     /// other spare frames back.
     pub(crate) fn commit_release_sleeping(&mut self, ranges: Vec<SleepingRange>, spares: Vec<Frame>, released: u64) {
-        if let Some(paged) = &mut self.paged {
-            paged.in_hands -= released + granules_of(&spares);
-            paged.spares.extend(spares);
-        }
+        let paged = &mut self.paged;
+        paged.in_hands -= released + granules_of(&spares);
+        paged.spares.extend(spares);
         self.end_isolation();
         let ranges = self.forget_free(ranges);
         self.relist(ranges);
@@ -347,25 +344,22 @@ impl Core {
 
     /// Lists memory as asleep that lacks its mapping, with its contents in frames.
     pub(crate) fn list_unmapped(&mut self, unmapped: Vec<SleepingRange>) {
-        let listed = self.paged.as_mut().map(|paged| paged.sleep.take_ranges()).unwrap_or_default();
+        let listed = self.paged.sleep.take_ranges();
         self.end_isolation();
         self.relist(listed.into_iter().chain(unmapped).collect());
     }
 
     /// Puts the list back, and isolates what is in it.
     fn relist(&mut self, ranges: Vec<SleepingRange>) {
-        if let Some(paged) = &mut self.paged {
-            paged.sleep.list(ranges, [&[], &[]]);
-        }
+        self.paged.sleep.list(ranges, [&[], &[]]);
         self.isolate_sleeping();
     }
 
     /// Accounts for frames that were created for sleeping ranges, and released again, in granules.
     /// `lacking` bytes were to be created.
     pub(crate) fn commit_created(&mut self, created: u64, released: u64, lacking: u64) {
-        if let Some(paged) = &mut self.paged {
-            paged.in_hands = paged.in_hands + created - released;
-        }
+        let paged = &mut self.paged;
+        paged.in_hands = paged.in_hands + created - released;
         self.counters.events.num_device_alloc += u64::from(created > released);
         self.account_for_granules();
         self.growing.end(lacking);
@@ -373,7 +367,7 @@ impl Core {
 
     /// Accounts for ranges that are mapped again. Returns those that were not mapped before.
     pub(crate) fn commit_mapped(&mut self, woken: &[SleepingRange]) -> Vec<Range<u64>> {
-        let Some(paged) = &mut self.paged else { return Vec::new() };
+        let paged = &mut self.paged;
         for SleepingRange { range, kind, frames, .. } in woken {
             paged.put_all(range.start, frames);
             paged.mapped_bytes[*kind as usize] += range.end - range.start;
@@ -387,9 +381,7 @@ impl Core {
     /// Lists what still sleeps after an attempt to wake up. `has_woken` says whether it succeeded.
     pub(crate) fn end_waking(&mut self, ranges: Vec<SleepingRange>, has_woken: bool) {
         self.end_isolation();
-        if let Some(paged) = self.paged.as_mut().filter(|_| has_woken) {
-            paged.sleep.is_whole = false;
-        }
+        self.paged.sleep.is_whole &= !has_woken;
         self.relist(ranges);
     }
 }

@@ -74,12 +74,11 @@ impl Seen {
         let waited_for = core.waiting_bytes().into_iter().map(|(stream, _)| stream);
         held.capturing = waited_for.filter(|&stream| core.streams.captures(stream)).map(u32::from).collect();
         let mut tags = HashMap::new();
-        if let Some(paged) = core.paged() {
-            held.cached += paged.spares.granules() * paged.granule;
-            held.dedicated_addresses = paged.dedicated_address_bytes();
-            for owned in paged.owned.values().filter(|owned| owned.size > 0) {
-                *tags.entry(owned.tag.0).or_default() += owned.size;
-            }
+        let paged = core.paged();
+        held.cached += paged.spares.granules() * paged.granule;
+        held.dedicated_addresses = paged.dedicated_address_bytes();
+        for owned in paged.owned.values().filter(|owned| owned.size > 0) {
+            *tags.entry(owned.tag.0).or_default() += owned.size;
         }
         Seen { request: *request, captures, held, tags, ..Seen::default() }
     }
@@ -135,11 +134,10 @@ impl Seen {
 
 /// Bytes of a region that are pinned.
 fn pinned_in(core: &Core, region: &Region) -> u64 {
-    match core.paged() {
-        Some(paged) if region.is_paged() => paged.pinned_bytes(&core.pins, region.addr..region.addr + region.bytes),
-        _ if core.pins.contains(region.addr) => region.bytes,
-        _ => 0,
+    if region.is_paged() {
+        return core.paged().pinned_bytes(&core.pins, region.addr..region.addr + region.bytes);
     }
+    if core.pins.contains(region.addr) { region.bytes } else { 0 }
 }
 
 impl OomReport {
