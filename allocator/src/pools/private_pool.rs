@@ -382,7 +382,7 @@ impl Busy {
         let request = Request { requested, size, pool, stream, tag, is_regular: false };
         let place = Place::Lent(self.key);
         let tried = Tried::for_launch(self.key.id);
-        climb_dedicated(allocator, &request, tried, || try_fill(allocator, &request, &place))?;
+        climb_dedicated(allocator, &request, tried, true, || try_fill(allocator, &request, &place))?;
         tracing::debug!(target: "aquifer::remap", bytes, "memory that a graph had lent was brought back");
         Ok(())
     }

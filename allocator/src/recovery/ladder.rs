@@ -24,13 +24,14 @@
 //! 10. split frames that are partly in use, where the configuration allows it, and grow;
 //! 11. report that memory has run out.
 //!
-//! Memory outside of the heaps climbs a shorter one ([`climb_dedicated`]).
+//! Memory outside of the heaps climbs the same one ([`climb_dedicated`]), but for the rungs that
+//! search blocks.
 //!
 //! A rung that fails leaves everything as usable as before (invariant A5). No lock is held between
 //! rungs, and none across a driver call, a wait, a reclaimer or an observer.
 
 use crate::allocator::Allocator;
-use crate::backing::growth::growth_bytes;
+use crate::backing::growth::Growth;
 use crate::backing::paged::dedicated::recycle_deferred_releases;
 use crate::backing::paged::grow::grow_paged;
 use crate::backing::paged::lend::lend;
@@ -52,349 +53,317 @@ use crate::types::{Granted, PoolId, Request};
 /// The name under which reports count what the driver's own pools gave back.
 const DRIVER_POOLS: &str = "the driver's memory pools";
 
-/// The result of a rung: the memory granted, or `None` if the rung did not serve the request.
-type Rung = Result<Option<Granted>, AllocError>;
+/// The result of a rung: the memory, or `None` if the rung did not serve the request.
+type Rung<T> = Result<Option<T>, AllocError>;
+
+/// A request on the ladder.
+struct Climb<'a, T> {
+    allocator: &'a Allocator,
+    request: &'a Request,
+    tried: Tried,
+    /// Takes memory from the device, or moves it, unless something refuses.
+    take: &'a mut dyn FnMut() -> Result<Result<T, Refusal>, AllocError>,
+    /// Makes the memory of a block, if blocks of the heaps serve the request.
+    of_block: Option<fn(Granted) -> T>,
+    /// True if granules move to the request. Otherwise they stand in its way.
+    takes_granules: bool,
+}
 
 /// Serves a request that no cached block of its own stream serves, by the rungs of the ladder in
 /// turn.
 #[cold]
 #[inline(never)]
 pub(crate) fn climb(allocator: &Allocator, request: &Request) -> Result<Granted, AllocError> {
-    refuse_unannounced_capture(allocator, request.stream)?;
-    allocator.device().settle_graphs();
-    poll_launches(allocator)?;
-    let mut tried = Tried::default();
-    match climb_rungs(allocator, request, &mut tried)? {
-        Some(granted) => Ok(granted),
-        None => Err(out_of_memory(allocator, request, tried)),
-    }
+    let takes_granules = allocator.paged_granule_for(request).is_some();
+    let take = &mut || grow(allocator, request, takes_granules);
+    let (tried, of_block) = (Tried::default(), Some((|granted| granted) as fn(Granted) -> Granted));
+    Climb { allocator, request, tried, take, of_block, takes_granules }.run()
 }
 
-fn climb_rungs(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
-    if let Some(granted) = cross_streams(allocator, request)? {
-        return Ok(Some(granted));
-    }
-    if let Some(granted) = try_grow(allocator, request, tried)? {
-        return Ok(Some(granted));
-    }
-    if let Some(granted) = take_lent_by_pools(allocator, request) {
-        return Ok(Some(granted));
-    }
-    if let Some(granted) = lend_and_grow(allocator, request, tried, false)? {
-        return Ok(Some(granted));
-    }
-    if allocator.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
-        allocator.state().shared().counters.events.num_oom_rejections += 1;
-        return Ok(None);
-    }
-    let later: [fn(&Allocator, &Request, &mut Tried) -> Rung; 9] = [
-        wait_for_pending,
-        wait_for_another_stream,
-        release_and_grow,
-        |allocator, request, tried| lend_and_grow(allocator, request, tried, true),
-        trim_driver_pools,
-        trim_others_and_grow,
-        reclaim,
-        wait_for_others,
-        split_and_grow,
-    ];
-    for rung in later {
-        if let Some(granted) = rung(allocator, request, tried)? {
-            return Ok(Some(granted));
-        }
-    }
-    Ok(None)
-}
-
-fn cross_streams(allocator: &Allocator, request: &Request) -> Rung {
-    if allocator.config().cross_stream == CrossStream::Off {
-        return Ok(None);
-    }
-    match reuse_of_others(allocator, request)? {
-        None if allocator.config().cross_stream == CrossStream::Wait => wait_for_other(allocator, request),
-        served => Ok(served),
-    }
-}
-
-fn try_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
-    let growth = match allocator.paged_granule_for(request).map(|_| grow_paged(allocator, request)).transpose()? {
-        None => grow_segment(allocator, request)?,
-        Some(Err(Refusal::Addresses)) => grow_segment(allocator, request)?.map_err(|_| Refusal::Addresses),
-        Some(mapped) => mapped,
-    };
-    Ok(growth.map_err(|refusal| tried.refusal = Some(refusal)).ok())
-}
-
-/// Takes a block of a private pool that lends on OOM, unless a graph may use it. A request for a
-/// private pool itself is not served from other pools.
-fn take_lent_by_pools(allocator: &Allocator, request: &Request) -> Option<Granted> {
-    if request.pool.is_private() {
-        return None;
-    }
-    let mut guard = allocator.state().lock();
-    let lenders = guard.pools.lenders();
-    let pools: Vec<PoolId> = lenders.flat_map(|private| private.lent(request.pool.kind())).collect();
-    pools.into_iter().find_map(|pool| guard.take_lent(request, pool))
-}
-
-/// Takes memory of idle graphs, as much as the request lacks. A request for a segment is served by
-/// the device, so the memory goes back there. Waits for launches under way only if it `waits`.
-fn lend_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried, waits: bool) -> Rung {
-    while tried.refusal != Some(Refusal::Addresses) {
-        let mut guard = allocator.state().lock();
-        let lacking = guard.lacking_bytes(request);
-        let bytes = lacking.unwrap_or_else(|| growth_bytes(allocator, &guard, request));
-        drop(guard);
-        let lent = lend(allocator, bytes, waits)?;
-        if lent == 0 {
-            break;
-        }
-        if allocator.paged_granule_for(request).is_none() {
-            tried.released += trim_paged(allocator, allocator.memory_reserved().saturating_sub(lent))?;
-        }
-        if let Some(granted) = try_grow(allocator, request, tried)? {
-            return Ok(Some(granted));
-        }
-    }
-    Ok(None)
-}
-
-fn wait_for_pending(allocator: &Allocator, request: &Request, _: &mut Tried) -> Rung {
-    if !synchronize_pending(allocator, Which::All)? {
-        return Ok(None);
-    }
-    search_again(allocator, request)
-}
-
-fn wait_for_another_stream(allocator: &Allocator, request: &Request, _: &mut Tried) -> Rung {
-    if allocator.config().cross_stream == CrossStream::Off { Ok(None) } else { wait_for_other(allocator, request) }
-}
-
-fn release_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
-    allocator.device().settle();
-    let launched = awaited_launches(allocator, None);
-    wait_for_launched(allocator, &launched)?;
-    tried.released += release_where(allocator, |core| core.whole_segments(Which::Unpromised))?;
-    synchronize_free(allocator, Which::All)?;
-    tried.released += release_granules_for(allocator, request, tried)?;
-    allocator.state().shared().counters.events.num_alloc_retries += 1;
-    match try_grow(allocator, request, tried)? {
-        None => release_idle_pools_and_grow(allocator, request, tried),
-        served => Ok(served),
-    }
-}
-
-fn release_idle_pools_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
-    loop {
-        let shared = allocator.state().shared();
-        let target = shared.reserved().saturating_sub(growth_bytes(allocator, &shared, request));
-        drop(shared);
-        let released = trim_idle_pools(allocator, target)?;
-        if released == 0 {
-            return Ok(None);
-        }
-        tried.released += released;
-        if let Some(granted) = try_grow(allocator, request, tried)? {
-            return Ok(Some(granted));
-        }
-    }
-}
-
-/// Gives free granules back to the device where the request needs that. A request for mapped memory
-/// does not, because granules move to it anyway, but for stuck ones, which are taken back here.
-/// Only a request that lacks addresses, or one for a segment, into which granules cannot move,
-/// makes granules go.
-fn release_granules_for(allocator: &Allocator, request: &Request, tried: &Tried) -> Result<u64, AllocError> {
-    if allocator.paged_granule_for(request).is_some() && tried.refusal != Some(Refusal::Addresses) {
-        if let Err(error) = take_stuck_back(allocator) {
-            tracing::debug!(%error, "mappings that a failed call left behind are stuck still");
-        }
-        return Ok(0);
-    }
-    trim_paged(allocator, 0)
-}
-
-/// Has the driver give back memory that its stream-ordered pool and its graphs keep unused, which
-/// other parts of the process used. Does not help where our own limit refused. An error is no
-/// reason to fail: the request is refused for lack of memory.
-fn trim_driver_pools(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
-    if !matches!(tried.refusal, Some(Refusal::Device | Refusal::Headroom)) {
-        return Ok(None);
-    }
-    let driver = allocator.device().driver();
-    let free = || allocator.device().memory_info().map_or(0, |memory| memory.free);
-    let before = free();
-    for trimmed in [driver.trim_pool(0), driver.trim_graph_memory()] {
-        if let Err(error) = trimmed {
-            tracing::debug!(%error, "the driver's own pools could not be trimmed");
-        }
-    }
-    let bytes = free().saturating_sub(before);
-    if bytes == 0 {
-        return Ok(None);
-    }
-    tried.reclaimers.push(Reclaimed { name: DRIVER_POOLS.to_owned(), bytes, why: None });
-    try_grow(allocator, request, tried)
-}
-
-/// Has other allocators of the device give back what they cache. Does not help where our own limit
-/// refused.
-fn trim_others_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
-    while !matches!(tried.refusal, Some(Refusal::Limit) | None) {
-        let bytes = growth_bytes(allocator, &allocator.state().shared(), request);
-        if !tried.ask_others(allocator, bytes) {
-            break;
-        }
-        if let Some(granted) = try_grow(allocator, request, tried)? {
-            return Ok(Some(granted));
-        }
-    }
-    Ok(None)
-}
-
-fn reclaim(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
-    let mut reclaimers = ask_reclaimers(allocator, request);
-    while reclaimers.ask() {
-        synchronize_pending(allocator, Which::All)?;
-        if let Some(granted) = search_again(allocator, request)? {
-            return Ok(Some(granted));
-        }
-        if let Some(granted) = release_and_grow(allocator, request, tried)? {
-            return Ok(Some(granted));
-        }
-    }
-    tried.reclaimers.extend(reclaimers.into_answers());
-    Ok(None)
-}
-
-/// Waits until other threads have finished moving memory or giving it back, and tries again.
-/// Meanwhile such memory is neither in a heap nor on the device, so the earlier searches may have
-/// missed it.
-fn wait_for_others(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
-    if allocator.paged_granule_for(request).is_none() {
-        return Ok(None);
-    }
-    allocator.gate()?.wait();
-    recycle_deferred_releases(allocator, true)?;
-    if let Some(granted) = search_again(allocator, request)? {
-        return Ok(Some(granted));
-    }
-    try_grow(allocator, request, tried)
-}
-
-/// Splits frames and grows, until that serves the request or no more frames can be split.
-fn split_and_grow(allocator: &Allocator, request: &Request, tried: &mut Tried) -> Rung {
-    if allocator.paged_granule_for(request).is_none() || tried.refusal == Some(Refusal::Addresses) {
-        return Ok(None);
-    }
-    let mut has_trimmed = false;
-    loop {
-        match split_frames(allocator, request)? {
-            Outcome::Split => {
-                if let Some(granted) = try_grow(allocator, request, tried)? {
-                    return Ok(Some(granted));
-                }
-                has_trimmed = false;
-            }
-            // Free frames that are larger than a granule may be all the memory that is left.
-            Outcome::NoRoom if !has_trimmed => {
-                has_trimmed = true;
-                tried.released += trim_paged(allocator, 0)?;
-                // The addresses that the request would get went back with them.
-                if let Some(granted) = try_grow(allocator, request, tried)? {
-                    return Ok(Some(granted));
-                }
-            }
-            Outcome::NoRoom | Outcome::Nothing => return Ok(None),
-        }
-    }
-}
-
-/// Searches once more after something may have become free, in pools that lend, too.
-fn search_again(allocator: &Allocator, request: &Request) -> Rung {
-    let mut guard = allocator.state().lock();
-    if let Some(granted) = guard.take_own(request) {
-        return Ok(Some(granted));
-    }
-    drop(guard);
-    if allocator.config().cross_stream != CrossStream::Off
-        && let Some(granted) = reuse_of_others(allocator, request)?
-    {
-        return Ok(Some(granted));
-    }
-    Ok(take_lent_by_pools(allocator, request))
-}
-
-/// Serves a request outside of the heaps by calling `attempt` until it succeeds. Between attempts
-/// it makes room as the ladder does: it gives unused memory back to the device, waiting for streams
-/// where needed, and runs reclaimers. `tried` says what the request is for.
+/// Serves a request outside of the heaps, as `take` does. `takes_granules` says whether it also
+/// takes memory that is free here, and `tried` what the request is for.
 pub(crate) fn climb_dedicated<T>(
     allocator: &Allocator,
     request: &Request,
-    mut tried: Tried,
+    tried: Tried,
+    takes_granules: bool,
     mut take: impl FnMut() -> Result<Result<T, Refusal>, AllocError>,
 ) -> Result<T, AllocError> {
-    let mut attempt = |tried: &mut Tried| -> Result<Option<T>, AllocError> {
-        Ok(take()?.map_err(|refusal| tried.refusal = Some(refusal)).ok())
-    };
-    if let Some(served) = attempt(&mut tried)? {
-        return Ok(served);
-    }
-    // The calls that make room would break the capture.
-    refuse_unannounced_capture(allocator, request.stream)?;
-    if tried.refusal != Some(Refusal::Addresses)
-        && lend(allocator, request.size, false)? > 0
-        && let Some(served) = attempt(&mut tried)?
-    {
-        return Ok(served);
-    }
-    if allocator.config().fail_fast && tried.refusal == Some(Refusal::Limit) {
-        allocator.state().shared().counters.events.num_oom_rejections += 1;
-        return Err(out_of_memory(allocator, request, tried));
-    }
-    let mut reclaimers = ask_reclaimers(allocator, request);
-    loop {
-        // Addresses come back only where nothing is mapped any more.
-        let lacks_addresses = tried.refusal == Some(Refusal::Addresses);
-        let target = if lacks_addresses { 0 } else { may_stay_beside(allocator, request.size) };
-        tried.released += allocator.trim_to(target)?;
-        allocator.state().shared().counters.events.num_alloc_retries += 1;
-        if let Some(served) = attempt(&mut tried)? {
-            return Ok(served);
-        }
-        if !lacks_addresses && lend(allocator, request.size, true)? > 0 {
-            if let Some(served) = attempt(&mut tried)? {
-                return Ok(served);
-            }
-            // What takes no frames from here finds them on the device.
-            tried.released += allocator.trim_to(target)?;
-            if let Some(served) = attempt(&mut tried)? {
-                return Ok(served);
-            }
-        }
-        while tried.refusal != Some(Refusal::Limit) && tried.ask_others(allocator, request.size) {
-            if let Some(served) = attempt(&mut tried)? {
-                return Ok(served);
-            }
-        }
-        if !reclaimers.ask() {
-            // Memory that other threads were moving was on no list when it was looked for.
-            allocator.gate()?.wait();
-            return attempt(&mut tried)?.ok_or_else(|| {
-                tried.reclaimers.extend(reclaimers.into_answers());
-                out_of_memory(allocator, request, tried)
-            });
-        }
+    let mut climb = Climb { allocator, request, tried, take: &mut take, of_block: None, takes_granules };
+    // What is mapped already takes no call that a capture refuses.
+    match climb.grow()? {
+        Some(served) => Ok(served),
+        None => climb.run(),
     }
 }
 
-/// How many bytes may stay reserved if the device is to give so many more, within the limit and
-/// beside the headroom. As many go at least: the device may refuse memory that it says is free.
-fn may_stay_beside(allocator: &Allocator, bytes: u64) -> u64 {
-    let reserved = allocator.memory_reserved();
-    let free = allocator.device().memory_info().map_or(u64::MAX, |memory| memory.free);
-    let on_device = reserved.saturating_add(free).saturating_sub(allocator.config().headroom);
-    allocator.limit().unwrap_or(u64::MAX).min(on_device).min(reserved).saturating_sub(bytes)
+fn grow(allocator: &Allocator, request: &Request, takes_granules: bool) -> Result<Growth, AllocError> {
+    if !takes_granules {
+        return grow_segment(allocator, request);
+    }
+    match grow_paged(allocator, request)? {
+        Err(Refusal::Addresses) => Ok(grow_segment(allocator, request)?.map_err(|_| Refusal::Addresses)),
+        mapped => Ok(mapped),
+    }
+}
+
+impl<T> Climb<'_, T> {
+    fn run(mut self) -> Result<T, AllocError> {
+        refuse_unannounced_capture(self.allocator, self.request.stream)?;
+        self.allocator.device().settle_graphs();
+        poll_launches(self.allocator)?;
+        match self.rungs()? {
+            Some(served) => Ok(served),
+            None => Err(out_of_memory(self.allocator, self.request, self.tried)),
+        }
+    }
+
+    fn rungs(&mut self) -> Rung<T> {
+        let first = [Self::cross_streams, Self::grow, Self::take_lent_by_pools, Self::lend_and_grow];
+        if let Some(served) = self.first_that_serves(&first)? {
+            return Ok(Some(served));
+        }
+        if self.allocator.config().fail_fast && self.tried.refusal == Some(Refusal::Limit) {
+            self.allocator.state().shared().counters.events.num_oom_rejections += 1;
+            return Ok(None);
+        }
+        self.first_that_serves(&[
+            Self::wait_for_pending,
+            Self::wait_for_another_stream,
+            Self::release_and_grow,
+            Self::lend_and_grow_after_launches,
+            Self::trim_driver_pools,
+            Self::trim_others_and_grow,
+            Self::reclaim,
+            Self::wait_for_others,
+            Self::split_and_grow,
+        ])
+    }
+
+    fn first_that_serves(&mut self, rungs: &[fn(&mut Self) -> Rung<T>]) -> Rung<T> {
+        rungs.iter().find_map(|rung| rung(self).transpose()).transpose()
+    }
+
+    fn cross_streams(&mut self) -> Rung<T> {
+        match self.reuse_of_others()? {
+            None if self.allocator.config().cross_stream == CrossStream::Wait => self.wait_for_another_stream(),
+            served => Ok(served),
+        }
+    }
+
+    fn reuse_of_others(&mut self) -> Rung<T> {
+        let Some(of_block) = self.of_block.filter(|_| self.allocator.config().cross_stream != CrossStream::Off) else {
+            return Ok(None);
+        };
+        Ok(reuse_of_others(self.allocator, self.request)?.map(of_block))
+    }
+
+    fn grow(&mut self) -> Rung<T> {
+        Ok((self.take)()?.map_err(|refusal| self.tried.refusal = Some(refusal)).ok())
+    }
+
+    /// Takes a block of a private pool that lends on OOM, unless a graph may use it. A request for a
+    /// private pool itself is not served from other pools.
+    fn take_lent_by_pools(&mut self) -> Rung<T> {
+        let request = self.request;
+        let Some(of_block) = self.of_block.filter(|_| !request.pool.is_private()) else { return Ok(None) };
+        let mut guard = self.allocator.state().lock();
+        let lenders = guard.pools.lenders();
+        let pools: Vec<PoolId> = lenders.flat_map(|private| private.lent(request.pool.kind())).collect();
+        Ok(pools.into_iter().find_map(|pool| guard.take_lent(request, pool)).map(of_block))
+    }
+
+    fn lend_and_grow(&mut self) -> Rung<T> {
+        self.lend(false)
+    }
+
+    fn lend_and_grow_after_launches(&mut self) -> Rung<T> {
+        self.lend(true)
+    }
+
+    /// Takes memory of idle graphs, as much as the request lacks. A request to which granules do not
+    /// move is served by the device, so the memory goes back there. Waits for launches under way
+    /// only if it `waits`.
+    fn lend(&mut self, waits: bool) -> Rung<T> {
+        let allocator = self.allocator;
+        while !self.lacks_addresses() {
+            let lacking = self.of_block.and_then(|_| allocator.state().lock().lacking_bytes(self.request));
+            let lent = lend(allocator, lacking.unwrap_or_else(|| self.growth()), waits)?;
+            if lent == 0 {
+                break;
+            }
+            if !self.takes_granules {
+                self.tried.released += trim_paged(allocator, allocator.memory_reserved().saturating_sub(lent))?;
+            }
+            if let Some(served) = self.grow()? {
+                return Ok(Some(served));
+            }
+        }
+        Ok(None)
+    }
+
+    fn wait_for_pending(&mut self) -> Rung<T> {
+        if synchronize_pending(self.allocator, Which::All)? { self.search_again() } else { Ok(None) }
+    }
+
+    fn wait_for_another_stream(&mut self) -> Rung<T> {
+        let Some(of_block) = self.of_block.filter(|_| self.allocator.config().cross_stream != CrossStream::Off) else {
+            return Ok(None);
+        };
+        Ok(wait_for_other(self.allocator, self.request)?.map(of_block))
+    }
+
+    fn release_and_grow(&mut self) -> Rung<T> {
+        let allocator = self.allocator;
+        allocator.device().settle();
+        wait_for_launched(allocator, &awaited_launches(allocator, None))?;
+        self.tried.released += release_where(allocator, |core| core.whole_segments(Which::Unpromised))?;
+        synchronize_free(allocator, Which::All)?;
+        self.tried.released += self.release_granules()?;
+        allocator.state().shared().counters.events.num_alloc_retries += 1;
+        match self.grow()? {
+            None => self.release_idle_pools_and_grow(),
+            served => Ok(served),
+        }
+    }
+
+    fn release_idle_pools_and_grow(&mut self) -> Rung<T> {
+        loop {
+            let target = self.allocator.memory_reserved().saturating_sub(self.growth());
+            let released = trim_idle_pools(self.allocator, target)?;
+            if released == 0 {
+                return Ok(None);
+            }
+            self.tried.released += released;
+            if let Some(served) = self.grow()? {
+                return Ok(Some(served));
+            }
+        }
+    }
+
+    /// Gives free granules back to the device where they stand in the way: where the request lacks
+    /// addresses, or granules do not move to it. Elsewhere only stuck ones are taken back here.
+    fn release_granules(&mut self) -> Result<u64, AllocError> {
+        if self.takes_granules && !self.lacks_addresses() {
+            if let Err(error) = take_stuck_back(self.allocator) {
+                tracing::debug!(%error, "mappings that a failed call left behind are stuck still");
+            }
+            return Ok(0);
+        }
+        trim_paged(self.allocator, 0)
+    }
+
+    /// Has the driver give back memory that its stream-ordered pool and its graphs keep unused,
+    /// which other parts of the process used. Does not help where our own limit refused. An error is
+    /// no reason to fail: the request is refused for lack of memory.
+    fn trim_driver_pools(&mut self) -> Rung<T> {
+        if !matches!(self.tried.refusal, Some(Refusal::Device | Refusal::Headroom)) {
+            return Ok(None);
+        }
+        let (device, driver) = (self.allocator.device(), self.allocator.device().driver());
+        let free = || device.memory_info().map_or(0, |memory| memory.free);
+        let before = free();
+        for trimmed in [driver.trim_pool(0), driver.trim_graph_memory()] {
+            if let Err(error) = trimmed {
+                tracing::debug!(%error, "the driver's own pools could not be trimmed");
+            }
+        }
+        let bytes = free().saturating_sub(before);
+        if bytes == 0 {
+            return Ok(None);
+        }
+        self.tried.reclaimers.push(Reclaimed { name: DRIVER_POOLS.to_owned(), bytes, why: None });
+        self.grow()
+    }
+
+    /// Has other allocators of the device give back what they cache. Does not help where our own
+    /// limit refused.
+    fn trim_others_and_grow(&mut self) -> Rung<T> {
+        while !matches!(self.tried.refusal, Some(Refusal::Limit) | None) {
+            let bytes = self.growth();
+            if !self.tried.ask_others(self.allocator, bytes) {
+                break;
+            }
+            if let Some(served) = self.grow()? {
+                return Ok(Some(served));
+            }
+        }
+        Ok(None)
+    }
+
+    fn reclaim(&mut self) -> Rung<T> {
+        let mut reclaimers = ask_reclaimers(self.allocator, self.request);
+        while reclaimers.ask() {
+            synchronize_pending(self.allocator, Which::All)?;
+            if let Some(served) = self.search_again()? {
+                return Ok(Some(served));
+            }
+            if let Some(served) = self.release_and_grow()? {
+                return Ok(Some(served));
+            }
+        }
+        self.tried.reclaimers.extend(reclaimers.into_answers());
+        Ok(None)
+    }
+
+    /// Waits until other threads have finished moving memory or giving it back, and tries again.
+    /// Meanwhile such memory is neither in a heap nor on the device, so the earlier searches may
+    /// have missed it.
+    fn wait_for_others(&mut self) -> Rung<T> {
+        if self.allocator.granule_bytes().is_none() {
+            return Ok(None);
+        }
+        self.allocator.gate()?.wait();
+        recycle_deferred_releases(self.allocator, true)?;
+        match self.search_again()? {
+            None => self.grow(),
+            served => Ok(served),
+        }
+    }
+
+    /// Splits frames and grows, until that serves the request or no more frames can be split.
+    fn split_and_grow(&mut self) -> Rung<T> {
+        if self.of_block.is_none() || !self.takes_granules || self.lacks_addresses() {
+            return Ok(None);
+        }
+        let mut has_trimmed = false;
+        loop {
+            match split_frames(self.allocator, self.request)? {
+                Outcome::Split => has_trimmed = false,
+                // Free frames that are larger than a granule may be all the memory that is left.
+                Outcome::NoRoom if !has_trimmed => {
+                    has_trimmed = true;
+                    self.tried.released += trim_paged(self.allocator, 0)?;
+                }
+                Outcome::NoRoom | Outcome::Nothing => return Ok(None),
+            }
+            // The addresses that the request would get may have gone back.
+            if let Some(served) = self.grow()? {
+                return Ok(Some(served));
+            }
+        }
+    }
+
+    /// Searches once more after something may have become free, in pools that lend, too.
+    fn search_again(&mut self) -> Rung<T> {
+        let Some(of_block) = self.of_block else { return Ok(None) };
+        if let Some(granted) = self.allocator.state().lock().take_own(self.request) {
+            return Ok(Some(of_block(granted)));
+        }
+        match self.reuse_of_others()? {
+            None => self.take_lent_by_pools(),
+            served => Ok(served),
+        }
+    }
+
+    fn lacks_addresses(&self) -> bool {
+        self.tried.refusal == Some(Refusal::Addresses)
+    }
+
+    /// Bytes that the device must give if nothing here helps.
+    fn growth(&self) -> u64 {
+        self.tried.growth(self.allocator, &self.allocator.state().shared(), self.request)
+    }
 }
 
 #[cfg(all(test, not(aquifer_shuttle)))]

@@ -97,8 +97,9 @@ impl Allocator {
         refuse_unannounced_capture(self, id)?;
         let request =
             Request { requested: bytes, size, pool: POOL, stream: id, tag: Tag::current(), is_regular: false };
-        let (ptr, physical) =
-            climb_dedicated(self, &request, Tried::for_dedicated(0), || try_exportable(self, &request, options))?;
+        let (ptr, physical) = climb_dedicated(self, &request, Tried::for_dedicated(0), false, || {
+            try_exportable(self, &request, options)
+        })?;
         let memory = Arc::new(DedicatedMemory::new(self, ptr, bytes, id));
         let at = Location::caller();
         self.state().tell_witness(|witness| memory.report_block(witness, bytes, at));
@@ -127,8 +128,9 @@ fn alloc_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<A
     drop(shared);
     let size = bytes.next_multiple_of(allocator.device().info().granularity_bytes.unwrap_or(ROUND_LARGE));
     let request = Request { requested: bytes, size, pool, stream, tag: Tag::current(), is_regular: false };
-    let granted =
-        climb_dedicated(allocator, &request, Tried::for_dedicated(0), || grow_segment_of(allocator, &request, size))?;
+    let granted = climb_dedicated(allocator, &request, Tried::for_dedicated(0), false, || {
+        grow_segment_of(allocator, &request, size)
+    })?;
     let ptr = DevicePtr(granted.addr);
     let state = allocator.state();
     state.report_block(granted.block, ptr, bytes, Location::caller());

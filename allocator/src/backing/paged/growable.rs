@@ -250,7 +250,7 @@ impl Growable {
         let request = Request { requested, size: grown, pool: POOL, stream, tag: Tag::default(), is_regular: false };
         let range = base + self.size()..base + size;
         let place = Place::Dedicated { base, range };
-        climb_dedicated(allocator, &request, Tried::for_dedicated(self.size()), || {
+        climb_dedicated(allocator, &request, Tried::for_dedicated(self.size()), true, || {
             try_fill(allocator, &request, &place)
         })
     }

@@ -56,6 +56,11 @@ impl Tried {
         Tried { launched_pool: Some(pool), ..Tried::for_dedicated(0) }
     }
 
+    /// Bytes that the device must give if nothing cached helps.
+    pub(crate) fn growth(&self, allocator: &Allocator, core: &Core, request: &Request) -> u64 {
+        if self.dedicated { request.size } else { growth_bytes(allocator, core, request) }
+    }
+
     /// Has other allocators of the device give back what they cache, about `bytes`. Returns true if
     /// they gave anything.
     pub(crate) fn ask_others(&mut self, allocator: &Allocator, bytes: u64) -> bool {
@@ -97,7 +102,7 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
         from_blocks.extend(advice_to_cross_streams(&guard, request));
     }
     let mut seen = Seen::new(&guard, request, tried.own);
-    let growth = if tried.dedicated { request.size } else { growth_bytes(allocator, &guard, request) };
+    let growth = tried.growth(allocator, &guard, request);
     let lacking = if tried.dedicated { None } else { guard.lacking_bytes(request) };
     if allocator.config().split_frames == SplitFrames::Off && !tried.dedicated && !guard.streams.any_captures() {
         let on_device = free.saturating_sub(allocator.config().headroom);

@@ -215,7 +215,7 @@ fn more_than_any_device_has_is_refused_before_it_is_laid_out() {
     let calls = bench.driver.calls_made();
     assert!(cache.grow_to(cache.capacity(), &bench.stream).unwrap_err().is_out_of_memory());
     let made = bench.driver.calls_made() - calls;
-    assert!(made < 10, "{made} calls");
+    assert!(made < 20, "{made} calls");
     drop(cache);
     bench.assert_returned();
 }
