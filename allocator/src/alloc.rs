@@ -16,7 +16,7 @@ use crate::pools::{came_from_a_graph, refuse_capture, route_and_note};
 use crate::recovery::ladder::climb;
 use crate::size_class::{self, PoolKind, REQUEST_LIMIT};
 use crate::sleep::wake_lock::NotedCount;
-use crate::state::special;
+use crate::state::slow;
 use crate::tags::Tag;
 use crate::types::{BlockId, Granted, PoolId, Request, StreamId};
 
@@ -41,7 +41,7 @@ impl Allocator {
         let at = Location::caller();
         let Granted { block, addr } = match grant_cached(self, bytes, stream, at, Owner::Handle) {
             Ok(granted) => granted,
-            Err(searched) => grant_uncached(self, bytes, stream, searched, at)?,
+            Err(miss) => grant_uncached(self, bytes, stream, miss, at)?,
         };
         let state = self.inner().state;
         Ok(Allocation::new((state, block), stream.id() | self.inner().mark, DevicePtr(addr), bytes))
@@ -67,7 +67,7 @@ impl Allocator {
             return self.alloc_bytes(bytes, stream);
         }
         let inner = self.inner();
-        let Granted { block, addr } = grant_rounded(self, bytes, size_class::round(padded), stream, false)?;
+        let Granted { block, addr } = grant_rounded(self, bytes, size_class::round(padded), stream, Miss::NotSearched)?;
         let ptr = DevicePtr(addr.next_multiple_of(alignment));
         inner.state.report_block(block, ptr, bytes, Location::caller());
         Ok(Allocation::new((inner.state, block), stream.id() | inner.mark, ptr, bytes))
@@ -101,8 +101,7 @@ pub(crate) enum Owner {
     Storage,
 }
 
-/// Takes a free block that the stream may reuse at once. The error says whether the heap was
-/// searched.
+/// Takes a free block that the stream may reuse at once.
 #[inline]
 pub(crate) fn grant_cached(
     allocator: &Allocator,
@@ -110,13 +109,28 @@ pub(crate) fn grant_cached(
     stream: &Stream,
     at: &'static Location<'static>,
     owner: Owner,
-) -> Result<Granted, bool> {
+) -> Result<Granted, Miss> {
     let (block, addr) = take_cached(allocator, bytes, stream, at, owner);
-    if block == BlockId::NONE { Err(addr != 0) } else { Ok(Granted { block, addr }) }
+    if block != BlockId::NONE {
+        return Ok(Granted { block, addr });
+    }
+    Err(if addr == SEARCHED { Miss::Searched } else { Miss::NotSearched })
 }
 
-/// Takes a free block that the stream may reuse at once, and returns its number and address. If
-/// there is none, returns [`BlockId::NONE`] and whether the heap was searched (1). One function
+/// Why no cached block was granted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Miss {
+    /// The stream's free blocks were searched, and none serves.
+    Searched,
+    /// The request is none for the fast path.
+    NotSearched,
+}
+
+/// In place of an address, beside [`BlockId::NONE`]: the heap was searched.
+const SEARCHED: u64 = 1;
+
+/// Takes a free block that the stream may reuse at once, and returns its number and address, in two
+/// registers. If there is none, returns [`BlockId::NONE`], with [`SEARCHED`] or 0. One function
 /// serves all owners, because its callees are inlined only if they have one caller.
 #[inline(never)]
 fn take_cached(
@@ -127,11 +141,11 @@ fn take_cached(
     owner: Owner,
 ) -> (BlockId, u64) {
     let inner = &**allocator.inner();
-    let special = inner.state.special().load(Ordering::Relaxed) != 0;
+    let slow = inner.state.slow_reasons().load(Ordering::Relaxed) != 0;
     if bytes == 0
         || bytes >= REQUEST_LIMIT
         || stream.timeline().device_id_unless_capturing() != inner.device.id()
-        || special
+        || slow
     {
         return (BlockId::NONE, 0);
     }
@@ -157,7 +171,7 @@ fn take_cached(
     if is_event_due {
         record_progress(stream);
     }
-    let Some(granted) = granted else { return (BlockId::NONE, 1) };
+    let Some(granted) = granted else { return (BlockId::NONE, SEARCHED) };
     if inner.mark != 0 {
         inner.state.report_block(granted.block, DevicePtr(granted.addr), bytes, at);
     }
@@ -165,14 +179,14 @@ fn take_cached(
 }
 
 /// Grants a block where the fast path does not apply: zero bytes, a request that no free block
-/// serves, or any special bit. `searched` says whether the fast path searched the heap.
+/// serves, or any slow reason.
 #[cold]
 #[inline(never)]
 pub(crate) fn grant_uncached(
     allocator: &Allocator,
     bytes: u64,
     stream: &Stream,
-    searched: bool,
+    miss: Miss,
     at: &'static Location<'static>,
 ) -> Result<Granted, AllocError> {
     fork::check(Operation::Alloc)?;
@@ -182,7 +196,7 @@ pub(crate) fn grant_uncached(
         return Ok(Granted { block: BlockId::NONE, addr: 0 });
     }
     let size = size_class::round(bytes);
-    let granted = grant_rounded(allocator, bytes, size, stream, searched)?;
+    let granted = grant_rounded(allocator, bytes, size, stream, miss)?;
     if inner.mark != 0 {
         inner.state.report_block(granted.block, DevicePtr(granted.addr), bytes, at);
     }
@@ -200,46 +214,46 @@ fn zero_or_refuse(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<
     Ok(())
 }
 
-/// Grants a block of `size` bytes, the rounded size, for a valid request of `bytes`, with any
-/// special bits: the allocator sleeps, blocks wait, threads are routed to private pools, tags
-/// come from spans, or nothing is cached.
+/// Grants a block of `size` bytes, the rounded size, for a valid request of `bytes`, for any slow
+/// reason: the allocator sleeps, blocks wait, threads are routed to private pools, tags come from
+/// spans, or nothing is cached.
 #[cold]
 fn grant_rounded(
     allocator: &Allocator,
     bytes: u64,
     size: u64,
     stream: &Stream,
-    searched: bool,
+    miss: Miss,
 ) -> Result<Granted, AllocError> {
     fork::check(Operation::Alloc)?;
     stream.end_abandoned_captures()?;
     let stream = &*acting(stream);
     let inner = &**allocator.inner();
     let state = inner.state;
-    let special = state.special().load(Ordering::Relaxed);
-    if special & special::LOST != 0 {
+    let slow = state.slow_reasons().load(Ordering::Relaxed);
+    if slow & slow::LOST != 0 {
         inner.device.refuse_if_lost(Operation::Alloc)?;
     }
-    if special & special::ASLEEP != 0 {
+    if slow & slow::ASLEEP != 0 {
         return Err(AllocError::Asleep);
     }
-    let mut may_poll = special & special::WAITING != 0;
+    let mut may_poll = slow & slow::WAITING != 0;
     if may_poll && state.shared().is_poll_due() {
         poll_waiting(allocator)?;
         may_poll = false;
     }
-    let tag = if special & special::SPANS != 0 { Tag::of_span() } else { inner.scope_tag() };
-    let is_regular = special == 0 && size == size_class::round(bytes);
+    let tag = if slow & slow::SPANS != 0 { Tag::of_span() } else { inner.scope_tag() };
+    let is_regular = slow == 0 && size == size_class::round(bytes);
     let kind = PoolKind::of(size);
     loop {
-        let private = if special & special::ROUTED != 0 { route_and_note(allocator, stream) } else { None };
+        let private = if slow & slow::ROUTED != 0 { route_and_note(allocator, stream) } else { None };
         let private = private.map(|numbers| numbers[kind as usize]);
         if private.is_none() {
             refuse_capture(stream)?;
         }
         let pool = private.unwrap_or(PoolId::default_of(kind));
         let request = Request { requested: bytes, size, pool, stream: StreamId::of(stream), tag, is_regular };
-        let granted = search_and_climb(allocator, &request, stream, special, searched, may_poll)?;
+        let granted = search_and_climb(allocator, &request, stream, slow, miss, may_poll)?;
         if private.is_none() || !came_from_a_graph(allocator, pool, stream) {
             return Ok(granted);
         }
@@ -248,24 +262,23 @@ fn grant_rounded(
     }
 }
 
-/// Serves a request from the free blocks of its stream, or else by the ladder. `searched` says
-/// whether the fast path searched the heap in vain. With `may_poll`, waiting blocks are polled if
-/// no block serves the request.
+/// Serves a request from the free blocks of its stream, or else by the ladder. With `may_poll`,
+/// waiting blocks are polled if no block serves the request.
 fn search_and_climb(
     allocator: &Allocator,
     request: &Request,
     stream: &Stream,
-    special: u32,
-    searched: bool,
+    slow: u32,
+    miss: Miss,
     may_poll: bool,
 ) -> Result<Granted, AllocError> {
     let state = allocator.inner().state;
     // Private pools keep their memory also without a cache.
-    let caches = special & special::NO_CACHE == 0 || request.pool.is_private();
-    let may_find_more = special != 0 || !searched;
+    let caches = slow & slow::NO_CACHE == 0 || request.pool.is_private();
+    let may_find_more = slow != 0 || miss == Miss::NotSearched;
     // Everything that can fail comes before a block is taken.
-    if special & special::NO_CACHE != 0 {
-        release_where(allocator, |core| core.whole_segments(Which::Unpromised))?;
+    if slow & slow::NO_CACHE != 0 {
+        release_where(allocator, |core| core.whole_segments(Which::NotForGraphs))?;
     }
     let mut guard = state.enter();
     guard.stream(stream);

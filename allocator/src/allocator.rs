@@ -21,7 +21,7 @@ use crate::history::{History, HistoryOptions};
 use crate::recovery::hooks::Hooks;
 use crate::size_class::MIN_BLOCK;
 use crate::sleep::wake_lock::has_access;
-use crate::state::{AllocatorState, close_abandoned, special};
+use crate::state::{AllocatorState, close_abandoned, slow};
 use crate::tags::Tag;
 use crate::types::Request;
 
@@ -215,8 +215,8 @@ impl Allocator {
         }
         let crosses_streams = config.cross_stream != CrossStream::Off;
         let mut bits = 0;
-        bits |= if config.tags == TagSource::Span { special::SPANS } else { 0 };
-        bits |= if config.no_cache { special::NO_CACHE } else { 0 };
+        bits |= if config.tags == TagSource::Span { slow::SPANS } else { 0 };
+        bits |= if config.no_cache { slow::NO_CACHE } else { 0 };
         let mut history = History::default();
         history.record(config.history as usize, &[]);
         let is_watched = device.witness().is_some_and(|witness| witness.watches_blocks());
@@ -442,7 +442,7 @@ pub(crate) fn register(inner: &Arc<Inner>) {
 fn note_lost(device: u32) {
     for Entered { inner, state, device: its } in &*OPEN.lock() {
         if *its == device && inner.strong_count() > 0 {
-            state.special().fetch_or(special::LOST, Ordering::Relaxed);
+            state.slow_reasons().fetch_or(slow::LOST, Ordering::Relaxed);
         }
     }
 }

@@ -181,7 +181,7 @@ mod tests {
 
     use super::*;
     use crate::config::Config;
-    use crate::state::special;
+    use crate::state::slow;
     use crate::sync::atomic::Ordering;
 
     #[test]
@@ -201,7 +201,7 @@ mod tests {
             drop(allocator.alloc_bytes(4 << 20, &one).unwrap());
         }
         assert_eq!(allocator.stats().active.all.current, 0);
-        assert_eq!(allocator.state().special().load(Ordering::Relaxed) & special::WAITING, 0);
+        assert_eq!(allocator.state().slow_reasons().load(Ordering::Relaxed) & slow::WAITING, 0);
     }
 
     #[test]

@@ -7,7 +7,7 @@
 //! from them, and calls the driver without it. It puts back what could not be freed, as available
 //! to each stream as it was. From when it is taken out, a segment is not counted as reserved
 //! (invariant A2), because another thread may get its memory, and count it, before this one has the
-//! lock again. The limit counts it until the driver has taken it back (`leaving`).
+//! lock again. The limit counts it until the driver has taken it back (`being_released`).
 
 use std::time::Duration;
 

@@ -4,17 +4,17 @@
 //!
 //! Frames on their way back are not counted as reserved, because another thread may get their
 //! memory from the device, and count it, before this one has the lock again. The limit counts them
-//! until they are gone (`Core::leaving`).
+//! until they are gone (`Core::being_released`).
 //!
 //! **Memory that moved before the device was done with it.** A stream may use its own free memory
 //! again at once, because its later work runs after the last use. Only the addresses have to wait:
 //! they may be unmapped once the host knows that the last use is done (P1). So where a request
 //! lacks memory and its own stream has free frames that are not done, these are mapped at the
-//! window in addition. Their earlier mappings *linger*: the addresses stay held in the heap, and
+//! window in addition. Their *old mappings* stay: the addresses are held in the heap, and
 //! later operations unmap them. Neither the host nor a stream waits, and nothing is taken from the
 //! device. The frames carry the tick of their last use to the new addresses, so they become free
 //! for other streams, or move once more, no earlier than before. Captures get the free memory of
-//! their pool in the same way, and the earlier mappings linger until no graph of the pool may run.
+//! their pool in the same way, and the old mappings stay until no graph of the pool may run.
 
 use std::cmp::Reverse;
 
@@ -86,7 +86,7 @@ impl Allocator {
 /// As [`Allocator::trim_to`], of what is known done and no private pool keeps.
 fn trim_done(allocator: &Allocator, bytes: u64) -> Result<u64, AllocError> {
     allocator.state().shared().pools.forget_those_over();
-    let segments = release_where(allocator, |shared| excess(shared, bytes, Which::Unpromised))?;
+    let segments = release_where(allocator, |shared| excess(shared, bytes, Which::NotForGraphs))?;
     Ok(segments + trim_paged(allocator, bytes)?)
 }
 
@@ -118,7 +118,7 @@ fn excess(core: &Core, bytes: u64, which: Which) -> Vec<BlockId> {
 /// that are not known done stay.
 pub(crate) fn trim_paged(allocator: &Allocator, target: u64) -> Result<u64, AllocError> {
     let recycled = recycle_deferred_releases(allocator, true)?;
-    Ok(recycled + trim_pools(allocator, target, Which::Unpromised)?)
+    Ok(recycled + trim_pools(allocator, target, Which::NotForGraphs)?)
 }
 
 /// Gives free frames of some pools back to the device, until at most `target` bytes are held from
@@ -154,12 +154,12 @@ pub(crate) fn trim_pools(allocator: &Allocator, target: u64, which: Which) -> Re
     let (released, failed) = release_frames(allocator, &mut trim.loose, failed);
     commit_trim(allocator, trim, unmapped);
     // The device gets released memory back only once it is mapped nowhere.
-    let lingering = unmap_lingering_at_gate(allocator, which);
+    let old = unmap_old_mappings_at_gate(allocator, which);
     allocator.device().settle_but_graphs();
     let addresses = give_addresses_back(allocator, if which.has_default() { Which::All } else { which });
     match failed {
         Some(error) => Err(error.into()),
-        None => stuck.and(lingering).and(addresses).map(|()| released * granule),
+        None => stuck.and(old).and(addresses).map(|()| released * granule),
     }
 }
 
@@ -182,17 +182,17 @@ fn commit_trim(allocator: &Allocator, trim: Trim, unmapped: usize) {
 }
 
 /// Unmaps stuck mappings, which the driver refused to unmap when they failed. Their frames become
-/// spare. Such a frame may also be mapped where it was before, so mappings that linger go first,
+/// spare. Such a frame may also be mapped where it was before, so old mappings go first,
 /// and nothing is taken back while the device may use memory through one. Mappings that the driver
 /// still refuses to unmap stay as they are. Returns the first error.
 pub(crate) fn take_stuck_back(allocator: &Allocator) -> Result<(), AllocError> {
     let _gate = allocator.gate()?.shared();
-    let lingering = unmap_lingering_at_gate(allocator, Which::Unpromised);
-    if allocator.state().shared().may_use_lingering() {
-        return lingering;
+    let old = unmap_old_mappings_at_gate(allocator, Which::NotForGraphs);
+    if allocator.state().shared().may_use_old_mappings() {
+        return old;
     }
     let count = allocator.state().shared().paged().stuck.len();
-    (0..count).map(|_| take_one_back(allocator)).fold(lingering, Result::and)
+    (0..count).map(|_| take_one_back(allocator)).fold(old, Result::and)
 }
 
 /// Unmaps the mappings that have been stuck for longest.
@@ -238,34 +238,34 @@ pub(crate) fn synchronize_free(allocator: &Allocator, which: Which) -> Result<bo
     Ok(!waits.is_empty() || !launched.ticks.is_empty() || launched.device.is_some())
 }
 
-/// Unmaps the mappings that linger although the device is known to be done with them, and no graph
+/// Unmaps the old mappings that stay although the device is known to be done with them, and no graph
 /// may use them.
-pub(crate) fn unmap_lingering(allocator: &Allocator) -> Result<(), AllocError> {
-    if !allocator.state().shared().has_lingering() {
+pub(crate) fn unmap_old_mappings(allocator: &Allocator) -> Result<(), AllocError> {
+    if !allocator.state().shared().has_old_mappings() {
         return Ok(());
     }
     let _gate = allocator.gate()?.shared();
-    unmap_lingering_at_gate(allocator, Which::Unpromised)
+    unmap_old_mappings_at_gate(allocator, Which::NotForGraphs)
 }
 
-/// As [`unmap_lingering`], when some pools are to give their memory back; the caller has the gate.
-/// Mappings that the driver refuses to unmap linger on. Returns the first error once all others are
+/// As [`unmap_old_mappings`], when some pools are to give their memory back; the caller has the gate.
+/// Mappings that the driver refuses to unmap stay. Returns the first error once all others are
 /// unmapped.
-pub(crate) fn unmap_lingering_at_gate(allocator: &Allocator, which: Which) -> Result<(), AllocError> {
+pub(crate) fn unmap_old_mappings_at_gate(allocator: &Allocator, which: Which) -> Result<(), AllocError> {
     let captures = allocator.device().is_capturing();
-    let done = if captures { Vec::new() } else { allocator.state().shared().take_lingering(which) };
+    let done = if captures { Vec::new() } else { allocator.state().shared().take_old_mappings(which) };
     let mut failed = Ok(());
     let mut unmapped = Vec::with_capacity(done.len());
-    for lingering in done {
+    for old in done {
         // A capture that began meanwhile is no error.
-        let outcome = unmap_range(allocator.device(), allocator.hooks(), &lingering.range);
-        unmapped.push((lingering, outcome.is_ok()));
+        let outcome = unmap_range(allocator.device(), allocator.hooks(), &old.range);
+        unmapped.push((old, outcome.is_ok()));
         failed = failed.and(unless_capturing(outcome));
     }
     let mut unmapped = unmapped.into_iter().peekable();
     while unmapped.peek().is_some() {
         let mut guard = allocator.state().lock();
-        unmapped.by_ref().take(BATCH).for_each(|(lingering, gone)| guard.commit_unmapped(lingering, gone));
+        unmapped.by_ref().take(BATCH).for_each(|(old, gone)| guard.commit_unmapped(old, gone));
         guard.account_for_granules();
     }
     Ok(failed?)

@@ -36,8 +36,8 @@ impl Core {
 
     /// Accounts for deferred memory after the driver unmapped it, or failed to. Returns the frames
     /// that are of no use to others, with their bytes.
-    pub(crate) fn commit_recycling(&mut self, leaving: Recycling, unmapped: bool) -> Vec<(RawPhysical, u64)> {
-        let Recycling { piece, purpose, frames } = leaving;
+    pub(crate) fn commit_recycling(&mut self, recycled: Recycling, unmapped: bool) -> Vec<(RawPhysical, u64)> {
+        let Recycling { piece, purpose, frames } = recycled;
         let paged = &mut self.paged;
         let Range { start, end } = piece.range;
         if !unmapped {
@@ -162,9 +162,9 @@ impl Core {
 
     /// Retires the memory that a failed growth got, between `from` and `end`, and what it had taken
     /// off the list.
-    pub(crate) fn put_back_retired(&mut self, base: u64, mut from: u64, end: u64, retaken: Vec<DeferredRelease>) {
+    pub(crate) fn put_back_retired(&mut self, base: u64, mut from: u64, end: u64, taken_back: Vec<DeferredRelease>) {
         let paged = &mut self.paged;
-        let known = retaken.iter().chain(paged.deferred_release.of(base));
+        let known = taken_back.iter().chain(paged.deferred_release.of(base));
         let mut known: Vec<Range<u64>> = known.map(|piece| piece.range.clone()).collect();
         known.sort_by_key(|range| range.start);
         known.push(end..end);
@@ -174,6 +174,6 @@ impl Core {
             }
             from = next.end;
         }
-        retaken.into_iter().for_each(|piece| paged.deferred_release.add(piece));
+        taken_back.into_iter().for_each(|piece| paged.deferred_release.add(piece));
     }
 }

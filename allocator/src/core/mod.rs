@@ -75,7 +75,7 @@ pub(crate) struct Core {
     /// back to the device, which do not count as held any more.
     reserved: u64,
     growing: Growing,
-    leaving: u64,
+    being_released: u64,
     /// Segments that back each region: address and, for the snapshot, tag of the allocation that
     /// made them.
     segments: BTreeMap<u64, Tag>,
@@ -142,7 +142,7 @@ impl Core {
 
     /// Bytes held from the device, on their way back there, and about to be taken.
     pub(crate) fn held_at_most(&self) -> u64 {
-        self.reserved.saturating_add(self.leaving).saturating_add(self.growing.now)
+        self.reserved.saturating_add(self.being_released).saturating_add(self.growing.now)
     }
 
     /// Bytes that threads are about to take.
@@ -171,18 +171,18 @@ impl Core {
     }
 
     /// Notes bytes that do not count as held any more, and are on their way back to the device.
-    pub(crate) fn begin_leaving(&mut self, bytes: u64) {
-        self.leaving += bytes;
+    pub(crate) fn begin_releasing(&mut self, bytes: u64) {
+        self.being_released += bytes;
     }
 
     /// Notes that they are back.
-    pub(crate) fn end_leaving(&mut self, bytes: u64) {
-        self.leaving -= bytes;
+    pub(crate) fn end_releasing(&mut self, bytes: u64) {
+        self.being_released -= bytes;
     }
 
     /// What is held of the device.
     pub(crate) fn holding(&self) -> Holding {
-        Holding { bytes: self.reserved.saturating_add(self.leaving), growing: self.growing }
+        Holding { bytes: self.reserved.saturating_add(self.being_released), growing: self.growing }
     }
 
     /// The number of a stream, which becomes known.

@@ -76,7 +76,7 @@ pub(crate) enum Which {
     /// that are closed and no graph uses. Their memory may move to others or go back to the device.
     /// To be asked about under the same locks as choosing that memory, because a graph may be
     /// captured while a thread waits.
-    Unpromised,
+    NotForGraphs,
     /// The other private ones whose free memory no graph may use. Their pool keeps it unless a
     /// request would be refused otherwise.
     Idle,
@@ -112,7 +112,7 @@ impl PoolKey {
 impl Which {
     /// True if the default pools are among them.
     pub(crate) fn has_default(self) -> bool {
-        matches!(self, Which::All | Which::Unpromised | Which::For(_))
+        matches!(self, Which::All | Which::NotForGraphs | Which::For(_))
     }
 }
 
@@ -219,7 +219,7 @@ impl PoolTable {
         let owner = self.owner_of(number);
         match which {
             Which::All => true,
-            Which::Unpromised => owner.is_none_or(Private::is_released),
+            Which::NotForGraphs => owner.is_none_or(Private::is_released),
             Which::Idle => owner.is_some_and(|private| !private.is_released() && !private.keeps_for_graphs(number)),
             Which::Of(key) => owner.is_some_and(|private| private.id == key.id),
             Which::UnusedOf(key) => {
@@ -239,7 +239,7 @@ impl PoolTable {
     pub(crate) fn with_regions(&self, which: Which) -> impl Iterator<Item = PoolId> + '_ {
         let (closed, one) = match which {
             Which::All | Which::Idle | Which::OfIdleGraphs => (None, None),
-            Which::Unpromised => (Some(self.at(self.closed.iter().copied())), None),
+            Which::NotForGraphs => (Some(self.at(self.closed.iter().copied())), None),
             Which::Of(key) | Which::UnusedOf(key) => (None, Some(self.find(key))),
             Which::For(pool) => {
                 (Some(self.at(self.closed.iter().copied())), Some(self.owner_of(pool).filter(|private| private.open)))

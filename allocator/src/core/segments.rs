@@ -73,7 +73,7 @@ impl Core {
         let region = self.heap.remove_region(id);
         let kind = region.pool.kind();
         self.reserved -= region.bytes;
-        self.leaving += region.bytes;
+        self.being_released += region.bytes;
         self.counters.segment.sub(kind, 1);
         self.counters.reserved_bytes.sub(kind, region.bytes);
         let tag = self.segments.remove(&region.addr).unwrap_or_default();
@@ -85,7 +85,7 @@ impl Core {
 
     /// The driver did not take a segment back.
     pub(crate) fn cancel_release(&mut self, Releasing { region, tag, owner, after }: Releasing) {
-        self.leaving -= region.bytes;
+        self.being_released -= region.bytes;
         self.count_segment(region.pool, region.stream, tag, region.addr, region.bytes);
         self.heap_with_pool(region.pool).restore_region(&region, owner, after);
     }
@@ -102,7 +102,7 @@ impl Core {
     }
 
     pub(crate) fn segment_released(&mut self, region: &Region) {
-        self.leaving -= region.bytes;
+        self.being_released -= region.bytes;
         self.pools.forget_region(region.pool);
         self.counters.events.num_device_free += 1;
     }

@@ -19,7 +19,7 @@ impl Core {
         let &Request { stream, pool, size, requested, .. } = request;
         let progress = self.streams.progress_mut(stream)?;
         progress.searches += 1;
-        let block = match self.heap.retake(stream, pool, size, requested) {
+        let block = match self.heap.reuse_last_freed(stream, pool, size, requested) {
             Some(block) => {
                 progress.freed -= size;
                 block

@@ -24,7 +24,7 @@ use crate::pools::wait_for_launched;
 use crate::recovery::ladder::climb_dedicated;
 use crate::recovery::oom::Tried;
 use crate::sleep::options::Part;
-use crate::state::{AllocatorState, special};
+use crate::state::{AllocatorState, slow};
 use crate::tags::Tag;
 use crate::types::{PoolId, Request, StreamId};
 
@@ -210,7 +210,7 @@ impl PrivatePool {
         let state = self.allocator.state();
         let mut shared = state.shared();
         shared.pools.begin_route(thread::current().id(), number, self.key);
-        state.special().fetch_or(special::ROUTED, Ordering::Relaxed);
+        state.slow_reasons().fetch_or(slow::ROUTED, Ordering::Relaxed);
         PoolRoute { allocator: self.allocator.kept_open(), number, not_send: PhantomData }
     }
 
@@ -290,7 +290,7 @@ impl Drop for PoolRoute {
         let state = self.allocator.state();
         let mut shared = state.shared();
         if !shared.pools.end_route(thread::current().id(), self.number) {
-            state.special().fetch_and(!special::ROUTED, Ordering::Relaxed);
+            state.slow_reasons().fetch_and(!slow::ROUTED, Ordering::Relaxed);
         }
     }
 }

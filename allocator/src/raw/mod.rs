@@ -43,11 +43,11 @@ impl Allocator {
     #[inline]
     pub fn alloc_raw(&self, bytes: u64, stream: &Stream) -> Result<DevicePtr, AllocError> {
         let at = Location::caller();
-        let searched = match grant_cached(self, bytes, stream, at, Owner::Raw) {
+        let miss = match grant_cached(self, bytes, stream, at, Owner::Raw) {
             Ok(granted) => return Ok(DevicePtr(granted.addr)),
-            Err(searched) => searched,
+            Err(miss) => miss,
         };
-        let Granted { block, addr } = grant_uncached(self, bytes, stream, searched, at)?;
+        let Granted { block, addr } = grant_uncached(self, bytes, stream, miss, at)?;
         if block != BlockId::NONE {
             let guard = self.state().shared();
             guard.state.raw.insert(addr, block);

@@ -217,7 +217,7 @@ impl<T> Climb<'_, T> {
         let allocator = self.allocator;
         allocator.device().settle();
         wait_for_launched(allocator, &awaited_launches(allocator, None))?;
-        self.tried.released += release_where(allocator, |core| core.whole_segments(Which::Unpromised))?;
+        self.tried.released += release_where(allocator, |core| core.whole_segments(Which::NotForGraphs))?;
         synchronize_free(allocator, Which::All)?;
         self.tried.released += self.release_granules()?;
         allocator.state().shared().counters.events.num_alloc_retries += 1;

@@ -36,7 +36,7 @@ use aquifer_device::{DeviceError, PhysicalOptions};
 use crate::allocator::Allocator;
 use crate::backing::paged::carry_out::{map_frames, unmap_range};
 use crate::backing::paged::lend::lend;
-use crate::backing::trim::unmap_lingering_at_gate;
+use crate::backing::trim::unmap_old_mappings_at_gate;
 use crate::core::paged::frames::{Frame, sizes};
 use crate::core::pools::Which;
 use crate::core::sleep::steps::{Falling, Waking, Woken};
@@ -45,7 +45,7 @@ use crate::error::AllocError;
 use crate::format::Bytes;
 use crate::open::trim_others;
 use crate::sleep::contents::Mover;
-use crate::state::{StateGuard, special};
+use crate::state::{StateGuard, slow};
 use crate::sync::atomic::Ordering;
 use crate::sync::pause_for;
 
@@ -64,10 +64,10 @@ fn try_sleep(allocator: &Allocator, options: &SleepOptions) -> Result<u64, Alloc
         given = allocator.trim_to(0)?;
     }
     let _alone = allocator.gate()?.exclusive();
-    if allocator.state().shared().has_lingering() {
+    if allocator.state().shared().has_old_mappings() {
         // A frame that is released exists as long as it is mapped anywhere.
         allocator.device().synchronize_enqueued()?;
-        unmap_lingering_at_gate(allocator, Which::Unpromised)?;
+        unmap_old_mappings_at_gate(allocator, Which::NotForGraphs)?;
     }
     let falling = fall_asleep(allocator, options)?;
     match give_back(allocator, &falling) {
@@ -313,7 +313,7 @@ fn fall_asleep(allocator: &Allocator, options: &SleepOptions) -> Result<Vec<Fall
     }
     let chosen = guard.begin_sleep(options);
     if options.are_for_all() {
-        state.special().fetch_or(special::ASLEEP, Ordering::Relaxed);
+        state.slow_reasons().fetch_or(slow::ASLEEP, Ordering::Relaxed);
     } else {
         guard.end_isolation();
         guard.isolate_sleeping();
@@ -409,7 +409,7 @@ fn bring_back(allocator: &Allocator, waking: &Waking) -> Result<(), AllocError> 
     let mut guard = allocator.state().lock();
     guard.end_waking(ranges, brought.is_ok());
     if brought.is_ok() {
-        allocator.state().special().fetch_and(!special::ASLEEP, Ordering::Relaxed);
+        allocator.state().slow_reasons().fetch_and(!slow::ASLEEP, Ordering::Relaxed);
     }
     show_list(&guard);
     drop(guard);

@@ -48,8 +48,8 @@ use crate::sync::{Mutex, MutexGuard};
 use crate::tags::Tag;
 use crate::types::BlockId;
 
-/// Reasons why an allocation may not take the fast path, as bits of [`AllocatorState::special()`].
-pub(crate) mod special {
+/// Reasons why an allocation may not take the fast path, as bits of [`AllocatorState::slow_reasons()`].
+pub(crate) mod slow {
     /// Blocks wait for other streams. Some allocations ask how far these got.
     pub(crate) const WAITING: u32 = 1;
     /// Some thread routes its allocations to a private pool.
@@ -129,8 +129,8 @@ pub(crate) type Keeper = Arc<dyn Any + Send + Sync>;
 struct Read {
     /// Number of the allocator's handles; none is needed to keep it open.
     handles: AtomicU32,
-    /// Bits of [`special`].
-    special: AtomicU32,
+    /// Bits of [`slow`].
+    slow: AtomicU32,
 }
 
 /// Allocator states without an allocator, to be recycled.
@@ -151,10 +151,10 @@ impl fmt::Debug for AllocatorState {
 
 impl AllocatorState {
     /// An allocator state for a device, with a core that nothing was allocated from so far.
-    pub(crate) fn open(device: Device, core: Core, special: u32) -> &'static AllocatorState {
+    pub(crate) fn open(device: Device, core: Core, slow: u32) -> &'static AllocatorState {
         let idle = IDLE.lock().pop();
         let state = idle.unwrap_or_else(|| AllocatorState::create());
-        state.read.special.store(special, Ordering::Relaxed);
+        state.read.slow.store(slow, Ordering::Relaxed);
         state.end_quiescing();
         state.end_deciding(&core);
         let witness = device.witness().filter(|witness| witness.watches_blocks());
@@ -167,14 +167,14 @@ impl AllocatorState {
     fn create() -> &'static AllocatorState {
         let state: &'static AllocatorState = Box::leak(Box::default());
         #[cfg(not(aquifer_shuttle))]
-        fork::set_in_child(&state.read.special, special::FORKED);
+        fork::set_in_child(&state.read.slow, slow::FORKED);
         state
     }
 
-    /// Bits of [`special`].
+    /// Bits of [`slow`].
     #[inline]
-    pub(crate) fn special(&self) -> &AtomicU32 {
-        &self.read.special
+    pub(crate) fn slow_reasons(&self) -> &AtomicU32 {
+        &self.read.slow
     }
 
     /// Whether the device has a witness that watches blocks.
@@ -401,9 +401,9 @@ impl StateGuard {
     /// Has allocations ask how far streams got while blocks wait for them, and only then.
     pub(crate) fn show_waiting(&self) {
         if self.locked.core.waiting().is_empty() {
-            self.state.special().fetch_and(!special::WAITING, Ordering::Relaxed);
+            self.state.slow_reasons().fetch_and(!slow::WAITING, Ordering::Relaxed);
         } else {
-            self.state.special().fetch_or(special::WAITING, Ordering::Relaxed);
+            self.state.slow_reasons().fetch_or(slow::WAITING, Ordering::Relaxed);
         }
     }
 }

@@ -39,7 +39,7 @@ pub(super) struct PoolState {
     /// Bytes of slabs that the system is asked for.
     growing: u64,
     /// The number of slabs that go back to the system.
-    leaving: usize,
+    being_released: usize,
     pub(super) limit: Option<u64>,
     /// Counts blocks that became unused and slabs that went.
     pub(super) available: u64,
@@ -87,7 +87,7 @@ impl PoolState {
             slabs: BTreeMap::new(),
             deferred: DeferredBlocks::default(),
             growing: 0,
-            leaving: 0,
+            being_released: 0,
             limit: None,
             available: 0,
             stats: HostMemoryStats::default(),
@@ -110,7 +110,7 @@ impl PoolState {
 
     /// Whether slabs are on their way here or back.
     pub(super) fn is_moving(&self) -> bool {
-        self.growing > 0 || self.leaving > 0
+        self.growing > 0 || self.being_released > 0
     }
 
     /// The first unfinished ticks of deferred blocks, after finished ones became available.
@@ -136,13 +136,13 @@ impl PoolState {
             self.heap.remove_region(first);
             removed.extend(self.slabs.remove(&addr));
         }
-        self.leaving += removed.len();
+        self.being_released += removed.len();
         removed
     }
 
     /// A slab is released, after `time`, or comes back.
     pub(super) fn end_release(&mut self, slab: Slab, gone: bool, time: Duration) {
-        self.leaving -= 1;
+        self.being_released -= 1;
         self.available += 1;
         if gone {
             self.stats.lost(slab.memory.bytes(), time);
@@ -160,7 +160,7 @@ impl PoolState {
     /// small requests, too.
     #[inline]
     pub(super) fn take(&mut self, class: u64, any: bool) -> Option<PoolBlock> {
-        if let Some(id) = self.heap.retake(HOST, pool_of(class), class, class) {
+        if let Some(id) = self.heap.reuse_last_freed(HOST, pool_of(class), class, class) {
             return Some(self.activate(id, class));
         }
         self.heap.coalesce(HOST);
@@ -302,7 +302,7 @@ impl PoolState {
         #[cfg(debug_assertions)]
         assert_eq!(self.heap.check(), Ok(()));
         let slabs: u64 = self.slabs.values().map(|slab| slab.memory.bytes()).sum();
-        assert!(self.leaving > 0 || self.stats.allocated_bytes.current == slabs);
+        assert!(self.being_released > 0 || self.stats.allocated_bytes.current == slabs);
     }
 }
 

@@ -39,16 +39,16 @@ pub(crate) fn recycle_deferred_releases(allocator: &Allocator, waits: bool) -> R
     let Some(_alone) = (if waits { Some(gate.exclusive()) } else { gate.try_exclusive() }) else { return Ok(0) };
     let mut released = 0;
     loop {
-        let leaving = allocator.state().shared().begin_recycling();
-        let Some(leaving) = leaving else { break };
-        let failed = unmap_leaving(allocator, &leaving);
+        let recycled = allocator.state().shared().begin_recycling();
+        let Some(recycled) = recycled else { break };
+        let failed = unmap_recycled(allocator, &recycled);
         let mut guard = allocator.state().lock();
-        let frames = guard.commit_recycling(leaving, failed.is_none());
+        let frames = guard.commit_recycling(recycled, failed.is_none());
         let bytes = frames.iter().map(|&(_, bytes)| bytes).sum::<u64>();
-        guard.begin_leaving(bytes);
+        guard.begin_releasing(bytes);
         drop(guard);
         frames.into_iter().for_each(|(physical, _)| release(allocator.device(), physical));
-        allocator.state().shared().end_leaving(bytes);
+        allocator.state().shared().end_releasing(bytes);
         released += bytes;
         if let Some(error) = failed {
             // A capture that began meanwhile.
@@ -69,8 +69,8 @@ pub(crate) fn may_recycle(allocator: &Allocator, core: &mut Core) -> bool {
 
 /// Unmaps deferred memory. Returns the error, if any; the memory is then mapped still, and stays
 /// deferred.
-fn unmap_leaving(allocator: &Allocator, leaving: &Recycling) -> Option<DeviceError> {
-    let DeferredRelease { range, was_told, .. } = &leaving.piece;
+fn unmap_recycled(allocator: &Allocator, recycled: &Recycling) -> Option<DeviceError> {
+    let DeferredRelease { range, was_told, .. } = &recycled.piece;
     if *was_told {
         unmap_range(allocator.device(), allocator.hooks(), range).err()
     } else {

@@ -157,7 +157,7 @@ fn fill_step(allocator: &Allocator, request: &Request, place: &Place, may_ask: b
     let (granule, at_hand) = (paged.granule, paged.spares.granules());
     let granules = lacking.bytes() / granule;
     let spares = granules.min(at_hand);
-    let donors = guard.donors(granules - spares, None, Which::Unpromised);
+    let donors = guard.donors(granules - spares, None, Which::NotForGraphs);
     let buy = (granules - spares).saturating_sub(donors.granules);
     if buy > 0 && may_ask {
         let ticks = guard.streams.not_done(latest_by_stream(donors.not_done.keys().copied()));

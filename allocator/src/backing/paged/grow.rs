@@ -10,9 +10,10 @@ use crate::allocator::Allocator;
 use crate::backing::growth::{Growth, buyable, room};
 use crate::backing::paged::carry_out::carry_out;
 use crate::backing::paged::dedicated::{may_recycle, recycle_deferred_releases};
-use crate::backing::trim::{give_addresses_back, unmap_lingering};
+use crate::backing::trim::{give_addresses_back, unmap_old_mappings};
 use crate::core::Core;
 use crate::core::limits::Refusal;
+use crate::core::paged::layout::ALIGNMENT;
 use crate::core::pools::Which;
 use crate::core::remap::commit::Committed;
 use crate::core::remap::draft::Draft;
@@ -55,7 +56,7 @@ pub(crate) fn grow_paged(allocator: &Allocator, request: &Request) -> Result<Gro
     let mut allowed = Allowed { ask: true, purchase: Purchase::InsteadOfMoving };
     for _ in 0..ROUNDS {
         recycle_deferred_releases(allocator, false)?;
-        if let Err(error) = unmap_lingering(allocator) {
+        if let Err(error) = unmap_old_mappings(allocator) {
             tracing::warn!(%error, "memory stays mapped at addresses that it moved away from");
         }
         match next_step(allocator, request, &allowed)? {
@@ -207,19 +208,17 @@ fn reserve_addresses(allocator: &Allocator, request: &Request) -> Result<bool, A
     let shared = allocator.state().shared();
     let paged = shared.paged();
     let (granule, count, held) = (paged.granule, paged.reservations(), paged.address_bytes());
-    let slot = paged.weights.slot_most().max(granule);
     drop(shared);
     let left = allocator.device().info().total_bytes.saturating_mul(ADDRESSES_FOR_MEMORY).saturating_sub(held);
     let least = request.size.next_multiple_of(granule) + granule;
     let share = if request.size <= crate::size_class::SMALL_SIZE { 16 } else { 1 };
     let mut bytes = (left / (ADDRESSES_FOR_MEMORY + count) / share).next_multiple_of(granule).max(least);
-    let mut gave_back = false;
+    let (mut gave_back, alignment) = (false, ALIGNMENT.max(granule));
     allocator.device().settle_unused();
     loop {
         let driver = allocator.device().driver();
-        // So that the first slot is whole, if the driver gives such addresses.
-        let reserved = driver.reserve(bytes, slot).or_else(|refused| {
-            tracing::debug!(%refused, slot, "addresses are reserved without this alignment");
+        let reserved = driver.reserve(bytes, alignment).or_else(|refused| {
+            tracing::debug!(%refused, alignment, "addresses are reserved without this alignment");
             driver.reserve(bytes, granule)
         });
         match reserved {
@@ -287,7 +286,7 @@ mod tests {
         for options in ["headroom_mb:100", "limit_free_fraction:0.9", "limit_mb:900"] {
             finds(options, Core::begin_growing, Core::end_growing);
         }
-        finds("limit_mb:900", Core::begin_leaving, Core::end_leaving);
+        finds("limit_mb:900", Core::begin_releasing, Core::end_releasing);
     }
 
     #[test]

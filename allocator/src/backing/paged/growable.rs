@@ -184,9 +184,9 @@ impl Growable {
         self.order_after(stream, self.rest.iter().copied())?;
         if size > self.size() {
             let (base, end) = (self.ptr().0, self.ptr().0 + size);
-            let retaken = self.allocator().state().shared().take_retired(base, end);
-            if let Err(error) = self.fill(size, bytes, stream, &retaken) {
-                self.put_back(retaken, size);
+            let taken_back = self.allocator().state().shared().take_retired(base, end);
+            if let Err(error) = self.fill(size, bytes, stream, &taken_back) {
+                self.put_back(taken_back, size);
                 return Err(error);
             }
         }
@@ -242,8 +242,8 @@ impl Growable {
     }
 
     /// Maps memory at all addresses up to `size`, usable by work on `stream`.
-    fn fill(&self, size: u64, bytes: u64, stream: &Stream, retaken: &[DeferredRelease]) -> Result<(), AllocError> {
-        self.order_after(stream, retaken.iter().flat_map(|piece| piece.uses.iter().copied()))?;
+    fn fill(&self, size: u64, bytes: u64, stream: &Stream, taken_back: &[DeferredRelease]) -> Result<(), AllocError> {
+        self.order_after(stream, taken_back.iter().flat_map(|piece| piece.uses.iter().copied()))?;
         let allocator = self.allocator();
         let (base, stream, grown) = (self.ptr().0, StreamId::of(stream), size - self.size());
         let requested = bytes - self.bytes();
@@ -267,11 +267,11 @@ impl Growable {
     }
 
     /// Retires the memory that a failed growth to `size` has got so far.
-    fn put_back(&self, retaken: Vec<DeferredRelease>, size: u64) {
+    fn put_back(&self, taken_back: Vec<DeferredRelease>, size: u64) {
         // Falling asleep and waking up take memory off the table for a while. A thread that may not
         // pass the gate has got nothing.
         let _gate = self.allocator().gate().map(Gate::shared);
         let base = self.ptr().0;
-        self.allocator().state().shared().put_back_retired(base, base + self.size(), base + size, retaken);
+        self.allocator().state().shared().put_back_retired(base, base + self.size(), base + size, taken_back);
     }
 }

@@ -53,17 +53,17 @@ impl Bench {
         between
     }
 
-    /// Leaves two mappings that linger. Returns the block whose memory was there, and two others.
-    fn with_two_lingering(&self) -> [Allocation; 3] {
+    /// Leaves two old mappings. Returns the block whose memory was there, and two others.
+    fn with_two_old_mappings(&self) -> [Allocation; 3] {
         let [low, one, middle, other, high] = [64, 4, 64, 4, 64].map(|mib| self.alloc(mib));
         [low, middle, high].into_iter().for_each(|block| self.free(block));
         let block = self.alloc(192);
-        assert_eq!((self.lingering(), self.lagging.stalls()), (2, 0));
+        assert_eq!((self.old_mappings(), self.lagging.stalls()), (2, 0));
         [block, one, other]
     }
 
-    fn lingering(&self) -> usize {
-        self.allocator.state().shared().paged().lingering.len()
+    fn old_mappings(&self) -> usize {
+        self.allocator.state().shared().paged().old_mappings.len()
     }
 
     fn free_bytes(&self) -> u64 {
@@ -74,7 +74,7 @@ impl Bench {
     fn check_empty(self) {
         self.device.synchronize().unwrap();
         self.allocator.empty_cache().unwrap();
-        assert_eq!((self.allocator.memory_reserved(), self.lingering(), self.free_bytes()), (0, 0, CAPACITY));
+        assert_eq!((self.allocator.memory_reserved(), self.old_mappings(), self.free_bytes()), (0, 0, CAPACITY));
         assert_eq!(self.lagging.take_violation(), None);
     }
 }
@@ -87,7 +87,7 @@ fn a_stream_uses_its_memory_elsewhere_before_the_device_is_done_with_it() {
     let block = bench.alloc(128);
     let reserved = bench.allocator.memory_reserved();
     assert!(reserved <= before + 8 * MIB && bench.lagging.stalls() == 0, "{before}, then {reserved}");
-    assert!(bench.lingering() > 0 && bench.allocator.stats().remaps == 1);
+    assert!(bench.old_mappings() > 0 && bench.allocator.stats().remaps == 1);
     assert_eq!(bench.free_bytes(), CAPACITY - reserved);
     [block, between].into_iter().for_each(|block| bench.free(block));
     bench.check_empty();
@@ -98,13 +98,13 @@ fn earlier_mappings_go_once_the_device_is_done() {
     let bench = Bench::new(50);
     let _between = bench.with_gap();
     let block = bench.alloc(128);
-    assert!(bench.lingering() > 0);
+    assert!(bench.old_mappings() > 0);
     // An event covers the uses, and the device gets there.
     bench.free(block);
     (0..200).for_each(|_| bench.lagging.advance());
     bench.device.default_stream().tick().cover().unwrap();
     bench.free(bench.alloc(200));
-    assert_eq!(bench.lingering(), 0);
+    assert_eq!(bench.old_mappings(), 0);
     assert_eq!(bench.lagging.take_violation(), None);
 }
 
@@ -131,7 +131,7 @@ fn work_of_another_stream_at_the_new_address_must_wait_for_work_at_the_old_one()
         between
     };
     let (block, side) = (bench.alloc(128), bench.device.stream().unwrap());
-    assert!(bench.lingering() > 0);
+    assert!(bench.old_mappings() > 0);
     let at = block.ptr();
     bench.free(block);
     assert_eq!(bench.sim.take_violations(), []);
@@ -158,19 +158,19 @@ fn a_move_that_fails_leaves_nothing_behind() {
 }
 
 #[test]
-fn a_mapping_that_cannot_be_unmapped_lingers_until_a_later_try() {
+fn an_old_mapping_that_cannot_be_unmapped_stays_until_a_later_try() {
     for nth in [1, 2] {
         let bench = Bench::new(1000);
-        let blocks = bench.with_two_lingering();
+        let blocks = bench.with_two_old_mappings();
         let reserved = bench.allocator.memory_reserved();
         bench.device.synchronize().unwrap();
         bench.sim.inject(Fault::Nth { operation: Some(Operation::Unmap), nth, code: Code(999) });
         let other = bench.alloc(200);
-        assert_eq!(bench.lingering(), 1, "the other mapping went, and the request was served");
+        assert_eq!(bench.old_mappings(), 1, "the other mapping went, and the request was served");
         assert_eq!(bench.allocator.memory_reserved(), reserved + 200 * MIB);
         bench.sim.inject(Fault::Nth { operation: Some(Operation::Unmap), nth: 1, code: Code(999) });
         bench.allocator.empty_cache().unwrap_err();
-        assert_eq!(bench.lingering(), 0, "a trim tries again at its end");
+        assert_eq!(bench.old_mappings(), 0, "a trim tries again at its end");
         blocks.into_iter().chain([other]).for_each(|block| bench.free(block));
         bench.check_empty();
     }
@@ -179,7 +179,7 @@ fn a_mapping_that_cannot_be_unmapped_lingers_until_a_later_try() {
 #[test]
 fn a_trim_releases_what_it_can_while_a_mapping_cannot_be_unmapped() {
     let bench = Bench::new(1000);
-    let blocks = bench.with_two_lingering();
+    let blocks = bench.with_two_old_mappings();
     blocks.into_iter().for_each(|block| bench.free(block));
     bench.device.synchronize().unwrap();
     for nth in [1, 2] {
@@ -199,7 +199,7 @@ fn nothing_moves_early_where_the_driver_maps_memory_only_once() {
         assert_eq!(bench.allocator.why_segments(), None);
         let between = bench.with_gap();
         let block = bench.alloc(128);
-        assert_eq!(bench.lingering(), 0);
+        assert_eq!(bench.old_mappings(), 0);
         [block, between].into_iter().for_each(|block| bench.free(block));
         bench.check_empty();
     }
@@ -211,10 +211,10 @@ fn sleep_and_an_end_of_the_allocator_leave_no_earlier_mapping() {
         let bench = Bench::new(1000);
         let between = bench.with_gap();
         let block = bench.alloc(128);
-        assert!(bench.lingering() > 0);
+        assert!(bench.old_mappings() > 0);
         if sleeps {
             bench.allocator.sleep(Contents::Discard).unwrap();
-            assert_eq!((bench.free_bytes(), bench.lingering()), (CAPACITY, 0));
+            assert_eq!((bench.free_bytes(), bench.old_mappings()), (CAPACITY, 0));
             bench.allocator.wake().unwrap();
         }
         [block, between].into_iter().for_each(|block| bench.free(block));

@@ -163,7 +163,7 @@ impl Heap {
 
     /// Takes the block that the stream deferred last, if that is the block that the request gets.
     #[inline(always)]
-    pub fn retake(&mut self, stream: StreamId, pool: PoolId, size: u64, requested: u64) -> Option<BlockId> {
+    pub fn reuse_last_freed(&mut self, stream: StreamId, pool: PoolId, size: u64, requested: u64) -> Option<BlockId> {
         let of_stream = self.streams.get_mut(stream.index())?;
         let id = of_stream.deferred.newest.block;
         if of_stream.deferred.newest.size != size || self.blocks[id].pool != pool {
@@ -238,7 +238,7 @@ mod tests {
             heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::SMALL, 4096, 4096).is_none(),
             "deferred blocks are in no index"
         );
-        let newest = heap.retake(StreamId(0), PoolId::SMALL, 4096, 100).unwrap();
+        let newest = heap.reuse_last_freed(StreamId(0), PoolId::SMALL, 4096, 100).unwrap();
         assert_eq!((newest, heap.blocks[newest].requested), (live[2 * OLDER + 1], 100));
         defer(&mut heap, newest, ticks(5));
         defer(&mut heap, live[20], ticks(6));
@@ -278,7 +278,7 @@ mod tests {
             for (after, (take, units, which)) in (1..).zip(steps) {
                 if take {
                     let size = units * 512;
-                    let taken = heap.retake(StreamId(0), PoolId::SMALL, size, size).or_else(|| {
+                    let taken = heap.reuse_last_freed(StreamId(0), PoolId::SMALL, size, size).or_else(|| {
                         heap.make_room(StreamId(0));
                         heap.take_best(Owner::in_own_regions(StreamId(0)), PoolId::SMALL, size, size)
                     });

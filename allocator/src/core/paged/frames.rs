@@ -36,7 +36,7 @@ impl Frame {
 /// Addresses at which frames are mapped that moved elsewhere, or that another capture of the pool
 /// has elsewhere, too (`trim.rs`).
 #[derive(Debug)]
-pub(crate) struct Lingering {
+pub(crate) struct OldMapping {
     pub(crate) block: BlockId,
     pub(crate) range: Range<u64>,
     pub(crate) last_use: Use,

@@ -8,7 +8,7 @@ use std::ops::Range;
 use aquifer_device::{DevicePtr, PhysicalOptions, RawPhysical, Reservation};
 
 use crate::core::paged::deferred_release::DeferredReleases;
-use crate::core::paged::frames::{Frame, Lingering, LooseFrames, granules_of};
+use crate::core::paged::frames::{Frame, LooseFrames, OldMapping, granules_of};
 use crate::core::paged::places::Places;
 use crate::core::paged::{Capacity, Pins};
 use crate::core::policy::Weights;
@@ -45,9 +45,9 @@ pub(crate) struct Paged {
     /// Mappings that cannot be used and that the driver has not unmapped so far.
     pub(crate) stuck: VecDeque<Stuck>,
     /// Addresses at which frames are mapped that moved elsewhere.
-    pub(crate) lingering: Vec<Lingering>,
+    pub(crate) old_mappings: Vec<OldMapping>,
     /// Granules of spare frames that operations are working with.
-    pub(crate) in_hands: u64,
+    pub(crate) in_flight: u64,
     /// Bytes mapped for small and for large pools.
     pub(crate) mapped_bytes: [u64; 2],
     /// The same as counted in the statistics so far, where spare granules count as large.
@@ -148,8 +148,8 @@ impl Paged {
             sleep: Sleep::default(),
             spares,
             stuck: VecDeque::new(),
-            lingering: Vec::new(),
-            in_hands: 0,
+            old_mappings: Vec::new(),
+            in_flight: 0,
             mapped_bytes: [0; 2],
             accounted: [0; 2],
             peak: 0,
@@ -180,8 +180,8 @@ impl Paged {
     /// Bytes held from the device that are not behind usable addresses.
     pub(crate) fn spare_bytes(&self) -> u64 {
         let stuck: u64 = self.stuck.iter().map(Stuck::bytes).sum();
-        let unmoved: u64 = self.lingering.iter().map(|lingering| granules_of(&lingering.unmoved)).sum();
-        (self.spares.granules() + self.in_hands + unmoved) * self.granule + stuck
+        let unmoved: u64 = self.old_mappings.iter().map(|old| granules_of(&old.unmoved)).sum();
+        (self.spares.granules() + self.in_flight + unmoved) * self.granule + stuck
     }
 
     /// Number of reservations.
@@ -301,13 +301,13 @@ impl Paged {
     /// exportable memory, and what is mapped at several addresses.
     pub(crate) fn may_sleep<'a>(&'a self, pins: &'a Pins) -> impl Iterator<Item = MaySleep> + 'a {
         let is_unusable = |frame: &MaySleep| self.is_unusable(frame.base, frame.range.start);
-        let stays = move |frame: &MaySleep| pins.are_in(frame.range.clone()) || self.lingers_of(&frame.range);
+        let stays = move |frame: &MaySleep| pins.are_in(frame.range.clone()) || self.has_old_mapping(&frame.range);
         self.frames().filter(move |frame| !stays(frame) && !is_unusable(frame))
     }
 
     /// True if a frame may be mapped at other addresses, too.
-    pub(crate) fn lingers_of(&self, frame: &Range<u64>) -> bool {
-        self.lingering.iter().any(|one| one.window.start < frame.end && frame.start < one.window.end)
+    pub(crate) fn has_old_mapping(&self, frame: &Range<u64>) -> bool {
+        self.old_mappings.iter().any(|one| one.window.start < frame.end && frame.start < one.window.end)
     }
 
     /// The frames that are mapped, by address, each with its reservation, without exportable
@@ -376,12 +376,12 @@ impl Paged {
                 (ptr, frame.granules() * reserved.granule, Some(frame.physical))
             });
             let within = |range: &Range<u64>| addr <= range.start && range.start < addr + reserved.bytes;
-            let lingering = self.lingering.iter().map(|lingering| lingering.range.clone()).filter(within);
-            let lingering = lingering.map(|range| (DevicePtr(range.start), range.end - range.start, None));
-            let mapped = mapped.chain(lingering).collect();
+            let old = self.old_mappings.iter().map(|old| old.range.clone()).filter(within);
+            let old = old.map(|range| (DevicePtr(range.start), range.end - range.start, None));
+            let mapped = mapped.chain(old).collect();
             reservations.push(Reservation { ptr: DevicePtr(addr), bytes: reserved.bytes, mapped });
         }
-        let unmoved = self.lingering.iter().flat_map(|lingering| lingering.unmoved.iter().copied());
+        let unmoved = self.old_mappings.iter().flat_map(|old| old.unmoved.iter().copied());
         loose.extend(self.spares.iter().chain(unmoved).map(|frame| frame.physical));
         (reservations, loose)
     }

@@ -35,13 +35,18 @@ impl Slots {
     }
 }
 
-/// Lengths, in granules, of the two parts of a range to fill: below and above the most aligned
-/// address in it. Frames whose sizes ascend in the one and descend in the other lie at multiples of
-/// their size.
+/// The alignment of reservations, where the driver gives such addresses. No address counts as more
+/// aligned, so that a program gets the same frames wherever its reservations are.
+pub(crate) const ALIGNMENT: u64 = 256 << 20;
+
+/// Lengths, in granules, of the two parts of a range to fill: below and above the first of the most
+/// aligned addresses in it. Frames whose sizes ascend in the one and descend in the other lie at
+/// multiples of their size.
 pub(crate) fn parts(range: &Range<u64>, granule: u64) -> [u64; 2] {
     let Range { start, end } = *range;
     let common = (start.wrapping_sub(1) ^ end).checked_ilog2().unwrap_or(0);
-    let border = if start < end { (end >> common << common).max(start) } else { start };
+    let most = if start < end { (end >> common << common).max(start) } else { start };
+    let border = start.checked_next_multiple_of(ALIGNMENT).filter(|&first| first <= end).unwrap_or(most);
     [(border - start) / granule, (end - border) / granule]
 }
 

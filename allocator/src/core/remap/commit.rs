@@ -30,7 +30,7 @@ impl Core {
         self.commit_donors(&donors, done);
         let unmapped = donors[..done.unmapped].iter().map(|donor| donor.bytes).sum::<u64>();
         let paged = &mut self.paged;
-        paged.in_hands -= spares;
+        paged.in_flight -= spares;
         paged.spares.extend(done.spares.iter());
         for filled in &done.filled {
             paged.put_all(filled.range.start, &filled.frames);

@@ -61,12 +61,12 @@ impl Core {
     pub(crate) fn plan_lending(&mut self, bytes: u64) -> Option<(Work, Remap)> {
         let paged = &self.paged;
         let granule = paged.granule;
-        let shared: u64 = paged.lingering.iter().map(|one| (one.window.end - one.window.start) / granule).sum();
+        let shared: u64 = paged.old_mappings.iter().map(|one| (one.window.end - one.window.start) / granule).sum();
         let wanted = bytes.div_ceil(granule);
         let mut donors = self.donors(wanted.saturating_add(shared), None, Which::OfIdleGraphs);
         // What graphs have at several addresses stays.
         if shared > 0 {
-            donors.chosen.retain(|donor| !self.paged.lingers_of(&range_of(donor)));
+            donors.chosen.retain(|donor| !self.paged.has_old_mapping(&range_of(donor)));
             donors.granules = donors.chosen.iter().map(|donor| donor.bytes / granule).sum();
         }
         donors.truncate(wanted, granule);

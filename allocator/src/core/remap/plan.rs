@@ -149,7 +149,7 @@ impl Core {
         let paged = &mut self.paged;
         let spares = paged.spares.take(remap.spares);
         remap.spares = spares.granules();
-        paged.in_hands += remap.spares;
+        paged.in_flight += remap.spares;
         let (granule, options, access, create) = (paged.granule, paged.options, paged.access.clone(), remap.create);
         self.growing.begin(create * granule);
         Work { granule, options, access, create, sizes, unmap, reused, spares, fill }

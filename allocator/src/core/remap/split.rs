@@ -41,7 +41,7 @@ impl Core {
     /// The frames of several granules that are free in part, and that may be split. In the window,
     /// splitting gains nothing.
     pub(crate) fn split_candidates(&mut self, window: &Range<u64>) -> Vec<Split> {
-        let free = self.free_granules(Which::Unpromised);
+        let free = self.free_granules(Which::NotForGraphs);
         let paged = &self.paged;
         let mut frames: BTreeMap<u64, Split> = BTreeMap::new();
         let mut not_done = Vec::new();
@@ -166,7 +166,7 @@ impl Core {
                     paged.mapped_bytes[kind as usize] += range.end - range.start;
                     continue;
                 }
-                paged.in_hands += granules_of(&frames);
+                paged.in_flight += granules_of(&frames);
                 let (is_dedicated, place, largest, saved) = (false, ContentsPlace::InFrames, 1, Vec::new());
                 outcome.unmapped.push(SleepingRange {
                     range,

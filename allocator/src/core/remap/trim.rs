@@ -1,10 +1,10 @@
-//! Taking free frames out of the heap, on their way back to the device; and mappings that linger
-//! where frames moved away before the device was done with them.
+//! Taking free frames out of the heap, on their way back to the device; and old mappings, where
+//! frames moved away before the device was done with them.
 
 use std::ops::Range;
 
 use crate::core::Core;
-use crate::core::paged::frames::{Frame, Lingering, LooseFrames, granules_of};
+use crate::core::paged::frames::{Frame, LooseFrames, OldMapping, granules_of};
 use crate::core::paged::granules::Stuck;
 use crate::core::pools::Which;
 use crate::core::remap::donors::Donor;
@@ -25,12 +25,12 @@ pub(crate) struct Trim {
 }
 
 impl Core {
-    /// What free memory in some pools, and mappings that linger, wait for.
+    /// What free memory in some pools, and old mappings, wait for.
     pub(crate) fn free_not_done(&mut self, which: Which) -> Pending {
         let free = self.donors(u64::MAX, None, which).not_done;
         let may_unmap = which.has_default() && !self.streams.any_captures();
-        let lingering = if may_unmap { self.lingering_not_done() } else { Vec::new() };
-        self.streams.not_done(latest_by_stream(free.into_keys().chain(lingering)))
+        let old = if may_unmap { self.old_mappings_not_done() } else { Vec::new() };
+        self.streams.not_done(latest_by_stream(free.into_keys().chain(old)))
     }
 
     /// Takes free frames out of the heaps, and spare ones, until `target` bytes are held: those of
@@ -61,7 +61,7 @@ impl Core {
             bytes += donor.bytes;
         }
         trim.bytes += bytes;
-        self.leaving += bytes;
+        self.being_released += bytes;
         self.account_for_granules();
         next
     }
@@ -83,7 +83,7 @@ impl Core {
     /// Ends a trim: the loose frames are still here. What was bought so that less moves is not worth
     /// its memory any more.
     pub(crate) fn commit_trim(&mut self, bytes: u64, loose: &LooseFrames) {
-        self.leaving -= bytes;
+        self.being_released -= bytes;
         let paged = &mut self.paged;
         paged.spares.extend(loose.iter());
         paged.moves = if bytes > 0 { 0 } else { paged.moves };
@@ -98,7 +98,7 @@ impl Core {
             return None;
         }
         let stuck = paged.stuck.pop_front()?;
-        paged.in_hands += stuck.bytes() / paged.granule;
+        paged.in_flight += stuck.bytes() / paged.granule;
         Some(stuck)
     }
 
@@ -106,7 +106,7 @@ impl Core {
     /// stay.
     pub(crate) fn commit_stuck(&mut self, mut stuck: Stuck, unmapped: usize) {
         let paged = &mut self.paged;
-        paged.in_hands -= stuck.bytes() / paged.granule;
+        paged.in_flight -= stuck.bytes() / paged.granule;
         for frame in stuck.frames.split_off(stuck.frames.len() - unmapped) {
             let loose = paged.forget_mapped(frame.start, frame.end - frame.start);
             paged.spares.extend(loose);
@@ -155,7 +155,7 @@ impl Core {
             }
             let Donor { block, after, .. } = *donor;
             let last_use = Use { stream: self.heap.block(block).owner, after };
-            paged.lingering.push(Lingering { block, range, last_use, window: window.clone(), unmoved });
+            paged.old_mappings.push(OldMapping { block, range, last_use, window: window.clone(), unmoved });
             paged.mapped_bytes[self.heap.region_of(block).pool.kind() as usize] -= donor.bytes;
             self.heap.empty_held(block);
             self.note_donor(Action::SegmentUnmap, donor);
@@ -164,37 +164,37 @@ impl Core {
         left
     }
 
-    /// Accounts for a mapping that was taken off the list: it is gone, or lingers on.
-    pub(crate) fn commit_unmapped(&mut self, lingering: Lingering, gone: bool) {
+    /// Accounts for a mapping that was taken off the list: it is gone, or stays.
+    pub(crate) fn commit_unmapped(&mut self, old: OldMapping, gone: bool) {
         let paged = &mut self.paged;
-        paged.in_hands -= granules_of(&lingering.unmoved);
+        paged.in_flight -= granules_of(&old.unmoved);
         if gone {
-            paged.spares.extend(lingering.unmoved);
-            self.heap.unhold_as_hole(lingering.block);
+            paged.spares.extend(old.unmoved);
+            self.heap.unhold_as_hole(old.block);
         } else {
-            paged.lingering.push(lingering);
+            paged.old_mappings.push(old);
         }
     }
 
     /// The uses that such mappings wait for.
-    pub(crate) fn lingering_not_done(&self) -> Vec<Use> {
-        let all = self.paged.lingering.iter().map(|one| one.last_use);
+    pub(crate) fn old_mappings_not_done(&self) -> Vec<Use> {
+        let all = self.paged.old_mappings.iter().map(|one| one.last_use);
         all.filter(|&one| !self.streams.is_done(one)).collect()
     }
 
     /// True if there are such mappings, done or not.
-    pub(crate) fn has_lingering(&self) -> bool {
-        !self.paged.lingering.is_empty()
+    pub(crate) fn has_old_mappings(&self) -> bool {
+        !self.paged.old_mappings.is_empty()
     }
 
     /// True if the device may be using memory through such a mapping.
-    pub(crate) fn may_use_lingering(&self) -> bool {
-        self.paged.lingering.iter().any(|one| self.lingers(one, Which::Unpromised))
+    pub(crate) fn may_use_old_mappings(&self) -> bool {
+        self.paged.old_mappings.iter().any(|one| self.keeps_old(one, Which::NotForGraphs))
     }
 
     /// True if such a mapping stays although some pools are to give their memory back: the device
     /// may be using it, or a graph may.
-    fn lingers(&self, one: &Lingering, which: Which) -> bool {
+    fn keeps_old(&self, one: &OldMapping, which: Which) -> bool {
         let pool = self.heap.block(one.block).pool;
         let is_kept = self.pools.keeps_for_graphs(pool) && !self.pools.is_among(pool, which);
         is_kept || !self.streams.is_done(one.last_use)
@@ -202,12 +202,12 @@ impl Core {
 
     /// Takes the mappings off the list that need not stay although some pools are to give their
     /// memory back.
-    pub(crate) fn take_lingering(&mut self, which: Which) -> Vec<Lingering> {
-        let all = std::mem::take(&mut self.paged.lingering);
-        let (rest, over) = all.into_iter().partition::<Vec<_>, _>(|one| self.lingers(one, which));
+    pub(crate) fn take_old_mappings(&mut self, which: Which) -> Vec<OldMapping> {
+        let all = std::mem::take(&mut self.paged.old_mappings);
+        let (rest, over) = all.into_iter().partition::<Vec<_>, _>(|one| self.keeps_old(one, which));
         let paged = &mut self.paged;
-        paged.lingering = rest;
-        paged.in_hands += over.iter().map(|one| granules_of(&one.unmoved)).sum::<u64>();
+        paged.old_mappings = rest;
+        paged.in_flight += over.iter().map(|one| granules_of(&one.unmoved)).sum::<u64>();
         over
     }
 }

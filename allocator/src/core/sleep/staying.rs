@@ -70,7 +70,7 @@ impl Core {
         for (region, _, block) in self.heap.all_blocks() {
             let tag = match block.state {
                 State::Live => Some(Tag(block.tag)),
-                state if state.is_free() && !self.pools.is_among(block.pool, Which::Unpromised) => None,
+                state if state.is_free() && !self.pools.is_among(block.pool, Which::NotForGraphs) => None,
                 _ => continue,
             };
             match is_to_sleep(block.pool, tag) {
@@ -96,7 +96,7 @@ impl Core {
             let inside = &in_use[first..first + count];
             let why = match inside.iter().any(|(.., sleeps)| !sleeps) {
                 _ if self.pins.are_in(frame.clone()) => KeptBy::Pin,
-                _ if paged.lingers_of(&frame) => KeptBy::Graphs,
+                _ if paged.has_old_mapping(&frame) => KeptBy::Graphs,
                 true if !options.are_for_all() => KeptBy::SharedFrame,
                 _ => continue,
             };

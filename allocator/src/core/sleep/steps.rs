@@ -90,7 +90,7 @@ impl Core {
             let bytes = range.end - range.start;
             let frames = paged.forget_mapped(range.start, bytes);
             paged.mapped_bytes[kind as usize] -= bytes;
-            paged.in_hands += granules_of(&frames);
+            paged.in_flight += granules_of(&frames);
             let largest = frames.iter().map(|frame| frame.granules.get()).max().unwrap_or(1);
             let mapped = frames.len();
             let (place, saved) = (ContentsPlace::InPlace, Vec::new());
@@ -134,7 +134,7 @@ impl Core {
 
     /// True if a private pool keeps the free memory of a heap pool: a graph may use it.
     fn is_promised(&self, pool: PoolId) -> bool {
-        !self.pools.is_among(pool, Which::Unpromised)
+        !self.pools.is_among(pool, Which::NotForGraphs)
     }
 }
 
@@ -222,7 +222,7 @@ impl Core {
     pub(super) fn forget_free(&mut self, ranges: Vec<SleepingRange>) -> Vec<SleepingRange> {
         // Blocks that were given back meanwhile.
         self.heap.end_quarantine(|_| true);
-        let free = self.free_granules(Which::Unpromised);
+        let free = self.free_granules(Which::NotForGraphs);
         let mut gone = Vec::new();
         for donor in free {
             let end = donor.addr + donor.bytes;
@@ -325,7 +325,7 @@ impl Core {
         if paged.sleep.is_whole {
             spares.extend(std::mem::take(&mut paged.spares).iter());
         }
-        paged.in_hands += granules_of(&spares);
+        paged.in_flight += granules_of(&spares);
         Some((paged.sleep.take_ranges(), spares))
     }
 
@@ -333,7 +333,7 @@ impl Core {
     /// other spare frames back.
     pub(crate) fn commit_release_sleeping(&mut self, ranges: Vec<SleepingRange>, spares: Vec<Frame>, released: u64) {
         let paged = &mut self.paged;
-        paged.in_hands -= released + granules_of(&spares);
+        paged.in_flight -= released + granules_of(&spares);
         paged.spares.extend(spares);
         self.end_isolation();
         let ranges = self.forget_free(ranges);
@@ -359,7 +359,7 @@ impl Core {
     /// `lacking` bytes were to be created.
     pub(crate) fn commit_created(&mut self, created: u64, released: u64, lacking: u64) {
         let paged = &mut self.paged;
-        paged.in_hands = paged.in_hands + created - released;
+        paged.in_flight = paged.in_flight + created - released;
         self.counters.events.num_device_alloc += u64::from(created > released);
         self.account_for_granules();
         self.growing.end(lacking);
@@ -371,7 +371,7 @@ impl Core {
         for SleepingRange { range, kind, frames, .. } in woken {
             paged.put_all(range.start, frames);
             paged.mapped_bytes[*kind as usize] += range.end - range.start;
-            paged.in_hands -= granules_of(frames);
+            paged.in_flight -= granules_of(frames);
         }
         self.account_for_granules();
         let mapped = woken.iter().filter(|one| one.place != ContentsPlace::InPlace);
