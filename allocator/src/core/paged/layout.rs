@@ -286,6 +286,15 @@ mod tests {
 
     proptest! {
         #[test]
+        fn a_range_has_the_same_parts_wherever_its_reservation_is(
+            start in 0..1000_u64, length in 0..1000_u64, moved in 1..1000_u64
+        ) {
+            const GRANULE: u64 = 2 << 20;
+            let range = |base: u64| base + start * GRANULE..base + (start + length) * GRANULE;
+            prop_assert_eq!(parts(&range(0), GRANULE), parts(&range(moved * ALIGNMENT), GRANULE));
+        }
+
+        #[test]
         fn everything_is_filled_and_nothing_is_lost(
             powers in prop::collection::vec(0..6_u32, 0..12),
             unbroken in prop::collection::vec(0..6_u32, 0..12),
