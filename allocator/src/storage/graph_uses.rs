@@ -10,7 +10,7 @@
 //! result, launches write it.
 
 use std::any::Any;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Weak};
 
@@ -78,14 +78,30 @@ pub struct GraphUses {
     driver_bytes: Mutex<u64>,
 }
 
-/// By address of the [`Storage`], which a handle keeps from being reused.
 #[derive(Debug, Default)]
 struct Noted {
-    outside: HashMap<usize, (Arc<Storage>, AccessKind)>,
-    own: HashMap<usize, (Weak<Storage>, AccessKind)>,
+    /// By address of the [`Storage`], which a handle keeps from being reused: in the order in which
+    /// access guards lock.
+    memory: BTreeMap<usize, (Used, AccessKind)>,
     /// Start and end of all memory of the capture, that which is gone included, and of its pool,
     /// which the work may use by bare pointers.
     ranges: BTreeMap<u64, u64>,
+}
+
+#[derive(Debug)]
+enum Used {
+    Outside(Arc<Storage>),
+    /// Memory of the capture itself.
+    Own(Weak<Storage>),
+}
+
+impl Used {
+    fn storage(&self) -> Option<Arc<Storage>> {
+        match self {
+            Used::Outside(storage) => Some(storage.clone()),
+            Used::Own(storage) => storage.upgrade(),
+        }
+    }
 }
 
 fn note_range(ranges: &mut BTreeMap<u64, u64>, Range { start, end }: Range<u64>) {
@@ -156,34 +172,26 @@ impl GraphUses {
         }
         drop(uses);
         let mut noted = self.noted.lock();
-        let Noted { outside, own, ranges } = &mut *noted;
-        let known = if is_own {
+        let Noted { memory, ranges } = &mut *noted;
+        let used = if is_own {
             note_range(ranges, storage.place().1);
-            // The address may be that of a storage that is gone.
-            own.retain(|_, (storage, _)| storage.strong_count() > 0);
-            &mut own.entry(place).or_insert_with(|| (Arc::downgrade(storage), kind)).1
+            Used::Own(Arc::downgrade(storage))
         } else {
-            &mut outside.entry(place).or_insert_with(|| (storage.clone(), kind)).1
+            Used::Outside(storage.clone())
         };
-        if kind == AccessKind::Write {
-            *known = kind;
-        }
+        let (_, known) = memory.entry(place).or_insert((used, kind));
+        *known = kind.max(*known);
         Ok(())
     }
 
     /// What the graph does with some memory; `None` if no access guard of its capture was on it.
     pub fn of(&self, storage: &Arc<Storage>) -> Option<AccessKind> {
-        let (noted, place) = (self.noted.lock(), Arc::as_ptr(storage).addr());
-        let outside = noted.outside.get(&place).map(|&(_, kind)| kind);
-        outside.or_else(|| noted.own.get(&place).map(|&(_, kind)| kind))
+        self.noted.lock().memory.get(&Arc::as_ptr(storage).addr()).map(|&(_, kind)| kind)
     }
 
     /// All of it that still exists, for an access guard around a launch.
     pub fn memory(&self) -> Vec<(Arc<Storage>, AccessKind)> {
-        let noted = self.noted.lock();
-        let outside = noted.outside.values().cloned();
-        let own = noted.own.values().filter_map(|(storage, kind)| Some((storage.upgrade()?, *kind)));
-        outside.chain(own).collect()
+        self.noted.lock().memory.values().filter_map(|(used, kind)| Some((used.storage()?, *kind))).collect()
     }
 
     /// Notes which addresses the pool has, before the capture ends that `stream` is part of.
@@ -195,6 +203,7 @@ impl GraphUses {
         let (ranges, live) = pool.contents();
         let mut noted = self.noted.lock();
         ranges.into_iter().for_each(|range| note_range(&mut noted.ranges, range));
+        noted.memory.retain(|_, (used, _)| used.storage().is_some());
         drop(noted);
         let mut core = self.state.lock();
         if let Some(private) = core.pools.find_mut(self.pool) {
