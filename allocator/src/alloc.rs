@@ -114,7 +114,11 @@ pub(crate) fn grant_cached(
     if block != BlockId::NONE {
         return Ok(Granted { block, addr });
     }
-    Err(if addr == SEARCHED { Miss::Searched } else { Miss::NotSearched })
+    Err(match addr {
+        SEARCHED => Miss::Searched,
+        POLL_DUE => Miss::PollDue,
+        _ => Miss::NotSearched,
+    })
 }
 
 /// Why no cached block was granted.
@@ -122,16 +126,19 @@ pub(crate) fn grant_cached(
 pub(crate) enum Miss {
     /// The stream's free blocks were searched, and none serves.
     Searched,
+    /// It is time to ask how far streams got that blocks wait for.
+    PollDue,
     /// The request is none for the fast path.
     NotSearched,
 }
 
-/// In place of an address, beside [`BlockId::NONE`]: the heap was searched.
+/// In place of an address, beside [`BlockId::NONE`].
 const SEARCHED: u64 = 1;
+const POLL_DUE: u64 = 2;
 
 /// Takes a free block that the stream may reuse at once, and returns its number and address, in two
-/// registers. If there is none, returns [`BlockId::NONE`], with [`SEARCHED`] or 0. One function
-/// serves all owners, because its callees are inlined only if they have one caller.
+/// registers. If there is none, returns [`BlockId::NONE`], and [`SEARCHED`], [`POLL_DUE`] or 0. One
+/// function serves all owners, because its callees are inlined only if they have one caller.
 #[inline(never)]
 fn take_cached(
     allocator: &Allocator,
@@ -141,15 +148,18 @@ fn take_cached(
     owner: Owner,
 ) -> (BlockId, u64) {
     let inner = &**allocator.inner();
-    let slow = inner.state.slow_reasons().load(Ordering::Relaxed) != 0;
+    let slow = inner.state.slow_reasons().load(Ordering::Relaxed);
     if bytes == 0
         || bytes >= REQUEST_LIMIT
         || stream.timeline().device_id_unless_capturing() != inner.device.id()
-        || slow
+        || slow & !slow::WAITING != 0
     {
         return (BlockId::NONE, 0);
     }
     let mut guard = inner.state.enter();
+    if slow != 0 && guard.is_poll_due() {
+        return (BlockId::NONE, POLL_DUE);
+    }
     let size = size_class::round(bytes);
     let pool = PoolId::default_of(PoolKind::of(size));
     let request = Request {
@@ -238,12 +248,12 @@ fn grant_rounded(
         return Err(AllocError::Asleep);
     }
     let mut may_poll = slow & slow::WAITING != 0;
-    if may_poll && state.shared().is_poll_due() {
+    if miss == Miss::PollDue || (miss == Miss::NotSearched && may_poll && state.shared().is_poll_due()) {
         poll_waiting(allocator)?;
         may_poll = false;
     }
     let tag = if slow & slow::SPANS != 0 { Tag::of_span() } else { inner.scope_tag() };
-    let is_regular = slow == 0 && size == size_class::round(bytes);
+    let is_regular = slow & !slow::WAITING == 0 && size == size_class::round(bytes);
     let kind = PoolKind::of(size);
     loop {
         let private = if slow & slow::ROUTED != 0 { route_and_note(allocator, stream) } else { None };
@@ -275,7 +285,7 @@ fn search_and_climb(
     let state = allocator.inner().state;
     // Private pools keep their memory also without a cache.
     let caches = slow & slow::NO_CACHE == 0 || request.pool.is_private();
-    let may_find_more = slow != 0 || miss == Miss::NotSearched;
+    let may_find_more = slow & !slow::WAITING != 0 || miss != Miss::Searched;
     // Everything that can fail comes before a block is taken.
     if slow & slow::NO_CACHE != 0 {
         release_where(allocator, |core| core.whole_segments(Which::NotForGraphs))?;

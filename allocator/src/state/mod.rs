@@ -48,7 +48,8 @@ use crate::sync::{Mutex, MutexGuard};
 use crate::tags::Tag;
 use crate::types::BlockId;
 
-/// Reasons why an allocation may not take the fast path, as bits of [`AllocatorState::slow_reasons()`].
+/// Reasons why an allocation may not take the fast path, as bits of
+/// [`AllocatorState::slow_reasons()`]. Alone, `WAITING` keeps few from it.
 pub(crate) mod slow {
     /// Blocks wait for other streams. Some allocations ask how far these got.
     pub(crate) const WAITING: u32 = 1;
