@@ -31,6 +31,10 @@ pub const ALIGNMENT: u64 = MIN_BLOCK;
 /// The bytes in quarantine on a device that checks programs ([`Config::quarantine`]).
 const QUARANTINE: u64 = 64 << 20;
 
+/// The share of memory that is left free by default where it is the host's, as a divisor: half a GiB
+/// of 8, 8 GiB of 128. What the system calls available is an estimate, too.
+const HOST_SHARE: u64 = 16;
+
 /// A caching, stream-ordered allocator for the memory of one device. Cloning gives another handle
 /// of the same allocator.
 ///
@@ -382,6 +386,12 @@ impl Allocator {
         let total = self.inner.device.info().total_bytes;
         self.set_limit(config.limit_bytes(total, total));
         Ok(())
+    }
+
+    /// Bytes that are left free on the device: [`Config::headroom`], or its default there.
+    pub fn headroom(&self) -> u64 {
+        let info = self.device().info();
+        self.config().headroom.unwrap_or(if info.shares_host_memory { info.total_bytes / HOST_SHARE } else { 0 })
     }
 
     /// Bytes in live blocks now: PyTorch's `memory_allocated()`.

@@ -145,7 +145,8 @@ options! {
     "limit_free_fraction" => limit_free_fraction
         if |config| config.limit_free_fraction.is_none_or(|fraction| fraction > 0.0 && fraction <= 1.0),
         "a fraction in (0, 1], 0 excluded", "none", "limit, as a share of what is free on the device or held from it, asked whenever more is taken";
-    "headroom_mb" => headroom, "MiB, such as 512 or 0.5", "0", "left free on the device for libraries";
+    "headroom_mb" => headroom, "MiB, such as 512 or 0.5", "0, a sixteenth of memory shared with the host",
+        "left free on the device for libraries, or for the host: [`Config::headroom`]";
     "history" => history, "a whole number of entries, at most 4294967295", "0 = off",
         "length of the ring of trace entries";
     "oom_snapshot" => oom_snapshot, "a path that ends in .pickle, .pkl or .json, without `,[]`", "none",
@@ -262,9 +263,11 @@ pub struct Config {
     /// [`Allocator::set_limit`](crate::Allocator::set_limit) replaces it. Option
     /// `limit_free_fraction`.
     pub limit_free_fraction: Option<f64>,
-    /// Bytes that are left free on the device for libraries that allocate by themselves. Default 0.
-    /// Option `headroom_mb`.
-    pub headroom: u64,
+    /// Bytes that are left free on the device for libraries that allocate by themselves. `None`, the
+    /// default, is 0 on a device with memory of its own. Where it shares the host's, it is a
+    /// sixteenth: running out there ends processes, and the host's programs take memory between two
+    /// looks. [`Allocator::headroom`](crate::Allocator::headroom) tells. Option `headroom_mb`.
+    pub headroom: Option<u64>,
     /// How many trace entries are kept, the oldest giving way; 0, the default, is off. Option
     /// `history`.
     pub history: u32,
@@ -304,7 +307,7 @@ impl Default for Config {
             cross_stream: CrossStream::default(),
             limit: None,
             limit_free_fraction: None,
-            headroom: 0,
+            headroom: None,
             history: 0,
             oom_snapshot: None,
             tags: TagSource::default(),

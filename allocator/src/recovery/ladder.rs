@@ -393,7 +393,7 @@ pub(crate) fn climb_dedicated<T>(
 fn may_stay_beside(allocator: &Allocator, bytes: u64) -> u64 {
     let reserved = allocator.memory_reserved();
     let free = allocator.device().memory_info().map_or(u64::MAX, |memory| memory.free);
-    let on_device = reserved.saturating_add(free).saturating_sub(allocator.config().headroom);
+    let on_device = reserved.saturating_add(free).saturating_sub(allocator.headroom());
     allocator.limit().unwrap_or(u64::MAX).min(on_device).min(reserved).saturating_sub(bytes)
 }
 

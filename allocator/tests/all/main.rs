@@ -3,6 +3,7 @@
 
 mod adopted;
 mod attribution;
+mod host_memory;
 mod idle_pools;
 mod last_buffer;
 mod observability;

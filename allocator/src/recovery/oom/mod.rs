@@ -100,7 +100,7 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     let growth = if tried.dedicated { request.size } else { growth_bytes(allocator, &guard, request) };
     let lacking = if tried.dedicated { None } else { guard.lacking_bytes(request) };
     if allocator.config().split_frames == SplitFrames::Off && !tried.dedicated && !guard.streams.any_captures() {
-        let on_device = free.saturating_sub(allocator.config().headroom);
+        let on_device = free.saturating_sub(allocator.headroom());
         let affordable =
             allocator.limit().map_or(on_device, |limit| on_device.min(limit.saturating_sub(guard.reserved())));
         let chosen = choose_for(&mut guard, request, affordable).filter(|chosen| !chosen.is_empty());
@@ -120,7 +120,7 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
         pool: own_pool.map(|private| private.id),
         refusal: tried.refusal,
         limit: allocator.limit(),
-        headroom: allocator.config().headroom,
+        headroom: allocator.headroom(),
         memory,
         allocated: guard.counters.bytes.current_of_all(),
         requested_live: guard.counters.requested.current_of_all() - guard.waiting().requested(),

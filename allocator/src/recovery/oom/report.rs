@@ -120,7 +120,10 @@ impl fmt::Display for OomReport {
         write!(f, ". GPU {device} ({}) ", self.device_name)?;
         match self.memory {
             Some(memory) => {
-                write!(f, "has a total capacity of {} of which {} is free. ", Bytes(memory.total), Bytes(memory.free))?;
+                let is_shared = self.attribution.as_ref().is_some_and(|all| all.shares_host_memory);
+                let shared = if is_shared { ", shared with the host," } else { "" };
+                let (total, free) = (Bytes(memory.total), Bytes(memory.free));
+                write!(f, "has a total capacity of {total}{shared} of which {free} is free. ")?;
             }
             None => write!(f, "did not tell how much memory is free. ")?,
         }
