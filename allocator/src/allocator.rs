@@ -14,6 +14,7 @@ use crate::accounting::attribution::Outside;
 use crate::allocation::WATCHED;
 use crate::backing::choose::choose;
 use crate::backing::paged::gate::Gate;
+use crate::backing::paged::reserve::take_reserve;
 use crate::config::{Backing, Config, CrossStream, TagSource, listed, share};
 use crate::core::Core;
 use crate::error::{AllocError, WhySegments};
@@ -183,7 +184,8 @@ impl Allocator {
     /// [`Allocator::of`] gives one that it does.
     ///
     /// # Errors
-    /// When the configuration contradicts itself, or the driver cannot tell the device's memory.
+    /// When the configuration contradicts itself, the driver cannot tell the device's memory, or that
+    /// has no room for the reserve ([`Config::reserve`]).
     pub fn new(
         device: &Device,
         config: impl TryInto<Config, Error: Into<AllocError>>,
@@ -246,7 +248,9 @@ impl Allocator {
         };
         let inner = Arc::new(inner);
         register(&inner);
-        Ok(Allocator::of_inner(inner))
+        let allocator = Allocator::of_inner(inner);
+        take_reserve(&allocator)?;
+        Ok(allocator)
     }
 
     /// The stream that memory which no work uses any more is allocated for ([`crate::raw`]).

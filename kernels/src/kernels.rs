@@ -11,7 +11,9 @@ use std::sync::Arc;
 
 use aquifer_allocator::AccessGuard;
 use aquifer_device::internal::CalledFrom;
-use aquifer_device::{AccessKind, Attribute, Device, DeviceLabel, DeviceMismatch, KernelArg, RawModule, Stream};
+use aquifer_device::{
+    AccessKind, Attribute, Device, DeviceError, DeviceLabel, DeviceMismatch, KernelArg, RawModule, Stream,
+};
 
 use crate::dtype::DType;
 use crate::error::{KernelError, OperandError, OperandFault};
@@ -63,6 +65,14 @@ struct Inner {
     processors: u32,
 }
 
+/// Modules take memory of the device that allocators must leave.
+fn advise(error: DeviceError) -> DeviceError {
+    if !error.is_out_of_memory() {
+        return error;
+    }
+    error.with_more("allocators may hold all memory: leave some for modules with the option headroom_mb")
+}
+
 impl Kernels {
     /// Loads the modules. The driver compiles them for the device, which takes a while the first
     /// time on a machine. Not while a stream captures.
@@ -84,7 +94,7 @@ impl Kernels {
         let mut inner =
             Inner { device: device.for_memory(), modules: Vec::with_capacity(Module::ALL.len()), processors };
         for module in Module::ALL {
-            inner.modules.push(device.driver().load_module(module.ptx())?);
+            inner.modules.push(device.driver().load_module(module.ptx()).map_err(advise)?);
         }
         Ok(Kernels(Arc::new(inner)))
     }

@@ -83,6 +83,8 @@ pub(crate) struct Core {
     pub(crate) pins: Pins,
     /// The state of mapped memory; `None` where memory comes in segments.
     paged: Option<Paged>,
+    /// Bytes of frames that stay held from the device.
+    pub(crate) reserve: u64,
 }
 
 impl Core {

@@ -189,8 +189,11 @@ fn release_idle_pools_and_grow(allocator: &Allocator, request: &Request, tried: 
         let shared = allocator.state().shared();
         let target = shared.reserved().saturating_sub(growth_bytes(allocator, &shared, request));
         drop(shared);
+        let spares = || allocator.state().shared().paged().map_or(0, |paged| paged.spares.granules());
+        let before = spares();
         let released = trim_idle_pools(allocator, target)?;
-        if released == 0 {
+        // Frames of the reserve do not go back.
+        if released == 0 && spares() <= before {
             return Ok(None);
         }
         tried.released += released;

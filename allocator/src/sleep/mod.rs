@@ -36,6 +36,7 @@ use aquifer_device::{DeviceError, PhysicalOptions};
 use crate::allocator::Allocator;
 use crate::backing::paged::carry_out::{map_frames, unmap_range};
 use crate::backing::paged::lend::lend;
+use crate::backing::paged::reserve::{create_or_take, refill};
 use crate::backing::trim::unmap_lingering_at_gate;
 use crate::core::paged::frames::{Frame, sizes};
 use crate::core::pools::Which;
@@ -107,6 +108,9 @@ impl Allocator {
     /// enqueued, and [`Allocator::keep_awake`]. With [`SleepOptions::waiting`] it waits for the end
     /// of these. Then it waits for the device. So kernels that other threads launch come before the
     /// sleep or are refused.
+    ///
+    /// The reserve ([`crate::Config::reserve`]) stays held from the device: what of it sleeps serves
+    /// what is awake, and waking up takes it back.
     ///
     /// Until the memory wakes up, access guards and reservations of it fail with
     /// [`AllocError::Asleep`], and if all memory sleeps, allocations do. Work that bypasses access
@@ -286,7 +290,10 @@ fn make_room(allocator: &Allocator) -> Result<bool, AllocError> {
     // Spare frames go back first.
     lend(allocator, bytes, true)?;
     let own = allocator.trim_to(target)?;
-    Ok(trim_others(allocator, bytes.saturating_sub(own)) + own > 0)
+    let shared = allocator.state().shared();
+    let is_spare = shared.reserve > 0 && shared.paged().is_some_and(|paged| paged.spares.granules() > 0);
+    drop(shared);
+    Ok(trim_others(allocator, bytes.saturating_sub(own)) + own > 0 || is_spare)
 }
 
 fn wake_up_alone(allocator: &Allocator, waking: &Waking) -> Result<(), AllocError> {
@@ -352,12 +359,18 @@ fn give_back(allocator: &Allocator, falling: &[Falling]) -> Result<u64, AllocErr
 fn release_sleeping(allocator: &Allocator) -> Result<u64, DeviceError> {
     let mut shared = allocator.state().shared();
     let granule = shared.paged().map_or(0, |paged| paged.granule);
+    let most = shared.releasable(0);
     let Some((mut ranges, mut spares)) = shared.begin_release_sleeping() else { return Ok(0) };
     drop(shared);
     let mut released = 0;
     let unmapped = ranges.iter_mut().filter(|one| one.may_release());
     let lists = unmapped.map(|one| &mut one.frames).chain([&mut spares]);
-    let failed = lists.map(|frames| release_all(allocator, frames, &mut released)).find_map(Result::err);
+    let failed = lists.map(|frames| release_all(allocator, frames, most, &mut released)).find_map(Result::err);
+    if failed.is_none() {
+        // Those of the reserve serve what is awake.
+        let kept = ranges.iter_mut().filter(|one| one.may_release());
+        spares.extend(kept.flat_map(|one| one.frames.drain(..)));
+    }
     let mut guard = allocator.state().lock();
     guard.commit_release_sleeping(ranges, spares, released);
     show_list(&guard);
@@ -383,10 +396,15 @@ pub(crate) fn wake_ranges(allocator: &Allocator, ranges: Vec<Range<u64>>) -> Res
     bring_back(allocator, &Waking::Ranges(ranges))
 }
 
-/// Releases frames, from the last one on, and counts their granules. Frames that the driver does
-/// not release stay in the list.
-fn release_all(allocator: &Allocator, frames: &mut Vec<Frame>, released: &mut u64) -> Result<(), DeviceError> {
-    while let Some(frame) = frames.last() {
+/// Releases frames, from the last one on, and counts their granules, at most so many. Frames that
+/// the driver does not release stay in the list.
+fn release_all(
+    allocator: &Allocator,
+    frames: &mut Vec<Frame>,
+    most: u64,
+    released: &mut u64,
+) -> Result<(), DeviceError> {
+    while let Some(frame) = frames.last().filter(|frame| *released + frame.granules() <= most) {
         allocator.device().driver().release_physical(frame.physical)?;
         *released += frame.granules();
         frames.pop();
@@ -414,6 +432,7 @@ fn bring_back(allocator: &Allocator, waking: &Waking) -> Result<(), AllocError> 
     show_list(&guard);
     drop(guard);
     if brought.is_ok() {
+        refill(allocator);
         allocator.state().end_quiescing();
         allocator.device().settle_host();
     }
@@ -433,8 +452,8 @@ fn create_frames(
     let (mut created, mut failed) = (0, None);
     'all: for one in ranges.iter_mut() {
         for size in sizes(one.lacks(granule), one.largest) {
-            match allocator.device().driver().create_physical(u64::from(size) * granule, options) {
-                Ok(physical) => one.frames.push(Frame::new(physical, size)),
+            match create_or_take(allocator, size, granule, options) {
+                Ok(frame) => one.frames.push(frame),
                 Err(error) => {
                     let free = allocator.device().memory_info().map_or(0, |memory| memory.free);
                     failed = Some((error, free + created * granule));
@@ -447,7 +466,8 @@ fn create_frames(
     let mut released = 0;
     if failed.is_some() {
         for one in ranges.iter_mut().filter(|one| one.may_release()) {
-            if let Err(error) = release_all(allocator, &mut one.frames, &mut released) {
+            let most = allocator.state().shared().releasable(created);
+            if let Err(error) = release_all(allocator, &mut one.frames, most, &mut released) {
                 tracing::debug!(%error, "memory is kept for another attempt to wake up");
             }
         }

@@ -8,6 +8,7 @@ mod idle_pools;
 mod last_buffer;
 mod observability;
 mod reservations;
+mod reserve;
 mod second_access;
 mod tags;
 mod together;

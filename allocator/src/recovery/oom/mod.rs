@@ -36,6 +36,8 @@ pub(crate) struct Tried {
     pub(crate) reclaimers: Vec<Reclaimed>,
     /// True if the request is for dedicated memory.
     pub(crate) dedicated: bool,
+    /// True if it is for the reserve.
+    pub(crate) reserve: bool,
     /// Bytes that the owner of such memory has already and keeps.
     pub(crate) own: u64,
     /// The private pool whose graph is to be launched, if the request brings back what that lent.
@@ -130,6 +132,7 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
         released: tried.released,
         reclaimed: tried.reclaimers.iter().fold(0, |sum, one| sum.saturating_add(one.bytes)),
         reclaimers: tried.reclaimers,
+        is_reserve: tried.reserve,
         is_captured: guard.streams.captures(request.stream),
         launched_pool: tried.launched_pool,
         lent_by_graphs: guard.lent(),

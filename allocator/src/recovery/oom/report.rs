@@ -88,6 +88,8 @@ pub struct OomReport {
     pub reclaimers: Vec<Reclaimed>,
     /// Unused bytes that cannot go back to the device because a stream captures.
     pub kept_by_captures: u64,
+    /// True if the allocator was opening and took its reserve ([`crate::Config::reserve`]).
+    pub is_reserve: bool,
     /// True if the request was part of a capture.
     pub is_captured: bool,
     /// Bytes that the request's private pool holds.
@@ -147,6 +149,9 @@ impl fmt::Display for OomReport {
 
 impl OomReport {
     fn explain(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_reserve {
+            write!(f, "\n  for: the reserve (reserve_mb), which is taken when an allocator opens")?;
+        }
         if self.is_captured {
             let held = Bytes(self.held_by_pool);
             write!(f, "\n  for: a capture, whose pool holds {held}; while it lasts, no memory moves or goes back")?;
