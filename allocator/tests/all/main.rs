@@ -7,6 +7,7 @@ mod host_memory;
 mod idle_pools;
 mod last_buffer;
 mod observability;
+mod pool_limit;
 mod reservations;
 mod reserve;
 mod second_access;

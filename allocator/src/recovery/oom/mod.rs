@@ -98,7 +98,7 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
         from_blocks.extend(advice_to_lend(&guard, request));
         from_blocks.extend(advice_to_cross_streams(&guard, request));
     }
-    let mut seen = Seen::new(&guard, request, tried.own);
+    let mut seen = Seen::new(&guard, request, &tried);
     let growth = if tried.dedicated { request.size } else { growth_bytes(allocator, &guard, request) };
     let lacking = if tried.dedicated { None } else { guard.lacking_bytes(request) };
     if allocator.config().split_frames == SplitFrames::Off && !tried.dedicated && !guard.streams.any_captures() {
@@ -120,6 +120,8 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
         from_device: lacking.unwrap_or(growth),
         stream_id: request.stream.0,
         pool: own_pool.map(|private| private.id),
+        pool_limit: own_pool.and_then(|private| private.options.limit),
+        claimed_in_pool: own_pool.map_or(0, |private| private.claimed),
         refusal: tried.refusal,
         limit: allocator.limit(),
         headroom: allocator.headroom(),

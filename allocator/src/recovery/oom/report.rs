@@ -45,6 +45,10 @@ pub struct OomReport {
     pub stream_id: u32,
     /// The private pool that the request was for.
     pub pool: Option<(u64, u64)>,
+    /// The limit of that pool, if it has one ([`crate::PoolOptions::limit`]).
+    pub pool_limit: Option<u64>,
+    /// Bytes requested for live blocks of that pool, if it has a limit.
+    pub claimed_in_pool: u64,
     /// The reason why the last attempt to take memory from the device was refused.
     pub refusal: Option<Refusal>,
     /// The limit on reserved bytes, if there is one.
@@ -78,7 +82,8 @@ pub struct OomReport {
     /// may be a second old; what they took since is unattributed. Where a limit refused the
     /// request, they are unknown.
     pub attribution: Option<Attribution>,
-    /// The largest sums of live bytes by tag; `None` stands for memory without a tag.
+    /// The largest sums of live bytes by tag; `None` stands for memory without a tag. Those of the
+    /// request's pool alone if its limit refused.
     pub largest_tags: Vec<(Option<String>, u64)>,
     /// Bytes given back to the device while trying to serve the request.
     pub released: u64,
@@ -181,6 +186,11 @@ impl OomReport {
             }
             Some(Refusal::Addresses) => {
                 write!(f, "\n  refused by: the device's address space, for {}", Exactly(self.growth))?
+            }
+            Some(Refusal::PoolLimit) => {
+                let (limit, live) = (Bytes(self.pool_limit.unwrap_or(0)), Bytes(self.claimed_in_pool));
+                let (a, b) = self.pool.unwrap_or_default();
+                write!(f, "\n  refused by: the limit of {limit} of private pool ({a}, {b}), in which {live} is live")?;
             }
             Some(Refusal::Device) => write!(f, "\n  refused by: the device, for {more} more{physical}")?,
             None => {}
