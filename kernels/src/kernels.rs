@@ -65,14 +65,6 @@ struct Inner {
     processors: u32,
 }
 
-/// Modules take memory of the device that allocators must leave.
-fn advise(error: DeviceError) -> DeviceError {
-    if !error.is_out_of_memory() {
-        return error;
-    }
-    error.with_more("allocators may hold all memory: leave some for modules with the option headroom_mb")
-}
-
 impl Kernels {
     /// Loads the modules. The driver compiles them for the device, which takes a while the first
     /// time on a machine. Not while a stream captures.
@@ -93,6 +85,8 @@ impl Kernels {
         let processors = u32::try_from(processors).unwrap_or(u32::MAX);
         let mut inner =
             Inner { device: device.for_memory(), modules: Vec::with_capacity(Module::ALL.len()), processors };
+        let advice = "allocators may hold all memory: leave some for modules with the option headroom_mb";
+        let advise = |error: DeviceError| if error.is_out_of_memory() { error.with_more(advice) } else { error };
         for module in Module::ALL {
             inner.modules.push(device.driver().load_module(module.ptx()).map_err(advise)?);
         }

@@ -270,14 +270,12 @@ pub struct Config {
     /// sixteenth: running out there ends processes, and the host's programs take memory between two
     /// looks. [`Allocator::headroom`](crate::Allocator::headroom) tells. Option `headroom_mb`.
     pub headroom: Option<u64>,
-    /// Bytes of physical memory, in whole granules, that the allocator takes from the device when it
-    /// opens and gives back when it closes: nothing else returns them, neither
-    /// [`Allocator::empty_cache`](crate::Allocator::empty_cache) nor sleep, and what these return
-    /// leaves them out. They serve all requests but those for exportable memory. If the device
-    /// has fewer, or limit or headroom forbid them, opening fails with
-    /// [`AllocError::OutOfMemory`](crate::AllocError::OutOfMemory). Where memory comes in segments,
-    /// it fails, too. A frame that has the wrong size for a request goes back and others are made of
-    /// its memory, which another program may take meanwhile. Default 0. Option `reserve_mb`.
+    /// Bytes of mapped memory, in whole granules, that the allocator takes when it opens, which fails
+    /// without them, and gives back when it closes: neither
+    /// [`Allocator::empty_cache`](crate::Allocator::empty_cache) nor sleep returns them. They serve
+    /// all requests but those for exportable memory. A frame that has the wrong size for a request
+    /// goes back and others are made of its memory, which another program may take meanwhile.
+    /// Default 0. Option `reserve_mb`.
     pub reserve: u64,
     /// How many trace entries are kept, the oldest giving way; 0, the default, is off. Option
     /// `history`.

@@ -36,7 +36,6 @@ use aquifer_device::{DeviceError, PhysicalOptions};
 use crate::allocator::Allocator;
 use crate::backing::paged::carry_out::{map_frames, unmap_range};
 use crate::backing::paged::lend::lend;
-use crate::backing::paged::reserve::{create_or_take, refill};
 use crate::backing::trim::unmap_lingering_at_gate;
 use crate::core::paged::frames::{Frame, sizes};
 use crate::core::pools::Which;
@@ -109,8 +108,7 @@ impl Allocator {
     /// of these. Then it waits for the device. So kernels that other threads launch come before the
     /// sleep or are refused.
     ///
-    /// The reserve ([`crate::Config::reserve`]) stays held from the device: what of it sleeps serves
-    /// what is awake, and waking up takes it back.
+    /// The reserve ([`crate::Config::reserve`]) stays held from the device: as much less goes back.
     ///
     /// Until the memory wakes up, access guards and reservations of it fail with
     /// [`AllocError::Asleep`], and if all memory sleeps, allocations do. Work that bypasses access
@@ -290,10 +288,7 @@ fn make_room(allocator: &Allocator) -> Result<bool, AllocError> {
     // Spare frames go back first.
     lend(allocator, bytes, true)?;
     let own = allocator.trim_to(target)?;
-    let shared = allocator.state().shared();
-    let is_spare = shared.reserve > 0 && shared.paged().is_some_and(|paged| paged.spares.granules() > 0);
-    drop(shared);
-    Ok(trim_others(allocator, bytes.saturating_sub(own)) + own > 0 || is_spare)
+    Ok(trim_others(allocator, bytes.saturating_sub(own)) + own > 0)
 }
 
 fn wake_up_alone(allocator: &Allocator, waking: &Waking) -> Result<(), AllocError> {
@@ -366,11 +361,6 @@ fn release_sleeping(allocator: &Allocator) -> Result<u64, DeviceError> {
     let unmapped = ranges.iter_mut().filter(|one| one.may_release());
     let lists = unmapped.map(|one| &mut one.frames).chain([&mut spares]);
     let failed = lists.map(|frames| release_all(allocator, frames, most, &mut released)).find_map(Result::err);
-    if failed.is_none() {
-        // Those of the reserve serve what is awake.
-        let kept = ranges.iter_mut().filter(|one| one.may_release());
-        spares.extend(kept.flat_map(|one| one.frames.drain(..)));
-    }
     let mut guard = allocator.state().lock();
     guard.commit_release_sleeping(ranges, spares, released);
     show_list(&guard);
@@ -432,7 +422,6 @@ fn bring_back(allocator: &Allocator, waking: &Waking) -> Result<(), AllocError> 
     show_list(&guard);
     drop(guard);
     if brought.is_ok() {
-        refill(allocator);
         allocator.state().end_quiescing();
         allocator.device().settle_host();
     }
@@ -452,8 +441,8 @@ fn create_frames(
     let (mut created, mut failed) = (0, None);
     'all: for one in ranges.iter_mut() {
         for size in sizes(one.lacks(granule), one.largest) {
-            match create_or_take(allocator, size, granule, options) {
-                Ok(frame) => one.frames.push(frame),
+            match allocator.device().driver().create_physical(u64::from(size) * granule, options) {
+                Ok(physical) => one.frames.push(Frame::new(physical, size)),
                 Err(error) => {
                     let free = allocator.device().memory_info().map_or(0, |memory| memory.free);
                     failed = Some((error, free + created * granule));

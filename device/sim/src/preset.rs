@@ -11,21 +11,10 @@
 //! | host link | 53 GB/s (PCIe 5 x16) | 53 GB/s | 25 GB/s (PCIe 4 x16) | 25 GB/s | usable of 63 and 31.5 GB/s raw, each way; see below |
 //! | copy engines | 3 | 3 | 3 | 2 | `cudaDeviceProp::asyncEngineCount` as commonly reported |
 //!
-//! Two devices share the host's memory. Their figures are those of data sheets, or guesses; neither
-//! has been measured.
-//!
-//! | figure | GB10 | Jetson AGX Orin 64 GB |
-//! | --- | --- | --- |
-//! | memory, all of it | 128 GiB | 64 GiB |
-//! | memory bandwidth | 273 GB/s | 205 GB/s |
-//! | FP32 | 31 TFLOP/s | 5.3 TFLOP/s |
-//! | multiprocessors, compute capability | 48, 12.1 | 16, 8.7 |
-//! | host link (a copy reads and writes the same memory) | 136 GB/s | 102 GB/s |
-//! | copy engines | 1 | 1 |
-//! | addresses that can be reserved | as others | 31 GiB: llama.cpp issue 29142 reports 32 GiB refused |
-//!
-//! On these, a program that takes more memory than is left loses its device, as the system would
-//! end the process. Pinned memory does not count.
+//! GB10 and Jetson AGX Orin share the host's memory, of which they have all: data sheets and guesses,
+//! nothing measured. A copy there reads and writes the same memory. Orin can reserve 31 GiB of
+//! addresses (llama.cpp issue 29142: 32 GiB refused). A program that takes more than is left loses
+//! such a device, as the system would end the process. Pinned memory does not count.
 //!
 //! Of a PCIe 4 x16 link 22.5 to 26.6 GB/s are reported for pinned memory (cuda-oxide issue
 //! 976: 22.5–23.9 to and 25.4–26.6 from an RTX 4090; spark-rapids-jni issue 4593: 26.35 from the

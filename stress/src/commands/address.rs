@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use aquifer_trace::input::{Moment, Owner, owners};
+use aquifer_trace::input::{Owner, owners};
 
 use crate::commands::files_in;
 use crate::exit::{Failure, Outcome};
@@ -22,10 +22,6 @@ row! {
         from: Option<u64> => ["from entry", |row| optional(row.from)],
         /// the entry that gave it back; null if it was live in the end
         to: Option<u64> => ["to entry", |row| optional(row.to)],
-        /// the times of both, in microseconds
-        from_us: Option<u64>,
-        /// as above
-        to_us: Option<u64>,
         /// the entry that unmapped its memory, before another block had the address
         unmapped: Option<u64> => ["unmapped", |row| optional(row.unmapped)],
         /// its first address
@@ -45,37 +41,20 @@ row! {
 
 /// Lists the owners of an address in each file.
 pub(crate) fn run(session: &Session, paths: &[PathBuf], address: u64) -> Result<Outcome, Failure> {
-    for file in paths.iter().flat_map(|path| files_in(path)) {
-        let owners = owners(&file, address)?;
-        let owned: Vec<Owned> =
-            owners.into_iter().map(|owner| owned(&file.display().to_string(), address, owner)).collect();
+    for path in paths.iter().flat_map(|path| files_in(path)) {
+        let file = path.display().to_string();
+        let owned = owners(&path, address)?.into_iter().map(|owner| {
+            let Owner { device, start, bytes, stream, tag, place, from, to, unmapped } = owner;
+            let (file, offset, start) = (file.clone(), address - start, format!("{start:#x}"));
+            Owned { file, device, from, to, unmapped, start, bytes, offset, stream, tag, place }
+        });
+        let owned: Vec<Owned> = owned.collect();
         owned.iter().try_for_each(|row| session.row(row))?;
-        let (file, count) = (file.display(), plural(owned.len() as u64, "block"));
-        session.show(format_args!("{file}: {count} had the address {address:#x}"))?;
+        let count = plural(owned.len() as u64, "block");
+        session.show(format_args!("{file}: {count} had the address {address:#x}\n"))?;
         if !owned.is_empty() {
-            session.show(format_args!("\n{}\n", Owned::table(&owned)))?;
+            session.show(format_args!("{}\n", Owned::table(&owned)))?;
         }
     }
     Ok(Outcome::Done)
-}
-
-fn owned(file: &str, address: u64, owner: Owner) -> Owned {
-    let Owner { device, start, bytes, stream, tag, place, from, to, unmapped } = owner;
-    let entry = |moment: Option<Moment>| moment.map(|moment| moment.entry);
-    let time = |moment: Option<Moment>| moment.map(|moment| moment.time_us);
-    Owned {
-        file: file.to_owned(),
-        device,
-        from: entry(from),
-        to: entry(to),
-        from_us: time(from),
-        to_us: time(to),
-        unmapped: entry(unmapped),
-        start: format!("{start:#x}"),
-        bytes,
-        offset: address - start,
-        stream,
-        tag,
-        place,
-    }
 }

@@ -2,8 +2,6 @@
 //! device. They start spare, and serve as other frames do; memory on its way back to the device
 //! becomes spare again while no more than the reserve would be left (`Core::releasable`).
 
-use aquifer_device::{DeviceError, PhysicalOptions};
-
 use crate::allocator::Allocator;
 use crate::backing::growth::{buyable, room};
 use crate::core::limits::Refusal;
@@ -34,35 +32,23 @@ pub(crate) fn take_reserve(allocator: &Allocator) -> Result<(), AllocError> {
     Err(out_of_memory(allocator, &request, tried))
 }
 
-/// Takes what waking up left the reserve short of.
-pub(crate) fn refill(allocator: &Allocator) {
-    match fill(allocator) {
-        Ok(None) => {}
-        Ok(Some(refusal)) => tracing::warn!(?refusal, "the reserve could not be taken back whole after waking up"),
-        Err(error) => tracing::warn!(%error, "the reserve could not be taken back whole after waking up"),
-    }
-}
-
-/// Creates the frames that the reserve lacks: all of them, or none where something refuses that.
+/// Creates the frames of the reserve, or none where something refuses that.
 fn fill(allocator: &Allocator) -> Result<Option<Refusal>, AllocError> {
     let room = room(allocator)?;
     let mut shared = allocator.state().shared();
-    let lacking = shared.lacks_reserve();
-    let Some(paged) = shared.paged().filter(|_| lacking > 0) else { return Ok(None) };
-    let (granule, options, largest) = (paged.granule, paged.options, paged.usual_frame());
-    let bytes = lacking.saturating_mul(granule);
-    let (most, refusal) = buyable(allocator, &shared, &room);
-    if bytes > most {
-        return Ok(Some(refusal));
+    let Some(paged) = shared.paged() else { return Ok(None) };
+    let (granule, options) = (paged.granule, paged.options);
+    let largest = u32::try_from(paged.frame.unwrap_or(paged.weights.slot_most()) / granule).unwrap_or(u32::MAX);
+    let bytes = shared.reserve;
+    match buyable(allocator, &shared, &room) {
+        (most, refusal) if bytes > most => return Ok(Some(refusal)),
+        _ if bytes > allocator.device().info().total_bytes => return Ok(Some(Refusal::Device)),
+        _ => shared.begin_growing(bytes),
     }
-    if bytes > allocator.device().info().total_bytes {
-        return Ok(Some(Refusal::Device));
-    }
-    shared.begin_growing(bytes);
     drop(shared);
     let driver = allocator.device().driver();
     let (mut frames, mut failed) = (Vec::new(), None);
-    for size in sizes(lacking, largest) {
+    for size in sizes(bytes / granule, largest) {
         match driver.create_physical(u64::from(size) * granule, options) {
             Ok(physical) => frames.push(Frame::new(physical, size)),
             Err(error) => {
@@ -77,29 +63,5 @@ fn fill(allocator: &Allocator) -> Result<Option<Refusal>, AllocError> {
         None => Ok(None),
         Some(error) if error.is_out_of_memory() => Ok(Some(Refusal::Device)),
         Some(error) => Err(error.into()),
-    }
-}
-
-/// A frame of the reserve, or a new one. If the device lacks memory, other frames of the reserve
-/// give theirs.
-pub(crate) fn create_or_take(
-    allocator: &Allocator,
-    size: u32,
-    granule: u64,
-    options: PhysicalOptions,
-) -> Result<Frame, DeviceError> {
-    if let Some(frame) = allocator.state().shared().take_reserved(Some(size)) {
-        return Ok(frame);
-    }
-    let driver = allocator.device().driver();
-    loop {
-        match driver.create_physical(u64::from(size) * granule, options) {
-            Ok(physical) => return Ok(Frame::new(physical, size)),
-            Err(error) if error.is_out_of_memory() => {
-                let Some(frame) = allocator.state().shared().take_reserved(None) else { return Err(error) };
-                driver.release_physical(frame.physical)?;
-            }
-            Err(error) => return Err(error),
-        }
     }
 }

@@ -177,12 +177,6 @@ impl Paged {
         self.accounted.iter().sum::<u64>().saturating_sub(exported)
     }
 
-    /// The sizes of the largest frames for memory of no particular block, in granules.
-    pub(crate) fn usual_frame(&self) -> u32 {
-        let bytes = self.frame.unwrap_or(self.weights.slot_most());
-        u32::try_from(bytes / self.granule).unwrap_or(u32::MAX).max(1)
-    }
-
     /// Bytes held from the device that are not behind usable addresses.
     pub(crate) fn spare_bytes(&self) -> u64 {
         let stuck: u64 = self.stuck.iter().map(Stuck::bytes).sum();

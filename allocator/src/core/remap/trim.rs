@@ -73,23 +73,6 @@ impl Core {
         (paged.frame_bytes() / paged.granule + loose).saturating_sub(self.reserve / paged.granule)
     }
 
-    /// Granules that the reserve lacks.
-    pub(crate) fn lacks_reserve(&self) -> u64 {
-        let Some(paged) = self.paged.as_ref().filter(|_| self.reserve > 0) else { return 0 };
-        self.reserve.saturating_sub(paged.frame_bytes()) / paged.granule
-    }
-
-    /// Takes a spare frame out of the reserve, of this size if one is given.
-    pub(crate) fn take_reserved(&mut self, size: Option<u32>) -> Option<Frame> {
-        let paged = self.paged.as_mut().filter(|_| self.reserve > 0)?;
-        let taken = match size {
-            Some(size) => paged.spares.take_sized(size),
-            None => paged.spares.pop(),
-        };
-        self.account_for_granules();
-        taken
-    }
-
     /// Adds frames to the reserve, of `begun` bytes that a thread was about to take.
     pub(crate) fn add_reserved(&mut self, frames: Vec<Frame>, begun: u64) {
         self.counters.events.num_device_alloc += u64::from(!frames.is_empty());

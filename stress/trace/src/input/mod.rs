@@ -39,7 +39,7 @@ use std::path::Path;
 
 pub use error::{InputError, Location, Reason};
 pub use labels::{Call, Labels};
-pub use owners::{Moment, Owner, owners};
+pub use owners::{Owner, owners};
 pub use program::{Event, PoolUse, Program, Recorded, RecordedOom, Recorder, Site};
 
 use allowance::Allowance;

@@ -12,35 +12,23 @@ use super::sniff::{self, Format};
 use super::{gzip, json, structure, unpickle};
 use crate::headline::headline;
 
-/// An entry of the history, from 1, and its time in microseconds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// A block that had an address. Entries of the history count from 1.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "named by the type")]
-pub struct Moment {
-    pub entry: u64,
-    pub time_us: u64,
-}
-
-/// A block that had an address.
-#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Owner {
-    /// The device's ordinal in the file.
     pub device: u32,
-    /// Where the block began.
     pub start: u64,
-    /// Its size.
     pub bytes: u64,
-    /// The stream that it was allocated for.
     pub stream: u64,
-    /// Its tag.
     pub tag: Option<String>,
     /// What stands for its call stack.
     pub place: String,
-    /// When it was allocated; `None` before the history begins.
-    pub from: Option<Moment>,
-    /// When it was given back; `None` if it was live in the end.
-    pub to: Option<Moment>,
-    /// When its memory was unmapped or went back to the device, before another block had the address.
-    pub unmapped: Option<Moment>,
+    /// The entry that allocated it; `None` before the history begins.
+    pub from: Option<u64>,
+    /// The entry that gave it back; `None` if it was live in the end.
+    pub to: Option<u64>,
+    /// The entry that unmapped its memory, before another block had the address.
+    pub unmapped: Option<u64>,
 }
 
 /// The blocks that had an address, by device, oldest first, as a snapshot tells.
@@ -73,18 +61,16 @@ fn owners_in(snapshot: &Snapshot, address: u64) -> Vec<Owner> {
         tag: snapshot.labels.text(site.tag).map(str::to_owned),
         place: headline(&snapshot.labels, site.stack),
         from,
-        to: None,
-        unmapped: None,
+        ..Owner::default()
     };
     let mut all: Vec<Owner> = Vec::new();
     for (device, trace) in (0_u32..).zip(&snapshot.traces) {
         let first = all.len();
-        for (entry, &Entry { action, addr, size, stream, time_us, site, .. }) in (1..).zip(trace) {
+        for (now, &Entry { action, addr, size, stream, site, .. }) in (1..).map(Some).zip(trace) {
             let (Some(start), Some(bytes)) = (addr, size) else { continue };
             if !has(start, bytes) {
                 continue;
             }
-            let now = Some(Moment { entry, time_us });
             match action {
                 Action::Alloc => {
                     all[first..].iter_mut().for_each(|owner| owner.to = owner.to.or(now));
@@ -118,27 +104,26 @@ mod tests {
 
     #[test]
     fn owners_follow_each_other_from_before_the_history_to_its_end() {
-        let json = r#"{"segments": [{"device": 0, "stream": 3, "address": 4096, "blocks": [
-            {"address": 4096, "size": 512, "requested_size": 512, "state": "active_allocated"}]}],
-            "device_traces": [[
-            {"action": "free_requested", "addr": 8192, "size": 1024, "stream": 7, "time_us": 5},
-            {"action": "free_completed", "addr": 8192, "size": 1024, "stream": 7, "time_us": 6},
-            {"action": "alloc", "addr": 8704, "size": 512, "stream": 7, "time_us": 7, "user_metadata": "kv"},
-            {"action": "alloc", "addr": 12288, "size": 512, "stream": 7, "time_us": 8},
-            {"action": "free_completed", "addr": 8704, "size": 512, "stream": 7, "time_us": 9},
-            {"action": "segment_unmap", "addr": 8192, "size": 4096, "stream": 7, "time_us": 10}]]}"#;
+        let entry = |action: &str, addr: u64, size: u64| {
+            format!(r#"{{"action": "{action}", "addr": {addr}, "size": {size}, "stream": 7, "user_metadata": "kv"}}"#)
+        };
+        let (free, alloc) = ("free_completed", "alloc");
+        let entries = [(free, 8192, 1024), (alloc, 8704, 512), (alloc, 12288, 512), (free, 8704, 512)];
+        let entries = entries.into_iter().chain([("segment_unmap", 8192, 4096)]);
+        let entries = entries.map(|(action, addr, size)| entry(action, addr, size)).collect::<Vec<_>>().join(",");
+        let block = r#"{"address": 4096, "size": 512, "requested_size": 512, "state": "active_allocated"}"#;
+        let segment = format!(r#"{{"device": 0, "stream": 3, "address": 4096, "blocks": [{block}]}}"#);
         let path = std::env::temp_dir().join(format!("aquifer-owners-{}.json", std::process::id()));
-        std::fs::write(&path, json).unwrap();
+        std::fs::write(&path, format!(r#"{{"segments": [{segment}], "device_traces": [[{entries}]]}}"#)).unwrap();
         let said = |address| {
             let all = owners(&path, address).unwrap().into_iter();
-            let entry = |moment: Option<Moment>| moment.map(|moment| moment.entry);
-            all.map(|one| (one.start, one.tag, [one.from, one.to, one.unmapped].map(entry))).collect::<Vec<_>>()
+            all.map(|one| (one.start, one.tag.is_some(), [one.from, one.to, one.unmapped])).collect::<Vec<_>>()
         };
-        let kv = (8704, Some("kv".to_owned()), [Some(3), Some(5), Some(6)]);
-        assert_eq!(said(8800), [(8192, None, [None, Some(1), None]), kv]);
-        assert_eq!(said(8192), [(8192, None, [None, Some(1), Some(6)])]);
-        assert_eq!(said(4607), [(4096, None, [None; 3])]);
-        assert_eq!((said(4608), said(12799)), (vec![], vec![(12288, None, [Some(4), None, None])]));
+        let before = (8192, false, [None, Some(1), None]);
+        assert_eq!(said(8800), [before, (8704, true, [Some(2), Some(4), Some(5)])]);
+        assert_eq!(said(8192), [(8192, false, [None, Some(1), Some(5)])]);
+        assert_eq!([said(4607), said(4608)], [vec![(4096, false, [None; 3])], vec![]]);
+        assert_eq!(said(12799), [(12288, true, [Some(3), None, None])]);
         std::fs::write(&path, "a 0 512 0\n").unwrap();
         assert!(owners(&path, 0).unwrap_err().to_string().contains("without addresses"));
         std::fs::remove_file(path).unwrap();
