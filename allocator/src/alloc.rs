@@ -9,11 +9,13 @@ use aquifer_device::{DevicePtr, Operation, Stream, fork};
 use crate::allocation::{Allocation, acting};
 use crate::allocator::{ALIGNMENT, Allocator};
 use crate::backing::segments::release_where;
+use crate::core::limits::Refusal;
 use crate::core::pools::Which;
 use crate::cross_stream::{poll_waiting, record_progress};
 use crate::error::AllocError;
 use crate::pools::{came_from_a_graph, refuse_capture, route_and_note};
 use crate::recovery::ladder::climb;
+use crate::recovery::oom::{Tried, out_of_memory};
 use crate::size_class::{self, PoolKind, REQUEST_LIMIT};
 use crate::sleep::wake_lock::NotedCount;
 use crate::state::slow;
@@ -263,7 +265,12 @@ fn grant_rounded(
         }
         let pool = private.unwrap_or(PoolId::default_of(kind));
         let request = Request { requested: bytes, size, pool, stream: StreamId::of(stream), tag, is_regular };
-        let granted = search_and_climb(allocator, &request, stream, slow, miss, may_poll)?;
+        if private.is_some() && !state.shared().pools.claim(pool, bytes) {
+            let tried = Tried { refusal: Some(Refusal::PoolLimit), ..Tried::default() };
+            return Err(out_of_memory(allocator, &request, tried));
+        }
+        let granted = search_and_climb(allocator, &request, stream, slow, miss, may_poll);
+        let granted = granted.inspect_err(|_| state.shared().pools.end_claim(pool, bytes))?;
         if private.is_none() || !came_from_a_graph(allocator, pool, stream) {
             return Ok(granted);
         }

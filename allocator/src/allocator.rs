@@ -14,6 +14,7 @@ use crate::accounting::attribution::Outside;
 use crate::allocation::WATCHED;
 use crate::backing::choose::choose;
 use crate::backing::paged::gate::Gate;
+use crate::backing::paged::reserve::take_reserve;
 use crate::config::{Backing, Config, CrossStream, TagSource, listed, share};
 use crate::core::Core;
 use crate::error::{AllocError, WhySegments};
@@ -30,6 +31,10 @@ pub const ALIGNMENT: u64 = MIN_BLOCK;
 
 /// The bytes in quarantine on a device that checks programs ([`Config::quarantine`]).
 const QUARANTINE: u64 = 64 << 20;
+
+/// The share of memory that is left free by default where it is the host's, as a divisor: half a GiB
+/// of 8, 8 GiB of 128. What the system calls available is an estimate, too.
+const HOST_SHARE: u64 = 16;
 
 /// A caching, stream-ordered allocator for the memory of one device. Cloning gives another handle
 /// of the same allocator.
@@ -179,7 +184,8 @@ impl Allocator {
     /// [`Allocator::of`] gives one that it does.
     ///
     /// # Errors
-    /// When the configuration contradicts itself, or the driver cannot tell the device's memory.
+    /// When the configuration contradicts itself, the driver cannot tell the device's memory, or that
+    /// has no room for the reserve ([`Config::reserve`]).
     pub fn new(
         device: &Device,
         config: impl TryInto<Config, Error: Into<AllocError>>,
@@ -242,7 +248,9 @@ impl Allocator {
         };
         let inner = Arc::new(inner);
         register(&inner);
-        Ok(Allocator::of_inner(inner))
+        let allocator = Allocator::of_inner(inner);
+        take_reserve(&allocator)?;
+        Ok(allocator)
     }
 
     /// The stream that memory which no work uses any more is allocated for ([`crate::raw`]).
@@ -382,6 +390,12 @@ impl Allocator {
         let total = self.inner.device.info().total_bytes;
         self.set_limit(config.limit_bytes(total, total));
         Ok(())
+    }
+
+    /// Bytes that are left free on the device: [`Config::headroom`], or its default there.
+    pub fn headroom(&self) -> u64 {
+        let info = self.device().info();
+        self.config().headroom.unwrap_or(if info.shares_host_memory { info.total_bytes / HOST_SHARE } else { 0 })
     }
 
     /// Bytes in live blocks now: PyTorch's `memory_allocated()`.

@@ -76,6 +76,9 @@ impl Drop for AtLast {
         // Buffers may keep it open; bare allocations do not.
         let closes = Arc::strong_count(&inner) == 1 && !fork::is_child();
         let closing = Allocator::keeping(inner);
+        if closes {
+            closing.state().shared().reserve = 0;
+        }
         if closes
             && closing.memory_allocated() > 0
             && let Err(error) = closing.trim_to(0)

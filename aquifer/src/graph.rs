@@ -231,7 +231,7 @@ impl Allocator {
     /// # Errors
     /// Errors of the driver.
     pub fn available_after(&self, plan: &GraphPlan) -> Result<u64, Error> {
-        let free = self.device().memory_info()?.free.saturating_sub(self.config().headroom);
+        let free = self.device().memory_info()?.free.saturating_sub(self.headroom());
         let allowed = self.limit().map_or(u64::MAX, |limit| limit.saturating_sub(self.memory_reserved()));
         let segments = self.snapshot().segments;
         let spare = self.memory_reserved().saturating_sub(segments.iter().map(|segment| segment.total_size).sum());

@@ -249,14 +249,18 @@ mod gpu {
     /// The ordinal of the one with the most memory, and why it is the best.
     pub(super) fn best() -> Result<(u32, String), OpenError> {
         let gpus = all()?;
+        best_of(&gpus).ok_or(OpenError::Unavailable(Unavailable::NoDevice))
+    }
+
+    pub(super) fn best_of(gpus: &[DeviceInfo]) -> Option<(u32, String)> {
         // The first of the largest ones.
-        let best = gpus.iter().reduce(|best, other| if other.total_bytes > best.total_bytes { other } else { best });
-        let best = best.ok_or(OpenError::Unavailable(Unavailable::NoDevice))?;
+        let best = gpus.iter().reduce(|best, other| if other.total_bytes > best.total_bytes { other } else { best })?;
         let others = match gpus.len() {
             1 => String::new(),
             several => format!(", which has the most memory of {several}"),
         };
-        Ok((best.ordinal, format!("a real GPU was found: {}{others}", best.name)))
+        let shared = if best.shares_host_memory { " (memory shared with the host)" } else { "" };
+        Some((best.ordinal, format!("a real GPU was found: {}{shared}{others}", best.name)))
     }
 }
 
@@ -343,6 +347,15 @@ mod tests {
             }
         }
         assert_eq!(device.clone().chosen_because(), Some(reason));
+    }
+
+    #[test]
+    #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
+    fn the_reason_says_whose_memory_the_best_gpu_has() {
+        let mut gpus = [DeviceInfo::new("cuda", 0, "A", 48), DeviceInfo::new("cuda", 1, "B", 64)];
+        gpus[1].shares_host_memory = true;
+        let expected = "a real GPU was found: B (memory shared with the host), which has the most memory of 2";
+        assert_eq!(gpu::best_of(&gpus), Some((1, expected.to_owned())));
     }
 
     #[test]

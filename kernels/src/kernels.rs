@@ -11,7 +11,9 @@ use std::sync::Arc;
 
 use aquifer_allocator::AccessGuard;
 use aquifer_device::internal::CalledFrom;
-use aquifer_device::{AccessKind, Attribute, Device, DeviceLabel, DeviceMismatch, KernelArg, RawModule, Stream};
+use aquifer_device::{
+    AccessKind, Attribute, Device, DeviceError, DeviceLabel, DeviceMismatch, KernelArg, RawModule, Stream,
+};
 
 use crate::dtype::DType;
 use crate::error::{KernelError, OperandError, OperandFault};
@@ -83,8 +85,10 @@ impl Kernels {
         let processors = u32::try_from(processors).unwrap_or(u32::MAX);
         let mut inner =
             Inner { device: device.for_memory(), modules: Vec::with_capacity(Module::ALL.len()), processors };
+        let advice = "allocators may hold all memory: leave some for modules with the option headroom_mb";
+        let advise = |error: DeviceError| if error.is_out_of_memory() { error.with_more(advice) } else { error };
         for module in Module::ALL {
-            inner.modules.push(device.driver().load_module(module.ptx())?);
+            inner.modules.push(device.driver().load_module(module.ptx()).map_err(advise)?);
         }
         Ok(Kernels(Arc::new(inner)))
     }

@@ -89,7 +89,7 @@ pub struct Cli {
 pub struct Global {
     /// Device to run on: sim, sim:SIZE, sim:PRESET (both take ,key=value settings), cuda or cuda:N.
     ///
-    /// Presets: h100, h200, a100, rtx4090. Examples: sim:80GiB, sim:h100,
+    /// Presets: h100, h200, a100, rtx4090, gb10, orin. Examples: sim:80GiB, sim:h100,
     /// sim:24GiB,seed=7,jitter=off, cuda:0. The default is a real GPU if there is one, else
     /// sim:80GiB. The commands explain, advise, report, fit, compare and demo need devices of
     /// several sizes, so their default is always sim:80GiB; on a GPU, fit and compare use limits of

@@ -60,7 +60,7 @@ impl Room {
         // Granules that are not mapped.
         let spare = allocator.memory_reserved().saturating_sub(in_segments);
         room.movable += spare;
-        room.headroom = allocator.config().headroom.min(room.device);
+        room.headroom = allocator.headroom().min(room.device);
         room.device -= room.headroom;
         let allowed = allocator.limit().map_or(u64::MAX, |limit| limit.saturating_sub(kept + spare));
         room.over_limit = room.device.saturating_sub(allowed);

@@ -49,6 +49,9 @@ pub(crate) fn replace_driver_bytes_of_graph(device_id: u32, was: u64, now: u64) 
 pub struct Attribution {
     /// Bytes that the device has.
     pub total: u64,
+    /// True if that is the host's memory, so that what the host's programs use counts as held by
+    /// others.
+    pub shares_host_memory: bool,
     /// Bytes that no process holds.
     pub free: u64,
     /// Bytes that this allocator holds, those on their way back to the device included.
@@ -126,7 +129,8 @@ impl Attribution {
 
 impl fmt::Display for Attribution {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} in total, {} free. ", Bytes(self.total), Bytes(self.free))?;
+        let shared = if self.shares_host_memory { ", shared with the host" } else { "" };
+        write!(f, "{} in total{shared}, {} free. ", Bytes(self.total), Bytes(self.free))?;
         let own = ("this allocator".to_owned(), self.reserved);
         write_holders(f, [own].into_iter().chain(self.others()))?;
         if let Some(driver) = self.driver.filter(|&bytes| bytes > 0) {
@@ -187,6 +191,7 @@ mod tests {
     fn attribution() -> Attribution {
         Attribution {
             total: 24 << 30,
+            shares_host_memory: false,
             free: 1 << 30,
             reserved: 8 << 30,
             other_allocators: 0,

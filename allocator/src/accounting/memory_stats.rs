@@ -206,7 +206,8 @@ impl Table {
         let mut row = |name: &str, bytes| {
             self.line(&format!(" {name:<60} | {} ", Unit::Bytes.format(bytes, memory.total)));
         };
-        row("Device memory", memory.total);
+        let shared = if memory.shares_host_memory { ", shared with the host" } else { "" };
+        row(&format!("Device memory{shared}"), memory.total);
         for (name, bytes) in rows.into_iter().chain(memory.others()).chain(more) {
             row(&format!("      {name}"), bytes);
         }
@@ -319,6 +320,7 @@ pub(crate) fn attribute(allocator: &Allocator, max_age: Option<Duration>) -> Res
     }
     let attribution = Attribution {
         total: memory.total,
+        shares_host_memory: device.info().shares_host_memory,
         free: memory.free,
         reserved,
         other_allocators: ours.saturating_sub(reserved),

@@ -11,7 +11,6 @@
 use std::sync::atomic::Ordering;
 
 use crate::allocator::Allocator;
-use crate::config::Config;
 use crate::core::Core;
 use crate::core::limits::{Growing, Holding, Refusal};
 use crate::error::AllocError;
@@ -50,7 +49,7 @@ impl Room {
 
 /// Asks the driver, where there is a headroom or the limit is a share of what is free.
 pub(crate) fn room(allocator: &Allocator) -> Result<Room, AllocError> {
-    let &Config { headroom, limit_free_fraction, .. } = allocator.config();
+    let (headroom, limit_free_fraction) = (allocator.headroom(), allocator.config().limit_free_fraction);
     let Holding { bytes: held, growing } = allocator.state().shared().holding();
     if headroom == 0 && limit_free_fraction.is_none() {
         return Ok(Room { free: None, refusal: Refusal::Headroom, growing });

@@ -38,7 +38,8 @@ impl Allocator {
     /// Gives unused memory back to the device and returns how many bytes that was: whole unused
     /// segments, or where memory is mapped the granules that lie in free blocks; also those of
     /// private pools, whether the calling thread is routed to one or not, except memory that a
-    /// graph may use. Waits for blocks that other streams still use.
+    /// graph may use, and the reserve ([`crate::Config::reserve`]). Waits for blocks that other
+    /// streams still use.
     ///
     /// ```
     /// use aquifer_allocator::{Allocator, Config, PoolOptions};
@@ -151,7 +152,9 @@ pub(crate) fn trim_pools(allocator: &Allocator, target: u64, which: Which) -> Re
         unmapped += 1;
         trim.loose.extend(frames.iter().copied());
     }
-    let (released, failed) = release_frames(allocator, &mut trim.loose, failed);
+    // The rest of the reserve becomes spare.
+    let releasable = allocator.state().shared().releasable(trim.loose.granules());
+    let (released, failed) = release_frames(allocator, &mut trim.loose, releasable, failed);
     commit_trim(allocator, trim, unmapped);
     // The device gets released memory back only once it is mapped nowhere.
     let old = unmap_old_mappings_at_gate(allocator, which);
@@ -210,17 +213,22 @@ fn take_one_back(allocator: &Allocator) -> Result<(), AllocError> {
     Ok(unless_capturing(failed.map_or(Ok(()), Err))?)
 }
 
-/// Releases frames until none is left or a call fails. Returns how many granules were released, and
-/// the error.
+/// Releases frames of at most so many granules, until none is left or a call fails. Returns how many
+/// granules were released, and the error.
 fn release_frames(
     allocator: &Allocator,
     loose: &mut LooseFrames,
+    most: u64,
     mut failed: Option<DeviceError>,
 ) -> (u64, Option<DeviceError>) {
     let before = loose.granules();
     while failed.is_none()
         && let Some(frame) = loose.pop()
     {
+        if before - loose.granules() > most {
+            loose.add(frame);
+            break;
+        }
         failed = allocator.device().driver().release_physical(frame.physical).inspect_err(|_| loose.add(frame)).err();
     }
     (before - loose.granules(), failed)

@@ -94,8 +94,8 @@ macro_rules! options {
 
         macro_rules! table {
             () => { concat!(
-"All `_mb` options are whole MiB (1048576 bytes), but for `limit_mb`, `headroom_mb` and `quarantine_mb`, which may have
-a fraction (`1.5`) that is whole bytes. *Inert* options have no effect here, whatever their value. Some others have one
+"All `_mb` options are whole MiB (1048576 bytes), but for `limit_mb`, `headroom_mb`, `reserve_mb` and `quarantine_mb`,
+which may have a fraction (`1.5`) that is whole bytes. *Inert* options have no effect here, whatever their value. Some others have one
 on mapped memory only. [`Config::ignored`] lists those that were given in vain.
 
 | option | value | default | effect |
@@ -145,7 +145,10 @@ options! {
     "limit_free_fraction" => limit_free_fraction
         if |config| config.limit_free_fraction.is_none_or(|fraction| fraction > 0.0 && fraction <= 1.0),
         "a fraction in (0, 1], 0 excluded", "none", "limit, as a share of what is free on the device or held from it, asked whenever more is taken";
-    "headroom_mb" => headroom, "MiB, such as 512 or 0.5", "0", "left free on the device for libraries";
+    "headroom_mb" => headroom, "MiB, such as 512 or 0.5", "0, a sixteenth of memory shared with the host",
+        "left free on the device for libraries, or for the host: [`Config::headroom`]";
+    "reserve_mb" => reserve, "MiB, such as 512 or 0.5", "0", "mapped memory only: taken when the allocator opens, and \
+        kept: [`Config::reserve`]";
     "history" => history, "a whole number of entries, at most 4294967295", "0 = off",
         "length of the ring of trace entries";
     "oom_snapshot" => oom_snapshot, "a path that ends in .pickle, .pkl or .json, without `,[]`", "none",
@@ -262,9 +265,18 @@ pub struct Config {
     /// [`Allocator::set_limit`](crate::Allocator::set_limit) replaces it. Option
     /// `limit_free_fraction`.
     pub limit_free_fraction: Option<f64>,
-    /// Bytes that are left free on the device for libraries that allocate by themselves. Default 0.
-    /// Option `headroom_mb`.
-    pub headroom: u64,
+    /// Bytes that are left free on the device for libraries that allocate by themselves. `None`, the
+    /// default, is 0 on a device with memory of its own. Where it shares the host's, it is a
+    /// sixteenth: running out there ends processes, and the host's programs take memory between two
+    /// looks. [`Allocator::headroom`](crate::Allocator::headroom) tells. Option `headroom_mb`.
+    pub headroom: Option<u64>,
+    /// Bytes of mapped memory, in whole granules, that the allocator takes when it opens, which fails
+    /// without them, and gives back when it closes: neither
+    /// [`Allocator::empty_cache`](crate::Allocator::empty_cache) nor sleep returns them. They serve
+    /// all requests but those for exportable memory. A frame that has the wrong size for a request
+    /// goes back and others are made of its memory, which another program may take meanwhile.
+    /// Default 0. Option `reserve_mb`.
+    pub reserve: u64,
     /// How many trace entries are kept, the oldest giving way; 0, the default, is off. Option
     /// `history`.
     pub history: u32,
@@ -304,7 +316,8 @@ impl Default for Config {
             cross_stream: CrossStream::default(),
             limit: None,
             limit_free_fraction: None,
-            headroom: 0,
+            headroom: None,
+            reserve: 0,
             history: 0,
             oom_snapshot: None,
             tags: TagSource::default(),

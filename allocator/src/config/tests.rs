@@ -36,7 +36,7 @@ fn every_option_is_read() {
     let config = parse(
         "per_process_memory_fraction:0.5,\
          throw_on_cudamalloc_oom:True,backing:segments,cross_stream:wait,limit_mb:7,limit_free_fraction:0.25,\
-         headroom_mb:3,history:99,oom_snapshot:/tmp/oom.pickle,tags:span,no_cache:True",
+         headroom_mb:3,reserve_mb:5,history:99,oom_snapshot:/tmp/oom.pickle,tags:span,no_cache:True",
     );
     assert_eq!(config.per_process_memory_fraction, 0.5);
     assert!(config.fail_fast);
@@ -44,7 +44,7 @@ fn every_option_is_read() {
     assert_eq!(config.cross_stream, CrossStream::Wait);
     assert_eq!(config.limit, Some(7 * MIB));
     assert_eq!(config.limit_free_fraction, Some(0.25));
-    assert_eq!(config.headroom, 3 * MIB);
+    assert_eq!((config.headroom, config.reserve), (Some(3 * MIB), 5 * MIB));
     assert_eq!(config.history, 99);
     assert_eq!(config.oom_snapshot.as_deref(), Some("/tmp/oom.pickle".as_ref()));
     assert_eq!(config.tags, TagSource::Span);
@@ -233,10 +233,10 @@ fn a_share_that_a_program_computed_allows_the_bytes_it_was_computed_from() {
 
 #[test]
 fn sizes_that_are_not_whole_mib_are_printed_in_full() {
-    let config = Config { limit: Some(MIB * 3 / 2), headroom: 1, ..Config::default() };
+    let config = Config { limit: Some(MIB * 3 / 2), headroom: Some(1), ..Config::default() };
     assert_eq!(config.to_string(), "limit_mb:1.5,headroom_mb:0.00000095367431640625");
     assert_eq!(parse(&config.to_string()), config);
-    assert_eq!(parse("limit_mb:0.50,headroom_mb:0000.75").headroom, MIB / 4 * 3);
+    assert_eq!(parse("limit_mb:0.50,headroom_mb:0000.75").headroom, Some(MIB / 4 * 3));
 }
 
 fn from_vars(vars: &[(&str, &str)]) -> Result<Config, super::ConfigError> {

@@ -45,6 +45,8 @@ impl Core {
         let (size, requested, owner, pool) = (block.size, block.requested, block.owner, block.pool);
         let sleeps = self.paged.sleep.isolates(&block.range());
         let waits = block.used_elsewhere || sleeps;
+        // Blocks of private pools are irregular, so that all their frees come here.
+        self.pools.end_claim(pool, requested);
         self.heap.forget_irregular(id);
         match on.filter(|&on| on != owner) {
             None if !waits => self.free_own(id, owner, pool.kind(), size, requested),

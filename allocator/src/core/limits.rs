@@ -12,6 +12,8 @@ pub enum Refusal {
     Headroom,
     /// The device's address space.
     Addresses,
+    /// The limit of the request's private pool ([`crate::PoolOptions::limit`]).
+    PoolLimit,
 }
 
 /// Bytes that threads take from the device.

@@ -84,6 +84,8 @@ pub(crate) struct Core {
     /// True if memory is mapped in granules. Otherwise it comes in segments, and nothing is mapped.
     maps: bool,
     paged: Paged,
+    /// Bytes of frames that stay held from the device.
+    pub(crate) reserve: u64,
 }
 
 impl Core {

@@ -49,6 +49,11 @@ impl Weights {
     /// Little memory: for those who share a device.
     pub(crate) const MEMORY: &Weights =
         &Weights { buy_share: 96, ahead_share: 48, slot: (0, 16 << 20), slots_of_frame: 1, credit_share: None };
+
+    /// Bytes of the largest slots.
+    pub(crate) fn slot_most(&self) -> u64 {
+        self.slot.1
+    }
 }
 
 /// There is room while the device and the limit can give the peak of use divided by this.

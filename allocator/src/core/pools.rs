@@ -50,6 +50,8 @@ pub(crate) struct Private {
     /// Addresses of graphs whose memory was lent, in order: holes, until a launch brings memory
     /// back.
     pub(crate) lent: Vec<Range<u64>>,
+    /// Bytes requested for its live blocks and by requests under way, if it has a limit.
+    pub(crate) claimed: u64,
 }
 
 /// The private pools, and the threads that allocate from them.
@@ -235,6 +237,25 @@ impl PoolTable {
         }
     }
 
+    /// Claims bytes of the limit of the private pool that owns a heap pool, for a request. Returns
+    /// false if the limit does not allow them.
+    pub(crate) fn claim(&mut self, number: PoolId, bytes: u64) -> bool {
+        let Some((private, limit)) = self.owner_mut(number).and_then(|own| own.options.limit.map(|limit| (own, limit)))
+        else {
+            return true;
+        };
+        let claimed = private.claimed.saturating_add(bytes);
+        private.claimed = if claimed <= limit { claimed } else { private.claimed };
+        claimed <= limit
+    }
+
+    /// Gives back what a request claimed.
+    pub(crate) fn end_claim(&mut self, number: PoolId, bytes: u64) {
+        if let Some(private) = self.owner_mut(number).filter(|own| own.options.limit.is_some()) {
+            private.claimed = private.claimed.saturating_sub(bytes);
+        }
+    }
+
     /// The numbers of private pools among some pools that have regions, in order.
     pub(crate) fn with_regions(&self, which: Which) -> impl Iterator<Item = PoolId> + '_ {
         let (closed, one) = match which {
@@ -362,6 +383,7 @@ impl Private {
             routes: 0,
             busy: 0,
             lent: Vec::new(),
+            claimed: 0,
         }
     }
 
@@ -455,4 +477,9 @@ pub struct PoolOptions {
     /// launch left: set this only if no kernel keeps state in such memory. It takes effect where
     /// memory is mapped, and as long as all graphs of the pool are `aquifer::Graph`s.
     pub lends_when_idle: bool,
+    /// The most bytes in live blocks of this pool, as requested; `None`, the default, is no limit. A
+    /// request beyond it is refused at once ([`Refusal::PoolLimit`](crate::Refusal::PoolLimit)), and
+    /// the report says which tags hold the pool's memory. What other requests borrow from the pool
+    /// does not count.
+    pub limit: Option<u64>,
 }

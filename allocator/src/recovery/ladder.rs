@@ -230,8 +230,11 @@ impl<T> Climb<'_, T> {
     fn release_idle_pools_and_grow(&mut self) -> Rung<T> {
         loop {
             let target = self.allocator.memory_reserved().saturating_sub(self.growth());
+            let spares = || self.allocator.state().shared().paged().spares.granules();
+            let before = spares();
             let released = trim_idle_pools(self.allocator, target)?;
-            if released == 0 {
+            // Frames of the reserve do not go back.
+            if released == 0 && spares() <= before {
                 return Ok(None);
             }
             self.tried.released += released;

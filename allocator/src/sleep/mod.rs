@@ -108,6 +108,8 @@ impl Allocator {
     /// of these. Then it waits for the device. So kernels that other threads launch come before the
     /// sleep or are refused.
     ///
+    /// The reserve ([`crate::Config::reserve`]) stays held from the device: as much less goes back.
+    ///
     /// Until the memory wakes up, access guards and reservations of it fail with
     /// [`AllocError::Asleep`], and if all memory sleeps, allocations do. Work that bypasses access
     /// guards, and graphs, must not touch it. Threads that allocate while everything falls asleep
@@ -351,13 +353,13 @@ fn give_back(allocator: &Allocator, falling: &[Falling]) -> Result<u64, AllocErr
 /// bytes.
 fn release_sleeping(allocator: &Allocator) -> Result<u64, DeviceError> {
     let mut shared = allocator.state().shared();
-    let granule = shared.paged().granule;
+    let (granule, most) = (shared.paged().granule, shared.releasable(0));
     let Some((mut ranges, mut spares)) = shared.begin_release_sleeping() else { return Ok(0) };
     drop(shared);
     let mut released = 0;
     let unmapped = ranges.iter_mut().filter(|one| one.may_release());
     let lists = unmapped.map(|one| &mut one.frames).chain([&mut spares]);
-    let failed = lists.map(|frames| release_all(allocator, frames, &mut released)).find_map(Result::err);
+    let failed = lists.map(|frames| release_all(allocator, frames, most, &mut released)).find_map(Result::err);
     let mut guard = allocator.state().lock();
     guard.commit_release_sleeping(ranges, spares, released);
     show_list(&guard);
@@ -383,10 +385,15 @@ pub(crate) fn wake_ranges(allocator: &Allocator, ranges: Vec<Range<u64>>) -> Res
     bring_back(allocator, &Waking::Ranges(ranges))
 }
 
-/// Releases frames, from the last one on, and counts their granules. Frames that the driver does
-/// not release stay in the list.
-fn release_all(allocator: &Allocator, frames: &mut Vec<Frame>, released: &mut u64) -> Result<(), DeviceError> {
-    while let Some(frame) = frames.last() {
+/// Releases frames, from the last one on, and counts their granules, at most so many. Frames that
+/// the driver does not release stay in the list.
+fn release_all(
+    allocator: &Allocator,
+    frames: &mut Vec<Frame>,
+    most: u64,
+    released: &mut u64,
+) -> Result<(), DeviceError> {
+    while let Some(frame) = frames.last().filter(|frame| *released + frame.granules() <= most) {
         allocator.device().driver().release_physical(frame.physical)?;
         *released += frame.granules();
         frames.pop();
@@ -447,7 +454,8 @@ fn create_frames(
     let mut released = 0;
     if failed.is_some() {
         for one in ranges.iter_mut().filter(|one| one.may_release()) {
-            if let Err(error) = release_all(allocator, &mut one.frames, &mut released) {
+            let most = allocator.state().shared().releasable(created);
+            if let Err(error) = release_all(allocator, &mut one.frames, most, &mut released) {
                 tracing::debug!(%error, "memory is kept for another attempt to wake up");
             }
         }

@@ -3,10 +3,13 @@
 
 mod adopted;
 mod attribution;
+mod host_memory;
 mod idle_pools;
 mod last_buffer;
 mod observability;
+mod pool_limit;
 mod reservations;
+mod reserve;
 mod second_access;
 mod tags;
 mod together;

@@ -11,7 +11,7 @@ use aquifer_device::{Code, HandleKind};
 use super::graphs::{Bench, MIB, bench};
 
 const DEVICE: &str = "sim:64MiB,violations=panic";
-const LENDS: PoolOptions = PoolOptions { use_on_oom: false, no_split: false, lends_when_idle: true };
+const LENDS: PoolOptions = PoolOptions { use_on_oom: false, no_split: false, lends_when_idle: true, limit: None };
 
 /// A graph that copies its parameter to its output, through a temporary of so many MiB.
 struct Copying {

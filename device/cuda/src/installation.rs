@@ -104,6 +104,7 @@ impl Installation {
             number(Attr::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             number(Attr::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
+        info.shares_host_memory = self.attribute(device, Attr::CU_DEVICE_ATTRIBUTE_INTEGRATED)? != 0;
         info.driver_version = Some(self.version);
         info.granularity_bytes = self.granularity(device)?;
         Ok(info)

@@ -34,6 +34,7 @@ mod events;
 mod functions;
 mod gpu;
 mod handles;
+mod host_memory;
 mod installation;
 mod interop;
 mod library;

@@ -13,7 +13,7 @@ use crate::gpu::Gpu;
 use crate::installation::{bad_value, check, check_function};
 use crate::objects::{Locked, Source};
 use crate::raw::{handle, pointer, size};
-use crate::{captures, streams};
+use crate::{captures, host_memory, streams};
 
 /// `CU_MEMHOSTALLOC_PORTABLE` and `CU_MEMHOSTREGISTER_PORTABLE`: pinned for every context.
 /// Never write-combined, which would make reading it back many times slower.
@@ -43,7 +43,12 @@ impl Gpu {
         self.context
             // SAFETY: the numbers outlive the call (F1).
             .call(operation, |functions| unsafe { (functions.cuMemGetInfo_v2)(&raw mut free, &raw mut total) })?;
-        Ok(MemoryInfo { free: free as u64, total: total as u64 })
+        let (mut free, total) = (free as u64, total as u64);
+        if self.info.shares_host_memory {
+            // The driver leaves out the page cache, and knows no limit of a control group.
+            free = host_memory::available().unwrap_or(free).min(total);
+        }
+        Ok(MemoryInfo { free, total })
     }
 
     pub(crate) fn alloc(&self, bytes: u64) -> Result<DevicePtr> {

@@ -39,7 +39,8 @@ pub struct SimConfig {
     pub jitter: bool,
     /// Whether the device can map physical memory at reserved addresses.
     pub vmm: bool,
-    /// Bytes of addresses that can be reserved, at most 512 TiB; `None` for 64 times the memory.
+    /// Bytes of addresses that can be reserved, at most 512 TiB; `None` for 64 times the memory. The
+    /// preset `orin` has few.
     pub addresses: Option<u64>,
     /// Whether its physical memory can be exported as handles, where it can map memory.
     pub export: bool,
@@ -109,7 +110,7 @@ impl SimConfig {
             seed: 0,
             jitter: true,
             vmm: true,
-            addresses: None,
+            addresses: preset.addresses(),
             export: true,
             other_process_bytes: 0,
             panic_on_violation: false,

@@ -167,6 +167,7 @@ impl SimDriver {
         info.granularity_bytes = config.vmm.then_some(mappings::GRANULARITY);
         info.priorities = (0, -5);
         info.compute_capability = card.capability;
+        info.shares_host_memory = card.shares_host_memory;
         Arc::new(SimDriver {
             info,
             panic_on_violation: config.panic_on_violation,

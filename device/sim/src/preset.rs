@@ -11,6 +11,11 @@
 //! | host link | 53 GB/s (PCIe 5 x16) | 53 GB/s | 25 GB/s (PCIe 4 x16) | 25 GB/s | usable of 63 and 31.5 GB/s raw, each way; see below |
 //! | copy engines | 3 | 3 | 3 | 2 | `cudaDeviceProp::asyncEngineCount` as commonly reported |
 //!
+//! GB10 and Jetson AGX Orin share the host's memory, of which they have all: data sheets and guesses,
+//! nothing measured. A copy there reads and writes the same memory. Orin can reserve 31 GiB of
+//! addresses (llama.cpp issue 29142: 32 GiB refused). A program that takes more than is left loses
+//! such a device, as the system would end the process. Pinned memory does not count.
+//!
 //! Of a PCIe 4 x16 link 22.5 to 26.6 GB/s are reported for pinned memory (cuda-oxide issue
 //! 976: 22.5–23.9 to and 25.4–26.6 from an RTX 4090; spark-rapids-jni issue 4593: 26.35 from the
 //! device), of PCIe 5 x16 about twice that, 50 to 55 GB/s. [`crate::SimConfig::link_gb_s`] sets
@@ -59,11 +64,16 @@ pub enum Preset {
     A100,
     /// NVIDIA GeForce RTX 4090, 24 GiB.
     Rtx4090,
+    /// NVIDIA GB10, which shares 128 GiB with the host.
+    Gb10,
+    /// NVIDIA Jetson AGX Orin, which shares 64 GiB with the host and refuses large reservations of
+    /// addresses.
+    Orin,
 }
 
 impl Preset {
     /// Every preset.
-    pub const ALL: &[Preset] = &[Preset::H100, Preset::H200, Preset::A100, Preset::Rtx4090];
+    pub const ALL: &[Preset] = &[Preset::H100, Preset::H200, Preset::A100, Preset::Rtx4090, Preset::Gb10, Preset::Orin];
 
     /// The name in device strings, such as `"h100"`.
     pub const fn name(self) -> &'static str {
@@ -72,6 +82,8 @@ impl Preset {
             Preset::H200 => "h200",
             Preset::A100 => "a100",
             Preset::Rtx4090 => "rtx4090",
+            Preset::Gb10 => "gb10",
+            Preset::Orin => "orin",
         }
     }
 
@@ -86,7 +98,13 @@ impl Preset {
             Preset::H100 | Preset::A100 => 80 * GIB,
             Preset::H200 => 141 * GIB,
             Preset::Rtx4090 => 24 * GIB,
+            Preset::Gb10 => 128 * GIB,
+            Preset::Orin => 64 * GIB,
         }
+    }
+
+    pub(crate) fn addresses(self) -> Option<u64> {
+        (self == Preset::Orin).then_some(31 * GIB)
     }
 
     pub(crate) const fn card(self) -> Card {
@@ -95,6 +113,8 @@ impl Preset {
             Preset::H200 => Card::new("H200", 4800, 53, 67_000, 132, (9, 0), 3, true),
             Preset::A100 => Card::new("A100", 2039, 25, 19_500, 108, (8, 0), 3, true),
             Preset::Rtx4090 => Card::new("RTX 4090", 1008, 25, 82_600, 128, (8, 9), 2, false),
+            Preset::Gb10 => Card::new("GB10", 273, 136, 31_000, 48, (12, 1), 1, false).of_host(),
+            Preset::Orin => Card::new("Orin", 205, 102, 5_300, 16, (8, 7), 1, false).of_host(),
         }
     }
 }
@@ -110,6 +130,7 @@ pub(crate) struct Card {
     pub(crate) capability: (u32, u32),
     pub(crate) copy_engines: u64,
     pub(crate) rdma: bool,
+    pub(crate) shares_host_memory: bool,
 }
 
 impl Card {
@@ -124,7 +145,23 @@ impl Card {
         copy_engines: u64,
         rdma: bool,
     ) -> Card {
-        Card { name, memory_gb_s, link_gb_s, gflops, multiprocessors, capability, copy_engines, rdma }
+        let shares_host_memory = false;
+        Card {
+            name,
+            memory_gb_s,
+            link_gb_s,
+            gflops,
+            multiprocessors,
+            capability,
+            copy_engines,
+            rdma,
+            shares_host_memory,
+        }
+    }
+
+    /// The same with the host's memory.
+    const fn of_host(self) -> Card {
+        Card { shares_host_memory: true, ..self }
     }
 
     /// Nanoseconds of a call: fixed, a mapping, and a MiB.

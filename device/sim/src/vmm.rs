@@ -93,11 +93,21 @@ impl Machine {
                 Err(refused) if bytes > self.memory.total() => return Err(refused),
                 Err(refused) => {
                     if !self.wait_for_pool_free()? {
-                        return Err(refused);
+                        return Err(self.starve(bytes, refused));
                     }
                 }
             }
         }
+    }
+
+    /// The answer to a request that found too little memory: where that is the host's, the system
+    /// ends the process, unless the device never had as much.
+    fn starve(&mut self, bytes: u64, refused: Refused) -> Refused {
+        let is_host_out = self.engine.card().shares_host_memory && bytes > self.memory.free();
+        if !is_host_out || bytes > self.memory.total() {
+            return refused;
+        }
+        self.lose(Code::LAUNCH_FAILED, &format!("the host ran out of memory, which ends a process: {}", refused.detail))
     }
 
     pub(crate) fn allocate(&mut self, bytes: u64, pool: bool) -> Answer<u64> {
@@ -182,7 +192,8 @@ impl Machine {
         if bytes == 0 || !bytes.is_multiple_of(GRANULARITY) {
             return Err(Refused::value(format!("{bytes} is not a positive multiple of {GRANULARITY} bytes")));
         }
-        let store = self.memory.create(bytes, self.faults.bytes_max())?;
+        let store =
+            self.memory.create(bytes, self.faults.bytes_max()).map_err(|refused| self.starve(bytes, refused))?;
         let (mapped_at, unfinished) = (Vec::new(), Vec::new());
         let physical = Physical { bytes, options, store, mapped_at, has_handle: true, unfinished };
         let number = self.physicals.live.insert(physical);

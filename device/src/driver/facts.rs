@@ -18,6 +18,9 @@ pub struct DeviceInfo {
     pub name: String,
     /// Memory of the device in bytes.
     pub total_bytes: u64,
+    /// True if that is the host's memory (CUDA calls such a device *integrated*): programs of the
+    /// host take from it, too, and the system ends some of them when it runs out.
+    pub shares_host_memory: bool,
     /// Granularity of physical memory, reservations and mappings in bytes; `None` if the device
     /// cannot map memory.
     pub granularity_bytes: Option<u64>,
@@ -32,8 +35,8 @@ pub struct DeviceInfo {
 }
 
 impl DeviceInfo {
-    /// Describes a device that cannot map memory, has one stream priority and compute capability
-    /// 0.0, and is not virtual. Set the other fields as they apply.
+    /// Describes a device that has memory of its own and cannot map it, has one stream priority and
+    /// compute capability 0.0, and is not virtual. Set the other fields as they apply.
     pub fn new(kind: &'static str, ordinal: u32, name: impl Into<String>, total_bytes: u64) -> Self {
         DeviceInfo {
             kind,
@@ -41,6 +44,7 @@ impl DeviceInfo {
             is_virtual: false,
             name: name.into(),
             total_bytes,
+            shares_host_memory: false,
             granularity_bytes: None,
             priorities: (0, 0),
             compute_capability: (0, 0),
@@ -52,7 +56,8 @@ impl DeviceInfo {
 /// Free and total memory of a device in bytes. Memory that other processes use is not free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryInfo {
-    /// Bytes that no process holds.
+    /// Bytes that no process holds. Where the device shares the host's memory, those that the host
+    /// can give: its page cache counts as free.
     pub free: u64,
     /// Bytes that the device has.
     pub total: u64,

@@ -230,6 +230,7 @@ fn after_a_failing_driver_everything_is_usable() {
     let device = Device::new(sim.clone());
     let failed = Kernels::load(&device).unwrap_err();
     assert!(matches!(&failed, KernelError::Device(error) if error.is_out_of_memory()), "{failed}");
+    assert!(failed.to_string().contains("headroom_mb"), "{failed}");
     device.settle();
     assert_eq!(device.driver_calls().of(Operation::UnloadModule), 2);
 

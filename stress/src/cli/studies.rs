@@ -17,6 +17,16 @@ pub struct ExplainArgs {
     /// Draw maps with ASCII characters only.
     #[arg(long)]
     pub ascii: bool,
+
+    /// Only list the blocks that had this address, such as 0x7f0000000200, one after the other: for
+    /// pointers that outlived their memory, as in graphs. Takes snapshots with a history.
+    #[arg(long, value_name = "ADDRESS", value_parser = address)]
+    pub address: Option<u64>,
+}
+
+fn address(text: &str) -> Result<u64, String> {
+    let parsed = text.strip_prefix("0x").map_or_else(|| text.parse(), |digits| u64::from_str_radix(digits, 16));
+    parsed.map_err(|_| "not an address, such as 0x7f0000000200".to_owned())
 }
 
 /// Arguments of `advise`.

@@ -6,6 +6,7 @@ use aquifer_trace::profile::{Grouping, OTHERS, Peak, Profile};
 use aquifer_trace::{Figures, Map};
 
 use crate::cli::ExplainArgs;
+use crate::commands::address::{self, Owned};
 use crate::commands::advise::show;
 use crate::commands::story::Story;
 use crate::commands::study::advice::advise;
@@ -27,6 +28,9 @@ const LISTED: usize = 8;
 /// # Errors
 /// When standard output cannot be written.
 pub fn run(session: &Session, args: &ExplainArgs) -> Result<Outcome, Failure> {
+    if let Some(address) = args.address {
+        return address::run(session, &args.recordings.files, address);
+    }
     let simulated = on_simulator(session, "explain")?;
     let session = simulated.as_ref().unwrap_or(session);
     let mut outcome = Outcome::Done;
@@ -119,7 +123,7 @@ row! {
 
 /// The help of the keys.
 pub(crate) fn help() -> String {
-    [Explained::help(), Answer::help(), Alive::help(), Allocator::help(), Oom::help()].join("\n")
+    [Explained::help(), Answer::help(), Alive::help(), Allocator::help(), Oom::help(), Owned::help()].join("\n")
 }
 
 fn row(session: &Session, name: &str, program: &Program, study: &Study) -> Explained {

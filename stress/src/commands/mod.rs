@@ -1,5 +1,6 @@
 //! The commands, one module each.
 
+mod address;
 pub mod advise;
 pub mod compare;
 pub mod demo;

@@ -24,7 +24,7 @@ pub(super) fn other_process(stand: &mut Stand) -> Result<Story, Failure> {
     };
     let others = stand.allocator.device().info().total_bytes - stand.free;
     // It leaves two fifths of the memory that the options allow.
-    let held = stand.free - stand.allocator.config().headroom - stand.percent(40);
+    let held = stand.free - stand.allocator.headroom() - stand.percent(40);
     simulator.set_other_process_bytes(others + held);
     let refusal = stand.request(in_steps(stand.percent(50)))?;
     simulator.set_other_process_bytes(others);

@@ -217,7 +217,7 @@ impl Stand {
         self.marked.clear();
         self.allocator.empty_cache()?;
         let empty = self.allocator.memory_allocated() == 0 && self.allocator.memory_reserved() == 0;
-        let free = self.allocator.device().memory_info()?.free.saturating_sub(self.allocator.config().headroom);
+        let free = self.allocator.device().memory_info()?.free.saturating_sub(self.allocator.headroom());
         let most = free.min(self.allocator.limit().unwrap_or(u64::MAX));
         Ok(empty && self.is_served(in_steps(most / 10 * 9))? && self.allocator.memory_allocated() == 0)
     }
@@ -226,8 +226,7 @@ impl Stand {
 /// The part of `free` bytes of a device that the user's options allow.
 fn room(session: &Session, device: &Device, config: &ConfigArg, free: u64) -> Result<u64, Failure> {
     let allocator = session.allocator(device, config)?;
-    let headroom = config.config.headroom;
-    let room = free.saturating_sub(headroom).min(allocator.limit().unwrap_or(u64::MAX));
+    let room = free.saturating_sub(allocator.headroom()).min(allocator.limit().unwrap_or(u64::MAX));
     let segments =
         config.config.backing == Backing::Segments || config.config.no_cache || allocator.why_segments().is_some();
     let least = if segments { ROOM_MIN_IN_SEGMENTS } else { ROOM_MIN };

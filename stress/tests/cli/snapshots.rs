@@ -44,6 +44,10 @@ fn a_snapshot_of_a_replay_replays_like_the_program() {
         let out = directory.path(name);
         assert_eq!(replayed(&trace, &["--snapshot", &out]), replayed(&out, &[]), "{name}");
     }
+    let snapshot = directory.path("s.json");
+    let address = bytes(actions(&value(&snapshot), "alloc")[0], "addr") + 100;
+    let owners = rows(0, &["explain", &snapshot, "--address", &format!("{address:#x}")]);
+    assert_eq!((bytes(&owners[0], "offset"), bytes(&owners[0], "from") > 0), (100, true));
     let names = std::fs::read_dir(&directory.0).unwrap().count();
     assert_eq!(names, 3, "no other files are left");
 }

@@ -33,7 +33,7 @@ impl World {
         if !self.is_calm() {
             return self.served(ask());
         }
-        let plenty = bytes.saturating_mul(2).saturating_add(of.config().headroom + 32 * MIB);
+        let plenty = bytes.saturating_mul(2).saturating_add(of.headroom() + 32 * MIB);
         let has_plenty = of.limit().is_none() && self.subject.free() > plenty;
         let waits = if has_plenty { self.waits() } else { 0 };
         let outcome = ask();
@@ -89,7 +89,7 @@ impl World {
         let idle: u64 = [&self.memory, &self.second].map(|memory| self.idle(memory)).iter().sum();
         let in_use = of.memory_reserved().saturating_sub(self.idle(of));
         let allowed = of.limit().map_or(u64::MAX, |limit| limit.saturating_sub(in_use));
-        (self.subject.free() + idle).saturating_sub(of.config().headroom).min(allowed) / unit(of) * unit(of)
+        (self.subject.free() + idle).saturating_sub(of.headroom()).min(allowed) / unit(of) * unit(of)
     }
 
     /// Bytes that an allocator holds without need: segments, and where memory is mapped the frames,
@@ -265,7 +265,7 @@ impl World {
         }
         self.counts.lock().liveness += 1;
         let total = self.device.info().total_bytes;
-        let fits = (total - of.config().headroom) / unit(of) * unit(of);
+        let fits = (total - of.headroom()) / unit(of) * unit(of);
         let calls = self.subject.calls_made();
         if let Err(error) = ask(fits) {
             self.report_end("a request that fits is refused", &error);

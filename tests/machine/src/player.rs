@@ -259,7 +259,7 @@ impl<'a> Player<'a> {
             Step::DropGraph(pick) => drop((take(&mut self.graphs, pick), take(&mut self.replayed, pick))),
             Step::CreatePool { lends, lends_when_idle, no_split } => {
                 if self.pools.len() < 3 {
-                    let options = PoolOptions { use_on_oom: lends, lends_when_idle, no_split };
+                    let options = PoolOptions { use_on_oom: lends, lends_when_idle, no_split, limit: None };
                     self.pools.extend(world.allow(world.memory.create_pool(options)));
                 }
             }

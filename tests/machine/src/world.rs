@@ -292,7 +292,7 @@ impl World {
         self.check_violations();
         let reserved = self.memory.memory_reserved();
         if self.threads == 1 && reserved > self.reserved.swap(reserved, Ordering::Relaxed) && !self.sleeps {
-            let (limit, headroom) = (self.memory.limit(), self.memory.config().headroom);
+            let (limit, headroom) = (self.memory.limit(), self.memory.headroom());
             if limit.is_some_and(|limit| reserved > limit) {
                 self.report(format!("{reserved} bytes are reserved, and the limit is {limit:?}"));
             }

@@ -202,7 +202,10 @@ abi! {
         // Every attribute is a call of the simulated device, so that faults strike all of them.
         let asked = simulated(attribute);
         let answer = life.sim.attribute(asked.unwrap_or(Attribute::MultiprocessorCount)).map_err(code)?;
-        let fixed = FIXED.iter().find(|(known, _)| *known == attribute).map_or(0, |&(_, value)| value);
+        let fixed = match attribute {
+            18 => life.sim.info().shares_host_memory.into(),
+            _ => FIXED.iter().find(|(known, _)| *known == attribute).map_or(0, |&(_, value)| value),
+        };
         value.write(if asked.is_some() { i32::try_from(answer).unwrap_or(i32::MAX) } else { fixed });
         Ok(())
     }

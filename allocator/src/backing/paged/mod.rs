@@ -53,6 +53,7 @@ pub(crate) mod grow;
 pub(crate) mod growable;
 pub(crate) mod lend;
 pub(crate) mod pin;
+pub(crate) mod reserve;
 #[cfg(all(test, aquifer_shuttle))]
 pub(crate) mod schedules;
 pub(crate) mod split;

@@ -35,7 +35,7 @@ fn config() -> impl Strategy<Value = Config> {
         let default = Config::default();
         Config {
             limit: sizes.0,
-            headroom: sizes.1.unwrap_or(0),
+            headroom: sizes.1,
             granule: sizes.2,
             frame: sizes.3,
             per_process_memory_fraction: fractions.0.unwrap_or(1.0),

@@ -177,6 +177,13 @@ impl Paged {
         self.reservations.get(&addr).map(|mapped| mapped.purpose)
     }
 
+    /// Bytes of the frames that are held and accounted for. Exported memory is none.
+    pub(crate) fn frame_bytes(&self) -> u64 {
+        let exported = self.reservations.values().filter(|one| one.purpose == Purpose::Exportable);
+        let exported = exported.filter(|one| one.places.all().next().is_some()).map(|one| one.bytes).sum::<u64>();
+        self.accounted.iter().sum::<u64>().saturating_sub(exported)
+    }
+
     /// Bytes held from the device that are not behind usable addresses.
     pub(crate) fn spare_bytes(&self) -> u64 {
         let stuck: u64 = self.stuck.iter().map(Stuck::bytes).sum();

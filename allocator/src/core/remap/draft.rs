@@ -42,6 +42,9 @@ impl Core {
         let paged = &self.paged;
         let (weights, granule, at_hand) = (paged.weights, paged.granule, paged.spares.granules());
         let facts = Facts { weights, peak: paged.peak.max(live), held, left, moves: paged.moves };
+        // The reserve serves in whole slots, too.
+        let in_reserve = if self.reserve > 0 { at_hand * granule } else { 0 };
+        let with_reserve = Facts { left: left.saturating_add(in_reserve), ..facts };
         let captured = self.pools.keeps_for_graphs(request.pool);
         // Whole slots are ahead of need. Captures need none, as their pool keeps what it has.
         let (slot, frame) = if captured || most < Purchase::Ahead {
@@ -49,7 +52,7 @@ impl Core {
         } else {
             let pool = request.pool;
             let mapped = if pool.is_private() { 0 } else { paged.mapped_bytes[pool.kind() as usize] };
-            facts.slot_and_frame(request.size, request.size.max(mapped), granule, paged.frame)
+            with_reserve.slot_and_frame(request.size, request.size.max(mapped), granule, paged.frame)
         };
         let slots = Slots { granule, bytes: slot };
         let of = Of { pool: request.pool, stream: request.stream };
@@ -61,7 +64,7 @@ impl Core {
         if captured {
             // They have the memory of their pool in whatever pieces if its frames are small.
             let share = (paged.mapped_around(draft.window.start) + request.size) / SLOT_SHARE;
-            draft.frame = facts.slot_and_frame(request.size, u64::MAX, granule, Some(share)).1;
+            draft.frame = with_reserve.slot_and_frame(request.size, u64::MAX, granule, Some(share)).1;
             draft.donors = self.shared_by_graphs(request, &draft.window);
             let need = draft.window.lacks - draft.donors.granules;
             (draft.spares, draft.buy) = (need.min(at_hand), need.saturating_sub(at_hand));

@@ -66,6 +66,24 @@ impl Core {
         next
     }
 
+    /// How many granules of frames may go back to the device, beside the reserve, of those held and
+    /// `loose` ones that were taken out.
+    pub(crate) fn releasable(&self, loose: u64) -> u64 {
+        let paged = &self.paged;
+        if self.reserve == 0 {
+            return u64::MAX;
+        }
+        (paged.frame_bytes() / paged.granule + loose).saturating_sub(self.reserve / paged.granule)
+    }
+
+    /// Adds frames to the reserve, of `begun` bytes that a thread was about to take.
+    pub(crate) fn add_reserved(&mut self, frames: Vec<Frame>, begun: u64) {
+        self.counters.events.num_device_alloc += u64::from(!frames.is_empty());
+        self.paged.spares.extend(frames);
+        self.account_for_granules();
+        self.growing.end(begun);
+    }
+
     /// Returns a held donor to its heap, as a hole if it was unmapped, otherwise with its frames.
     pub(crate) fn commit_trimmed(&mut self, donor: Donor, frames: &[Frame], was_unmapped: bool) {
         if was_unmapped {

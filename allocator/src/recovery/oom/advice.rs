@@ -32,6 +32,13 @@ pub enum Advice {
         /// The least limit, in bytes, that does not refuse the request.
         to: u64,
     },
+    /// Raise the limit of the request's private pool.
+    RaisePoolLimit {
+        /// Id of the pool.
+        pool: (u64, u64),
+        /// The least limit, in bytes, that does not refuse the request.
+        to: u64,
+    },
     /// Lower the headroom.
     LowerHeadroom {
         /// The largest headroom, in bytes, with which the device has enough; 0 if it has too little
@@ -159,6 +166,9 @@ impl fmt::Display for Advice {
             }
             Advice::EndPins { held } => write!(f, "drop pins, which keep {} in place", Bytes(*held)),
             Advice::RaiseLimit { to } => write!(f, "raise the limit to {}", Exactly(*to)),
+            Advice::RaisePoolLimit { pool: (a, b), to } => {
+                write!(f, "raise the limit of private pool ({a}, {b}) to {}", Exactly(*to))
+            }
             Advice::LowerHeadroom { to } => write!(f, "lower the headroom to {}", Exactly(*to)),
             Advice::OthersHold { held } => {
                 write!(f, "free memory of the device that others than this allocator hold: {}", Bytes(*held))

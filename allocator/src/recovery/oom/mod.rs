@@ -36,6 +36,8 @@ pub(crate) struct Tried {
     pub(crate) reclaimers: Vec<Reclaimed>,
     /// True if the request is for dedicated memory.
     pub(crate) dedicated: bool,
+    /// True if it is for the reserve.
+    pub(crate) reserve: bool,
     /// Bytes that the owner of such memory has already and keeps.
     pub(crate) own: u64,
     /// The private pool whose graph is to be launched, if the request brings back what that lent.
@@ -101,11 +103,11 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
         from_blocks.extend(advice_to_lend(&guard, request));
         from_blocks.extend(advice_to_cross_streams(&guard, request));
     }
-    let mut seen = Seen::new(&guard, request, tried.own);
+    let mut seen = Seen::new(&guard, request, &tried);
     let growth = tried.growth(allocator, &guard, request);
     let lacking = if tried.dedicated { None } else { guard.lacking_bytes(request) };
     if allocator.config().split_frames == SplitFrames::Off && !tried.dedicated && !guard.streams.any_captures() {
-        let on_device = free.saturating_sub(allocator.config().headroom);
+        let on_device = free.saturating_sub(allocator.headroom());
         let affordable =
             allocator.limit().map_or(on_device, |limit| on_device.min(limit.saturating_sub(guard.reserved())));
         let chosen = choose_for(&mut guard, request, affordable).filter(|chosen| !chosen.is_empty());
@@ -123,9 +125,11 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
         from_device: lacking.unwrap_or(growth),
         stream_id: request.stream.0,
         pool: own_pool.map(|private| private.id),
+        pool_limit: own_pool.and_then(|private| private.options.limit),
+        claimed_in_pool: own_pool.map_or(0, |private| private.claimed),
         refusal: tried.refusal,
         limit: allocator.limit(),
-        headroom: allocator.config().headroom,
+        headroom: allocator.headroom(),
         memory,
         allocated: guard.counters.bytes.current_of_all(),
         requested_live: guard.counters.requested.current_of_all() - guard.waiting().requested(),
@@ -135,6 +139,7 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
         released: tried.released,
         reclaimed: tried.reclaimers.iter().fold(0, |sum, one| sum.saturating_add(one.bytes)),
         reclaimers: tried.reclaimers,
+        is_reserve: tried.reserve,
         is_captured: guard.streams.captures(request.stream),
         launched_pool: tried.launched_pool,
         lent_by_graphs: guard.lent(),

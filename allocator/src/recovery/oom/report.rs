@@ -45,6 +45,10 @@ pub struct OomReport {
     pub stream_id: u32,
     /// The private pool that the request was for.
     pub pool: Option<(u64, u64)>,
+    /// The limit of that pool, if it has one ([`crate::PoolOptions::limit`]).
+    pub pool_limit: Option<u64>,
+    /// Bytes requested for live blocks of that pool, if it has a limit.
+    pub claimed_in_pool: u64,
     /// The reason why the last attempt to take memory from the device was refused.
     pub refusal: Option<Refusal>,
     /// The limit on reserved bytes, if there is one.
@@ -78,7 +82,8 @@ pub struct OomReport {
     /// may be a second old; what they took since is unattributed. Where a limit refused the
     /// request, they are unknown.
     pub attribution: Option<Attribution>,
-    /// The largest sums of live bytes by tag; `None` stands for memory without a tag.
+    /// The largest sums of live bytes by tag; `None` stands for memory without a tag. Those of the
+    /// request's pool alone if its limit refused.
     pub largest_tags: Vec<(Option<String>, u64)>,
     /// Bytes given back to the device while trying to serve the request.
     pub released: u64,
@@ -88,6 +93,8 @@ pub struct OomReport {
     pub reclaimers: Vec<Reclaimed>,
     /// Unused bytes that cannot go back to the device because a stream captures.
     pub kept_by_captures: u64,
+    /// True if the allocator was opening and took its reserve ([`crate::Config::reserve`]).
+    pub is_reserve: bool,
     /// True if the request was part of a capture.
     pub is_captured: bool,
     /// Bytes that the request's private pool holds.
@@ -120,7 +127,10 @@ impl fmt::Display for OomReport {
         write!(f, ". GPU {device} ({}) ", self.device_name)?;
         match self.memory {
             Some(memory) => {
-                write!(f, "has a total capacity of {} of which {} is free. ", Bytes(memory.total), Bytes(memory.free))?;
+                let is_shared = self.attribution.as_ref().is_some_and(|all| all.shares_host_memory);
+                let shared = if is_shared { ", shared with the host," } else { "" };
+                let (total, free) = (Bytes(memory.total), Bytes(memory.free));
+                write!(f, "has a total capacity of {total}{shared} of which {free} is free. ")?;
             }
             None => write!(f, "did not tell how much memory is free. ")?,
         }
@@ -144,6 +154,9 @@ impl fmt::Display for OomReport {
 
 impl OomReport {
     fn explain(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_reserve {
+            write!(f, "\n  for: the reserve (reserve_mb), which is taken when an allocator opens")?;
+        }
         if self.is_captured {
             let held = Bytes(self.held_by_pool);
             write!(f, "\n  for: a capture, whose pool holds {held}; while it lasts, no memory moves or goes back")?;
@@ -173,6 +186,11 @@ impl OomReport {
             }
             Some(Refusal::Addresses) => {
                 write!(f, "\n  refused by: the device's address space, for {}", Exactly(self.growth))?
+            }
+            Some(Refusal::PoolLimit) => {
+                let (limit, live) = (Bytes(self.pool_limit.unwrap_or(0)), Bytes(self.claimed_in_pool));
+                let (a, b) = self.pool.unwrap_or_default();
+                write!(f, "\n  refused by: the limit of {limit} of private pool ({a}, {b}), in which {live} is live")?;
             }
             Some(Refusal::Device) => write!(f, "\n  refused by: the device, for {more} more{physical}")?,
             None => {}

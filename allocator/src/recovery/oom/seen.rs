@@ -10,6 +10,7 @@ use crate::core::Core;
 use crate::core::heap::{Passed, Region, State};
 use crate::core::limits::Refusal;
 use crate::core::pools::Private;
+use crate::recovery::oom::Tried;
 use crate::recovery::oom::advice::Advice;
 use crate::recovery::oom::report::{LISTED, OomReport};
 use crate::tags::Tag;
@@ -55,8 +56,9 @@ pub(super) struct Seen {
     unused_in_part: u64,
     kept_by_captures: u64,
     reserved_by_private_pools: u64,
-    /// Live bytes by tag.
+    /// Live bytes by tag, of all memory or of the request's pool.
     tags: HashMap<u32, u64>,
+    only_own_pool: bool,
 }
 
 /// The private pool that keeps the memory of a heap pool from others.
@@ -65,8 +67,9 @@ fn promised(core: &Core, pool: PoolId) -> Option<&Private> {
 }
 
 impl Seen {
-    /// What there is outside of heaps. The request's owner has `own` bytes already, which it keeps.
-    pub(super) fn new(core: &Core, request: &Request, own: u64) -> Seen {
+    /// What there is outside of heaps.
+    pub(super) fn new(core: &Core, request: &Request, tried: &Tried) -> Seen {
+        let (own, only_own_pool) = (tried.own, tried.refusal == Some(Refusal::PoolLimit));
         let captures = core.streams.any_captures();
         let mut held = Held { own, captures, ..Held::default() };
         held.own_pool_has_graphs = promised(core, request.pool)
@@ -77,10 +80,10 @@ impl Seen {
         let paged = core.paged();
         held.cached += paged.spares.granules() * paged.granule;
         held.dedicated_addresses = paged.dedicated_address_bytes();
-        for owned in paged.owned.values().filter(|owned| owned.size > 0) {
+        for owned in paged.owned.values().filter(|owned| owned.size > 0 && !only_own_pool) {
             *tags.entry(owned.tag.0).or_default() += owned.size;
         }
-        Seen { request: *request, captures, held, tags, ..Seen::default() }
+        Seen { request: *request, captures, held, tags, only_own_pool, ..Seen::default() }
     }
 
     /// Adds a block, and with the first one of a region what depends on the region.
@@ -99,7 +102,9 @@ impl Seen {
             *sum += block.size;
         }
         if block.state == State::Live {
-            *self.tags.entry(block.tag).or_default() += block.size;
+            if !self.only_own_pool || owner.is_some_and(|private| private.owns(request.pool)) {
+                *self.tags.entry(block.tag).or_default() += block.size;
+            }
             self.held.live_in_pools += if is_of_another { block.size } else { 0 };
         }
         if (block.state.is_free() || block.state == State::Waiting) && owner.is_none() {
@@ -168,6 +173,13 @@ impl OomReport {
     /// (`throw_on_cudamalloc_oom`), before anything goes back.
     pub(super) fn advise(&mut self, from_blocks: Vec<Advice>, held: &Held, fail_fast: bool) {
         let mut advice = Vec::new();
+        if self.refusal == Some(Refusal::PoolLimit) {
+            let to = self.claimed_in_pool.saturating_add(self.requested);
+            self.advice = vec![Advice::RaisePoolLimit { pool: self.pool.unwrap_or_default(), to }];
+            let least = to.saturating_sub(self.pool_limit.unwrap_or(0));
+            self.advice.extend((self.claimed_in_pool >= least).then(|| self.free_more(least)));
+            return;
+        }
         if self.memory.is_some_and(|memory| self.growth.saturating_add(held.own) > memory.total) {
             self.advise_larger_device(&mut advice);
         } else {

@@ -42,7 +42,7 @@ impl Bench {
         Bench::on("1GiB", missing)
     }
 
-    fn on(config: &str, missing: &[&str]) -> Bench {
+    pub(crate) fn on(config: &str, missing: &[&str]) -> Bench {
         let device = standin().add_device(config).unwrap();
         let driver = CudaDriver::open_without(device.ordinal(), missing).unwrap();
         Bench { driver, device }

@@ -71,3 +71,11 @@ fn without_nvml_nothing_is_known() {
         assert_eq!(Bench::new().driver.memory_users(), MemoryUsers::default());
     });
 }
+
+#[test]
+fn a_device_that_shares_the_hosts_memory_has_as_much_free_as_the_host() {
+    let shared = Bench::on("gb10", &[]);
+    assert!(shared.driver.info().shares_host_memory && !Bench::new().driver.info().shares_host_memory);
+    let before = shared.driver.memory_info().unwrap();
+    assert!((1..before.total).contains(&before.free), "what this machine has, not what the stand-in says: {before:?}");
+}

@@ -31,7 +31,8 @@ const EXPANDABLE: &str = "backing:expandable";
 const OF_RECORDING: [&str; 3] = ["oom_snapshot", "history", "tags"];
 /// Options about Aquifer alone, and about the device on which a program was recorded.
 const OF_AQUIFER: [&str; 1] = ["split_frames"];
-const OF_DEVICE: [&str; 4] = ["limit_mb", "limit_free_fraction", "per_process_memory_fraction", "headroom_mb"];
+const OF_DEVICE: [&str; 5] =
+    ["limit_mb", "limit_free_fraction", "per_process_memory_fraction", "headroom_mb", "reserve_mb"];
 
 /// What to know before frames are split.
 pub const SPLITTING: &str = "split_frames:on is for programs of which one thread enqueues all work, or that use all \

@@ -22,6 +22,7 @@ mod gzip;
 mod json;
 mod labels;
 mod lines;
+mod owners;
 mod program;
 mod recording;
 mod rmm;
@@ -38,6 +39,7 @@ use std::path::Path;
 
 pub use error::{InputError, Location, Reason};
 pub use labels::{Call, Labels};
+pub use owners::{Owner, owners};
 pub use program::{Event, PoolUse, Program, Recorded, RecordedOom, Recorder, Site};
 
 use allowance::Allowance;

@@ -17,9 +17,14 @@ pub(super) fn programs(
     states: bool,
     allowance: &Allowance,
 ) -> Result<Vec<Program>, Fault> {
+    snapshot::programs(snapshot(top, arena, allowance)?, name, states)
+}
+
+/// What values have of a snapshot.
+pub(super) fn snapshot(top: Value, arena: &mut Arena, allowance: &Allowance) -> Result<Snapshot, Fault> {
     let Value::List(list) = top else {
         let snapshot = read(arena, top, allowance)?;
-        return snapshot::programs(Snapshot { labels: Arc::new(arena.take_labels()), ..snapshot }, name, states);
+        return Ok(Snapshot { labels: Arc::new(arena.take_labels()), ..snapshot });
     };
     // Old snapshots, and those of `torch.cuda.memory_snapshot()`, are a list of segments.
     if let Some(Value::Dict(first)) = arena.first(list)
@@ -30,7 +35,7 @@ pub(super) fn programs(
             segments.push(segment(arena, number, value)?);
         }
         let labels = Arc::new(arena.take_labels());
-        return snapshot::programs(Snapshot { segments, labels, ..Snapshot::default() }, name, states);
+        return Ok(Snapshot { segments, labels, ..Snapshot::default() });
     }
     Err(Fault::file(not_it(arena, top)))
 }

@@ -20,13 +20,14 @@ const INTERVALS: usize = 16;
 const MIB: u64 = 1 << 20;
 
 /// Options of this project's allocator, which mean nothing in PyTorch.
-const OWN: [&str; 10] = [
+const OWN: [&str; 11] = [
     "backing",
     "granule_mb",
     "frame_mb",
     "split_frames",
     "cross_stream",
     "headroom_mb",
+    "reserve_mb",
     "history",
     "oom_snapshot",
     "tags",
