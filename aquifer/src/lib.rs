@@ -220,7 +220,7 @@ pub mod device {
     pub use aquifer_cuda as cuda;
     pub use aquifer_device::{
         AccessKind, AccessRange, Capture, Code, DeviceError, DeviceInfo, DevicePtr, ErrorKind, Event, Graph,
-        HandleKind, HostKernel, KernelArg, Launch, Operation, RawStream, RequestError, StreamFlags, Tick,
+        HandleKind, HostKernel, KernelArg, KernelMemory, Launch, Operation, RawStream, RequestError, StreamFlags, Tick,
     };
 
     pub use crate::open::{DeviceSpec, OpenError, gpus};
