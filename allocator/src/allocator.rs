@@ -45,18 +45,15 @@ const HOST_SHARE: u64 = 16;
 /// [`crate::Storage`] and [`crate::AccessGuard`]s.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Config};
-/// use aquifer_device::Device;
-/// use aquifer_sim::{SimConfig, SimDriver};
-/// let device = Device::new(SimDriver::new(SimConfig::parse("24GiB")?));
-/// let allocator = Allocator::new(&device, Config::default())?;
-/// let stream = device.stream()?;
-/// let buffer = allocator.alloc_bytes(100 << 20, &stream)?;
+/// use aquifer::prelude::*;
+/// let device = aquifer::open("sim:24GiB")?;
+/// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+/// let buffer = memory.alloc_bytes(100 << 20, &stream)?;
 /// stream.fill(buffer.ptr(), 0, buffer.bytes())?;
 /// drop(buffer); // legal at once: later work of the stream comes after the fill
-/// assert_eq!(allocator.memory_allocated(), 0);
-/// assert_eq!(allocator.memory_reserved(), 128 << 20); // what was bought ahead serves the next
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// assert_eq!(memory.memory_allocated(), 0);
+/// assert_eq!(memory.memory_reserved(), 128 << 20); // what was bought ahead serves the next
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 ///
 /// Dropping the last handle waits for the device and gives back all memory that is not live. It
@@ -158,15 +155,14 @@ impl Allocator {
     /// [`Allocator::why_segments`] says why.
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config, WhySegments, config::Backing};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::parse("1GiB,vmm=off")?));
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// assert_eq!(allocator.config().backing, Backing::Paged);
-    /// assert_eq!(allocator.backing(), Backing::Segments);
-    /// assert_eq!(allocator.why_segments(), Some(&WhySegments::DeviceCannot));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// use aquifer::memory::{Backing, WhySegments};
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:1GiB,vmm=off")?;
+    /// let memory = Allocator::new(&device, "backing:paged")?;
+    /// assert_eq!(memory.config().backing, Backing::Paged);
+    /// assert_eq!(memory.backing(), Backing::Segments);
+    /// assert_eq!(memory.why_segments(), Some(&WhySegments::DeviceCannot));
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     pub fn backing(&self) -> Backing {
         let is_mapped = matches!(self.why_segments(), None | Some(WhySegments::NoAddresses(_)));

@@ -72,16 +72,15 @@ const _: () = assert!(size_of::<Entry>() == 40, "an entry has no room to spare")
 /// Options of [`Allocator::record_history`](crate::Allocator::record_history).
 ///
 /// ```
-/// use aquifer_allocator::{Action, Allocator, Config, HistoryOptions};
-/// use aquifer_device::Device;
-/// use aquifer_sim::{SimConfig, SimDriver};
-/// let device = Device::new(SimDriver::new(SimConfig::default()));
-/// let allocator = Allocator::new(&device, Config::default())?;
-/// allocator.record_history(HistoryOptions { entries: 100_000, skip: vec![Action::FreeRequested], clear: true });
-/// drop(allocator.alloc_bytes(512, device.default_stream())?);
-/// let actions: Vec<Action> = allocator.snapshot().trace().iter().map(|entry| entry.action).collect();
+/// use aquifer::memory::{Action, HistoryOptions};
+/// use aquifer::prelude::*;
+/// let device = aquifer::open("sim:24GiB")?;
+/// let memory = Allocator::of(&device)?;
+/// memory.record_history(HistoryOptions { entries: 100_000, skip: vec![Action::FreeRequested], clear: true });
+/// drop(memory.alloc_bytes(512, device.default_stream())?);
+/// let actions: Vec<Action> = memory.snapshot().trace().iter().map(|entry| entry.action).collect();
 /// assert_eq!(actions, [Action::SegmentMap, Action::Alloc, Action::FreeCompleted]);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HistoryOptions {

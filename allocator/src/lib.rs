@@ -37,15 +37,14 @@
 //! be live whenever it is launched. A real device is not notified.
 //!
 //! ```
-//! use aquifer_allocator::{Allocator, Config};
-//! let device = aquifer_sim::open("24GiB,violations=panic")?; // where they happen, or in the next wait
-//! let allocator = Allocator::new(&device, Config::default())?;
-//! let stream = device.stream()?;
-//! let block = allocator.alloc_bytes(500, &stream)?;
+//! use aquifer::prelude::*;
+//! let device = aquifer::open("sim:24GiB,violations=panic")?; // where they happen, or in the next wait
+//! let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+//! let block = memory.alloc_bytes(500, &stream)?;
 //! stream.fill(block.ptr(), 0, 500)?; // 501 would panic, and name this line and that of the allocation
 //! device.synchronize()?;
 //! device.assert_no_violations(); // for devices without `violations=panic`
-//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! # Ok::<(), aquifer::Error>(())
 //! ```
 #![deny(unsafe_code)]
 

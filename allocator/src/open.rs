@@ -21,16 +21,15 @@ use crate::state::close_abandoned;
 /// wait for the caller meanwhile. To leave some memory cached, use [`crate::Allocator::trim_to`].
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Config, empty_caches};
-/// use aquifer_device::Device;
-/// use aquifer_sim::{SimConfig, SimDriver};
-/// let device = Device::new(SimDriver::new(SimConfig::new(64 << 20)));
-/// let memory = Allocator::new(&device, Config::default())?;
+/// use aquifer::prelude::*;
+/// use aquifer_allocator::empty_caches;
+/// let device = aquifer::open("sim:64MiB")?;
+/// let memory = Allocator::of(&device)?;
 /// drop(memory.alloc_bytes(40 << 20, device.default_stream())?);
 /// assert!(device.alloc(40 << 20).is_err()); // for another library
 /// assert_eq!(empty_caches(&device)?, 40 << 20);
 /// device.alloc(40 << 20)?;
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 ///
 /// # Errors
@@ -106,12 +105,12 @@ impl Allocator {
     /// [`Allocator::new`] makes one that is not shared.
     ///
     /// ```
-    /// use aquifer_allocator::Allocator;
-    /// let device = aquifer_sim::open("24GiB")?;
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:24GiB")?;
     /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
     /// let block = memory.alloc_bytes(4000, &stream)?;
     /// assert_eq!(Allocator::of(&device)?.memory_allocated(), memory.memory_allocated());
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     ///
     /// # Errors

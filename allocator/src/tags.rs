@@ -85,7 +85,7 @@ impl Tag {
 /// let a name say what memory is for, not for which request.
 ///
 /// ```
-/// use aquifer_allocator::TagScope;
+/// use aquifer::memory::TagScope;
 /// let _layer = TagScope::new("layer 3");
 /// {
 ///     let _attention = TagScope::new("layer 3 attention");

@@ -10,11 +10,10 @@ use std::collections::hash_map::{Entry, HashMap};
 use std::sync::Arc;
 
 use aquifer::buffer::Access;
-use aquifer::device::{DeviceError, DevicePtr};
+use aquifer::device::{DeviceError, DevicePtr, HostKernel, KernelMemory, Launch};
 use aquifer::memory::{Growable, PoolOptions, PrivatePool};
 use aquifer::prelude::*;
 use aquifer::{Error, Graph};
-use aquifer_device::{HostKernel, KernelMemory, Launch};
 
 const WIDTH: usize = 32;
 const LAYERS: usize = 4;

@@ -7,12 +7,9 @@
 use std::error::Error;
 use std::time::Duration;
 
+use aquifer::kernels::Kernels;
+use aquifer::prelude::*;
 use aquifer::transfer::{Prefetcher, Timer, Transfer};
-use aquifer::{Allocator, Tensor};
-use aquifer_allocator::Config;
-use aquifer_device::{Device, Stream};
-use aquifer_kernels::{DType, Kernels};
-use aquifer_sim::{SimConfig, SimDriver};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
@@ -25,11 +22,10 @@ const BATCH_BYTES: usize = 32 << 20;
 
 fn main() -> Result<()> {
     let real = std::env::args().nth(1).as_deref() == Some("cuda");
-    let device =
-        if real { aquifer::open("cuda:0")? } else { Device::new(SimDriver::new(SimConfig::default().jitter(false))) };
+    let device = aquifer::open(if real { "cuda:0" } else { "sim:jitter=off" })?;
     println!("{}: {STEPS} steps, {AHEAD} batches ahead", device.info().name);
     for (name, compute) in [("compute-bound", Duration::from_millis(3)), ("copy-bound", Duration::from_micros(200))] {
-        let transfer = Transfer::new(&Allocator::new(&device, Config::default())?)?;
+        let transfer = Transfer::new(&Allocator::of(&device)?)?;
         show(name, &transfer, compute, !real)?;
     }
     Ok(())
@@ -86,10 +82,10 @@ fn forward_and_backward(_batch: &Tensor, stream: &Stream, kernels: &Kernels, com
 
 fn time_of_a_copy(transfer: &Transfer, stream: &Stream, batch: &Tensor) -> Result<Duration> {
     let on_stream = transfer.on(stream)?;
-    batch.to(&on_stream)?.wait()?; // the first time, memory is taken from the device
+    drop(batch.to(&on_stream)?.wait()?); // the first time, memory is taken from the device
     let timer = Timer::start(transfer.device(), stream)?;
     let pending = batch.to(&on_stream)?;
     let copy = timer.stop(stream)?.wait()?;
-    pending.wait()?;
+    drop(pending.wait()?);
     Ok(copy)
 }

@@ -219,8 +219,8 @@ pub mod device {
     #[cfg(all(feature = "cuda", target_pointer_width = "64"))]
     pub use aquifer_cuda as cuda;
     pub use aquifer_device::{
-        AccessKind, AccessRange, Capture, DeviceError, DeviceInfo, DevicePtr, ErrorKind, Event, Graph, HostKernel,
-        KernelArg, Launch, RawStream, RequestError, StreamFlags, Tick,
+        AccessKind, AccessRange, Capture, Code, DeviceError, DeviceInfo, DevicePtr, ErrorKind, Event, Graph,
+        HandleKind, HostKernel, KernelArg, KernelMemory, Launch, Operation, RawStream, RequestError, StreamFlags, Tick,
     };
 
     pub use crate::open::{DeviceSpec, OpenError, gpus};
@@ -228,16 +228,17 @@ pub mod device {
     /// The simulated GPU.
     #[cfg(feature = "sim")]
     pub mod sim {
-        pub use aquifer_sim::{Fault, SimConfig, SimDriver};
+        pub use aquifer_sim::{Conditional, Fault, Preset, SimConfig, SimDriver};
     }
 }
 
 /// Memory of a device: configuration, statistics, private pools for graphs.
 pub mod memory {
+    pub use aquifer_allocator::config::{Backing, CrossStream};
     pub use aquifer_allocator::{
-        AccessGuard, Advice, AllocError, Allocation, Attribution, Config, Contents, Growable, HistoryOptions, KeptBy,
-        MemoryStats, OomReport, Part, PoolOptions, PoolStats, PrivatePool, Registration, SleepOptions, Snapshot, Stat,
-        StayingAwake, Storage, TagScope,
+        AccessGuard, Action, Advice, AllocError, Allocation, Attribution, Config, Contents, Growable, HistoryOptions,
+        KeptBy, MappingChange, MemoryStats, OomReport, Part, PoolOptions, PoolStats, PrivatePool, Registration,
+        SleepOptions, Snapshot, Stat, StayingAwake, Storage, TagScope, WhySegments,
     };
 }
 

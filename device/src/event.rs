@@ -17,16 +17,14 @@ use crate::timeline::{Recording, Timeline};
 /// which ticks the event covers, so that these need no event of their own.
 ///
 /// ```
-/// use aquifer_device::Device;
-/// use aquifer_sim::{SimConfig, SimDriver};
-/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let device = aquifer::open("sim:24GiB")?;
 /// let (producer, consumer) = (device.stream()?, device.stream()?);
 /// let tick = producer.tick();
 /// let event = device.create_event(false)?;
 /// event.record(&producer)?;
 /// consumer.wait_event(&event)?;
 /// assert!(consumer.is_ordered_after(&tick));
-/// # Ok::<(), aquifer_device::DeviceError>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 pub struct Event {
     raw: RawEvent,

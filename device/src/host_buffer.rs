@@ -16,16 +16,15 @@ use crate::timeline::Tick;
 /// It orders nothing on the device: that is up to the streams.
 ///
 /// ```
-/// use aquifer_device::{Device, HostBuffer};
-/// use aquifer_sim::{SimConfig, SimDriver};
-/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// use aquifer_device::HostBuffer;
+/// let device = aquifer::open("sim:24GiB")?;
 /// let (stream, memory) = (device.stream()?, device.alloc(4096)?);
 /// let mut host = HostBuffer::new(&device, 4096)?;
 /// host.bytes()?.fill(7);
 /// host.upload(0, memory, 4096, &stream)?; // returns at once
 /// host.download(2048, memory, 1024, &stream)?; // after the upload: on the same stream
 /// assert_eq!(host.bytes()?[2048], 7); // waits
-/// # Ok::<(), aquifer_device::DeviceError>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct HostBuffer {

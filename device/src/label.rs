@@ -16,11 +16,9 @@ use crate::driver::DeviceInfo;
 /// product name.
 ///
 /// ```
-/// use aquifer_device::Device;
-/// use aquifer_sim::{SimConfig, SimDriver};
-/// let device = Device::new(SimDriver::new(SimConfig::parse("h100")?.ordinal(1)));
+/// let device = aquifer::open("sim:h100,ordinal=1")?;
 /// assert_eq!(device.label().to_string(), "sim:1 (Simulated H100 80 GiB)");
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DeviceLabel(Arc<Box<str>>); // One word: errors travel on fast paths.
@@ -40,11 +38,9 @@ impl DeviceLabel {
     /// The text that opens the device, such as `cuda:1`, without its product name.
     ///
     /// ```
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::parse("h100")?.ordinal(1)));
+    /// let device = aquifer::open("sim:h100,ordinal=1")?;
     /// assert_eq!(device.label().spec(), "sim:1");
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     pub fn spec(&self) -> &str {
         self.0.split_once(" (").map_or(&self.0, |(spec, _)| spec)
@@ -100,15 +96,14 @@ impl DeviceMismatch {
     /// The labels of two devices, by identity. Boxed: errors travel on fast paths.
     ///
     /// ```
-    /// use aquifer_device::{Device, DeviceMismatch};
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let open = || Device::new(SimDriver::new(SimConfig::default()));
-    /// let (one, two) = (open(), open());
+    /// use aquifer_device::DeviceMismatch;
+    /// let (one, two) = (aquifer::open("sim:h100")?, aquifer::open("sim:h100")?);
     /// assert_eq!(
     ///     DeviceMismatch::between(two.id(), one.id()).to_string(),
     ///     "sim:0 (Simulated H100 80 GiB) as opened later, and this needs one of sim:0 (Simulated H100 80 GiB) as \
     ///      opened earlier; clone one `Device` instead of opening it twice",
     /// );
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     pub fn between(is: u32, needed: u32) -> Box<DeviceMismatch> {
         let earlier = is < needed;

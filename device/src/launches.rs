@@ -23,9 +23,7 @@ use crate::timeline::{Tick, Timeline};
 /// dropped.
 ///
 /// ```
-/// use aquifer_device::Device;
-/// use aquifer_sim::{SimConfig, SimDriver};
-/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let device = aquifer::open("sim:24GiB")?;
 /// let (one, two) = (device.stream()?, device.stream()?);
 /// let ptr = device.alloc(1 << 20)?;
 /// let capture = one.begin_capture()?;
@@ -37,7 +35,7 @@ use crate::timeline::{Tick, Timeline};
 /// pending.iter().try_for_each(|tick| tick.synchronize())?;
 /// assert!(launches.pending().is_some_and(|pending| pending.is_empty()));
 /// # device.free(ptr)?;
-/// # Ok::<(), aquifer_device::DeviceError>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct Launches {

@@ -12,7 +12,7 @@
 //! * A [`Capture`] records a stream's work into a [`Graph`] instead of running it.
 //!
 //! ```
-//! let device = aquifer_sim::open("24GiB")?;
+//! let device = aquifer::open("sim:24GiB")?;
 //! let (producer, consumer) = (device.stream()?, device.stream()?);
 //! let ptr = device.alloc(1 << 20)?;
 //! producer.fill(ptr, 7, 1 << 20)?;
@@ -21,7 +21,7 @@
 //! consumer.download_blocking(&mut bytes, ptr)?;
 //! assert_eq!(bytes, [7; 4]);
 //! # device.free(ptr)?;
-//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! # Ok::<(), aquifer::Error>(())
 //! ```
 //!
 //! # Testing
@@ -34,12 +34,12 @@
 //! the remedy.
 //!
 //! ```should_panic
-//! let device = aquifer_sim::open("24GiB,violations=panic")?;
+//! let device = aquifer::open("sim:24GiB,violations=panic")?;
 //! let (producer, consumer) = (device.stream()?, device.stream()?);
 //! let ptr = device.alloc(1 << 20)?;
 //! producer.fill(ptr, 7, 1 << 20)?;
 //! consumer.download_blocking(&mut [0; 4], ptr)?; // panics: `consumer.wait_for(&producer.tick())` is missing
-//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! # Ok::<(), aquifer::Error>(())
 //! ```
 //!
 //! # Errors

@@ -14,9 +14,7 @@ impl Stream {
     /// overwrites or frees the source after this stream.
     ///
     /// ```
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let [one, two] = [0, 1].map(|ordinal| Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal))));
+    /// let (one, two) = (aquifer::open("sim:24GiB")?, aquifer::open("sim:24GiB,ordinal=1")?);
     /// let (producer, consumer) = (one.stream()?, two.stream()?);
     /// let (src, dst) = (one.alloc(1 << 20)?, two.alloc(1 << 20)?);
     /// producer.fill(src, 7, 1 << 20)?;
@@ -29,7 +27,7 @@ impl Stream {
     /// assert_eq!(bytes, [7; 4]);
     /// one.assert_no_violations();
     /// two.assert_no_violations();
-    /// # Ok::<(), aquifer_device::DeviceError>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     ///
     /// # Errors

@@ -30,9 +30,7 @@ use crate::witness::CalledFrom;
 /// another stream, as that of a destroyed stream does.
 ///
 /// ```
-/// use aquifer_device::Device;
-/// use aquifer_sim::{SimConfig, SimDriver};
-/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let device = aquifer::open("sim:24GiB")?;
 /// let stream = device.stream()?;
 /// let ptr = device.alloc(1 << 20)?;
 /// stream.fill(ptr, 7, 1 << 20)?;
@@ -40,7 +38,7 @@ use crate::witness::CalledFrom;
 /// stream.download_blocking(&mut bytes, ptr)?;
 /// assert_eq!(bytes, [7; 4]);
 /// device.free(ptr)?;
-/// # Ok::<(), aquifer_device::DeviceError>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 #[derive(Clone)]
 pub struct Stream(Arc<StreamInner>);
@@ -517,17 +515,15 @@ impl Stream {
     /// libraries begin are not held off.
     ///
     /// ```
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let device = aquifer::open("sim:24GiB")?;
     /// let stream = device.stream()?;
-    /// let held_off = stream.hold_off_captures().ok_or("it captures")?;
+    /// let held_off = stream.hold_off_captures().expect("it does not capture");
     /// // Enqueue work on the stream.
     /// drop(held_off);
     /// let capture = stream.begin_capture()?;
     /// assert!(stream.hold_off_captures().is_none());
     /// # drop(capture.end()?);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     pub fn hold_off_captures(&self) -> Option<CapturesHeldOff<'_>> {
         self.end_abandoned_captures().ok()?;

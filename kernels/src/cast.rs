@@ -103,18 +103,13 @@ impl Kernels {
     ///
     /// ```
     /// use aquifer::prelude::*;
-    /// use aquifer_kernels::Kernels;
     /// let device = aquifer::open("sim:24GiB")?;
-    /// let memory = Allocator::of(&device)?;
-    /// let (kernels, stream) = (Kernels::load(&device)?, device.stream()?);
-    /// let mut floats: Buffer<f32> = memory.alloc(100, &stream)?;
-    /// let mut bytes: Buffer<u8> = memory.alloc(100, &stream)?;
-    /// kernels.fill(&stream, &mut floats, 300.7f32)?;
-    /// kernels.cast(&stream, &floats, &mut bytes)?;
-    /// let mut first = [0];
-    /// stream.download_blocking(&mut first, bytes.ptr())?;
-    /// assert_eq!(first, [255]);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+    /// let floats = memory.from_slice(&[300.7_f32, -1.0, 2.5], &stream)?;
+    /// let mut bytes = memory.alloc::<u8>(3, &stream)?;
+    /// memory.kernels()?.cast(&stream, &floats, &mut bytes)?;
+    /// assert_eq!(bytes.to_vec(&stream)?, [255, 0, 2]);
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     #[track_caller]
     pub fn cast<'a>(

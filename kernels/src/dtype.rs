@@ -110,7 +110,7 @@ impl DType {
     /// its bits.
     ///
     /// ```
-    /// use aquifer_kernels::DType;
+    /// use aquifer::kernels::DType;
     /// assert_eq!(DType::BF16.missing_on((9, 0)), None);
     /// assert!(DType::BF16.missing_on((7, 5)).is_some());
     /// ```

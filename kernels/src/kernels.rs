@@ -38,22 +38,16 @@ const NEEDS_CUDA: (u32, u32) = (12, 2);
 ///
 /// ```
 /// use aquifer::prelude::*;
-/// use aquifer_kernels::Kernels;
 /// let device = aquifer::open("sim:24GiB")?;
-/// let memory = Allocator::of(&device)?;
-/// let kernels = Kernels::load(&device)?;
-///
-/// let (one, two) = (device.stream()?, device.stream()?);
-/// let mut x: Buffer<f32> = memory.alloc(1000, &one)?;
-/// let mut y: Buffer<f32> = memory.alloc(1000, &two)?;
-/// kernels.fill(&one, &mut x, 2.0f32)?;
-/// kernels.fill(&two, &mut y, 1.0f32)?;
+/// let (memory, one, two) = (Allocator::of(&device)?, device.stream()?, device.stream()?);
+/// let kernels = memory.kernels()?;
+/// let mut x = memory.alloc::<f32>(1000, &one)?;
+/// let mut y = memory.alloc::<f32>(1000, &two)?;
+/// kernels.fill(&one, &mut x, 2.0_f32)?;
+/// kernels.fill(&two, &mut y, 1.0_f32)?;
 /// kernels.axpy(&two, 3.0, &x, &mut y)?; // waits for stream `one`
-///
-/// let mut bytes = [0; 4];
-/// two.download_blocking(&mut bytes, y.ptr())?;
-/// assert_eq!(f32::from_le_bytes(bytes), 7.0);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// assert_eq!(y.to_vec(&two)?, [7.0; 1000]);
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 #[derive(Clone)]
 pub struct Kernels(Arc<Inner>);

@@ -19,10 +19,8 @@
 //! ```
 //! use std::sync::Arc;
 //!
+//! use aquifer::device::{AccessKind, AccessRange, HostKernel, KernelArg, Launch};
 //! use aquifer::prelude::*;
-//! use aquifer_allocator::AccessGuard;
-//! use aquifer_device::{AccessRange, AccessKind, HostKernel, KernelArg, Launch};
-//! use aquifer_kernels::Kernels;
 //!
 //! const TWICE: &str = "
 //!     .version 7.0
@@ -51,11 +49,10 @@
 //!     }";
 //!
 //! let device = aquifer::open("sim:24GiB")?;
-//! let memory = Allocator::of(&device)?;
-//! let (kernels, one, two) = (Kernels::load(&device)?, device.stream()?, device.stream()?);
+//! let (memory, one, two) = (Allocator::of(&device)?, device.stream()?, device.stream()?);
 //! let len = 1000u32;
-//! let mut x: Buffer<f32> = memory.alloc(len as usize, &one)?;
-//! kernels.fill(&one, &mut x, 1.5f32)?;
+//! let mut x = memory.alloc::<f32>(len as usize, &one)?;
+//! x.fill(1.5, &one)?;
 //!
 //! let module = device.driver().load_module(TWICE)?;
 //! let on_host: HostKernel = Arc::new(|memory, args| {
@@ -79,21 +76,13 @@
 //!     host: Some(on_host),
 //!     ..Launch::default()
 //! };
-//! {
-//!     // On another stream than the fill: the access guard orders the launch after it.
-//!     let _access = AccessGuard::acquire(&two, &[(x.storage(), AccessKind::Write)])?;
-//!     // SAFETY: the kernel reads and writes `len` floats at `x`, as declared, which the buffer holds.
-//!     unsafe { two.launch(&launch)? };
-//! }
-//! let mut first = [0; 4];
-//! {
-//!     let _access = AccessGuard::acquire(&one, &[(x.storage(), AccessKind::Read)])?;
-//!     one.download_blocking(&mut first, x.ptr())?;
-//! }
-//! assert_eq!(f32::from_ne_bytes(first), 3.0);
+//! // On another stream than the fill: `with` orders the launch after it.
+//! // SAFETY: the kernel reads and writes `len` floats at `x`, as declared, which the buffer holds.
+//! with(&two, [write(&mut x)], |stream, _| unsafe { stream.launch(&launch) })?;
+//! assert_eq!(x.to_vec(&one)?, [3.0; 1000]);
 //! device.assert_no_violations();
 //! device.unload_later(module); // once its kernels are done
-//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! # Ok::<(), aquifer::Error>(())
 //! ```
 //!
 //! # How the crate is made

@@ -42,7 +42,7 @@ aquifer_device::debug_as_display!(ConvertError);
 /// convert_host(&floats, DType::F32, &mut bytes, DType::U8)?;
 /// assert_eq!(bytes, [1, 0, 0]);
 /// assert!(convert_host(&floats, DType::F32, &mut bytes, DType::F16).is_err());
-/// # Ok::<(), aquifer_kernels::ConvertError>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 pub fn convert_host(from: &[u8], from_dtype: DType, to: &mut [u8], to_dtype: DType) -> Result<(), ConvertError> {
     let (from_bytes, to_bytes) = (from.len() as u64, to.len() as u64);

@@ -208,24 +208,22 @@ impl Kernels {
     /// ([`Kernels`]).
     ///
     /// ```
+    /// use aquifer::kernels::Kernels;
     /// use aquifer::prelude::*;
-    /// use aquifer_kernels::Kernels;
     /// let device = aquifer::open("sim:24GiB")?;
-    /// let allocator = Allocator::of(&device)?;
-    /// let (kernels, stream) = (Kernels::load(&device)?, device.stream()?);
-    ///
-    /// let mut memory: Buffer<u8> = allocator.alloc(1001, &stream)?;
-    /// let mut findings: Buffer<u64> = allocator.alloc(Kernels::FINDINGS_LEN, &stream)?;
-    /// kernels.fill(&stream, &mut findings, 0u64)?;
-    /// kernels.pattern_write(&stream, &mut memory, 42)?;
-    /// kernels.pattern_verify(&stream, &memory, 42, &mut findings)?;
+    /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+    /// let kernels = memory.kernels()?;
+    /// let mut x = memory.alloc::<u8>(1001, &stream)?;
+    /// let mut findings = memory.alloc_zeros::<u64>(Kernels::FINDINGS_LEN, &stream)?;
+    /// kernels.pattern_write(&stream, &mut x, 42)?;
+    /// kernels.pattern_verify(&stream, &x, 42, &mut findings)?;
     /// assert_eq!(kernels.mismatches(&stream, &findings)?, None);
     ///
-    /// kernels.fill(&stream, &mut memory.slice_mut(700..701), 0u8)?; // a write that should not be
-    /// kernels.pattern_verify(&stream, &memory, 42, &mut findings)?;
+    /// x.slice_mut(700..701).fill(0, &stream)?; // a write that should not be
+    /// kernels.pattern_verify(&stream, &x, 42, &mut findings)?;
     /// let found = kernels.mismatches(&stream, &findings)?.unwrap();
-    /// assert_eq!((found.words, found.first), (1, memory.ptr().offset(700)));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// assert_eq!((found.words, found.first), (1, x.ptr().offset(700)));
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     #[track_caller]
     pub fn pattern_verify<'a>(

@@ -211,20 +211,16 @@ impl Kernels {
     /// operation ([`Kernels`]).
     ///
     /// ```
+    /// use aquifer::kernels::Kernels;
     /// use aquifer::prelude::*;
-    /// use aquifer_kernels::Kernels;
     /// let device = aquifer::open("sim:24GiB")?;
-    /// let memory = Allocator::of(&device)?;
-    /// let (kernels, stream) = (Kernels::load(&device)?, device.stream()?);
-    /// let mut tenths: Buffer<f32> = memory.alloc(1_000_000, &stream)?;
-    /// let mut scratch: Buffer<u64> = memory.alloc(Kernels::SUM_SCRATCH_LEN, &stream)?;
-    /// let mut sum: Buffer<f32> = memory.alloc(1, &stream)?;
-    /// kernels.fill(&stream, &mut tenths, 0.1f32)?;
-    /// kernels.reduce_sum(&stream, &tenths, &mut scratch, &mut sum)?;
-    /// let mut bytes = [0; 4];
-    /// stream.download_blocking(&mut bytes, sum.ptr())?;
-    /// assert_eq!(f32::from_le_bytes(bytes), 100_000.0);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+    /// let tenths = memory.from_slice(&[0.1_f32; 1_000_000], &stream)?;
+    /// let mut scratch = memory.alloc::<u64>(Kernels::SUM_SCRATCH_LEN, &stream)?;
+    /// let mut sum = memory.alloc::<f32>(1, &stream)?;
+    /// memory.kernels()?.reduce_sum(&stream, &tenths, &mut scratch, &mut sum)?;
+    /// assert_eq!(sum.item(&stream)?, 100_000.0);
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     #[track_caller]
     pub fn reduce_sum<'a>(

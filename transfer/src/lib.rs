@@ -15,19 +15,18 @@
 //! the copy's ticks before the call returns.
 //!
 //! ```
-//! use aquifer_allocator::{ALIGNMENT, Allocator, Config};
+//! use aquifer::prelude::*;
 //! use aquifer_transfer::{DevicePart, Elements, Runtime, TransferConfig};
-//! let device = aquifer_sim::open("24GiB")?; // aquifer_cuda::shared(0) on a GPU
-//! let allocator = Allocator::new(&device, Config::default())?;
-//! let transfer = Runtime::new(&device, TransferConfig::default())?.transfer(&allocator)?;
-//! let stream = device.stream()?;
+//! let device = aquifer::open("sim:24GiB")?;
+//! let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+//! let transfer = Runtime::new(&device, TransferConfig::default())?.transfer(&memory)?;
 //!
 //! let host = transfer.pinned().alloc_from(&[7; 1000])?;
-//! let memory = allocator.alloc_storage(1000, ALIGNMENT, &stream)?;
+//! let x = memory.alloc::<u8>(1000, &stream)?;
 //! let elements = Elements { size: 1, from: 1000, to: 1000, region: None };
-//! let upload = transfer.upload_pinned(host.as_slice(), DevicePart::all(&memory), &elements)?; // returns at once
+//! let upload = transfer.upload_pinned(host.as_slice(), DevicePart::all(x.storage()), &elements)?; // returns at once
 //! upload.wait()?;
-//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! # Ok::<(), aquifer::Error>(())
 //! ```
 #![deny(unsafe_code)]
 

@@ -32,17 +32,18 @@ pub(crate) fn replace_driver_bytes_of_graph(device_id: u32, was: u64, now: u64) 
 /// after the other: while memory is taken and given back, the sum may be off by as much.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Config};
-/// let device = aquifer_sim::open("24GiB,other=2GiB")?;
-/// let allocator = Allocator::new(&device, Config::default())?;
-/// let _buffer = allocator.alloc_bytes(5 << 30, device.default_stream())?;
+/// use aquifer::prelude::*;
+/// let device = aquifer::open("sim:24GiB,other=2GiB")?;
+/// let memory = Allocator::of(&device)?;
+/// let block = memory.alloc_bytes(5 << 30, device.default_stream())?;
 /// device.alloc(1 << 30)?; // as a library would
-/// let memory = allocator.attribution()?;
-/// assert_eq!((memory.reserved, memory.rest_of_process), (5 << 30, Some(1 << 30)));
-/// assert_eq!(memory.other_processes[0].bytes, 2 << 30);
-/// assert_eq!(memory.suggested_headroom, 1 << 30);
-/// println!("{memory}");
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// let held = memory.attribution()?;
+/// assert_eq!((held.reserved, held.rest_of_process), (5 << 30, Some(1 << 30)));
+/// assert_eq!(held.other_processes[0].bytes, 2 << 30);
+/// assert_eq!(held.suggested_headroom, 1 << 30);
+/// println!("{held}");
+/// # drop(block);
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]

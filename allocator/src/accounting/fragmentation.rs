@@ -230,19 +230,17 @@ impl Allocator {
     /// blocks counts twice.
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let small = allocator.alloc_bytes(600, device.default_stream())?;
-    /// let fragmentation = allocator.fragmentation(4 << 20);
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let memory = Allocator::of(&device)?;
+    /// let small = memory.alloc_bytes(600, device.default_stream())?;
+    /// let fragmentation = memory.fragmentation(4 << 20);
     /// assert_eq!(fragmentation.internal_waste, 1024 - 600);
     /// assert_eq!(fragmentation.largest_free_block, (2 << 20) - 1024);
     /// assert_eq!((fragmentation.external, fragmentation.unusable), (0.0, 1.0));
     /// println!("{fragmentation}");
     /// # drop(small);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     pub fn fragmentation(&self, request_bytes: u64) -> Fragmentation {
         let request_bytes = size_class::round_checked(request_bytes).unwrap_or(u64::MAX);

@@ -23,18 +23,16 @@ impl MemoryStats {
     /// `oversize_allocations` and `oversize_segments` are 0, and `max_split_size` is -1 for unlimited.
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let buffer = allocator.alloc_bytes(1_000, device.default_stream())?;
-    /// let stats = allocator.stats().to_map();
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let memory = Allocator::of(&device)?;
+    /// let buffer = memory.alloc_bytes(1_000, device.default_stream())?;
+    /// let stats = memory.stats().to_map();
     /// assert_eq!(stats["allocated_bytes.small_pool.current"], 1024);
     /// assert_eq!(stats["requested_bytes.all.peak"], 1000);
     /// assert_eq!(stats["max_split_size"], -1);
     /// # drop(buffer);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     pub fn to_map(&self) -> BTreeMap<String, i64> {
         let pooled = [
@@ -221,13 +219,11 @@ impl Allocator {
     /// them is the device's memory by holder ([`Allocator::attribution`]), unless the driver fails.
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// print!("{}", allocator.summary());
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let memory = Allocator::of(&device)?;
+    /// print!("{}", memory.summary());
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     pub fn summary(&self) -> String {
         let info = self.device().info();

@@ -42,13 +42,14 @@ impl Allocator {
     /// streams still use.
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config, PoolOptions};
-    /// let device = aquifer_sim::open("24GiB")?;
-    /// let (memory, stream) = (Allocator::new(&device, Config::default())?, device.stream()?);
+    /// use aquifer::memory::PoolOptions;
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
     /// let pool = memory.create_pool(PoolOptions::default())?;
     /// drop(pool.alloc_bytes(32 << 20, &stream)?);
     /// assert_eq!(memory.empty_cache()?, 32 << 20);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     ///
     /// # Errors

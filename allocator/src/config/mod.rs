@@ -87,12 +87,12 @@ impl Config {
     /// [`Allocator::backing`](crate::Allocator::backing) for what it comes as.
     ///
     /// ```
-    /// use aquifer_allocator::config::{Backing, Config};
+    /// use aquifer::memory::{Backing, Config};
     /// let config: Config = "max_split_size_mb:128,granule_mb:4".parse()?;
     /// let ignored = |backing| config.ignored(backing).into_iter().map(|option| option.key).collect::<Vec<_>>();
     /// assert_eq!(ignored(Backing::Paged), ["max_split_size_mb"]);
     /// assert_eq!(ignored(Backing::Segments), ["granule_mb", "max_split_size_mb"]);
-    /// # Ok::<(), aquifer_allocator::config::ConfigError>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     pub fn ignored(&self, backing: Backing) -> Vec<IgnoredOption> {
         let ignored = ROWS.iter().filter_map(|row| {

@@ -205,9 +205,7 @@ pub const OPTIONS: &str = table!();
 /// field by field in code. The allocator checks it with [`Config::validate`].
 ///
 /// ```
-/// use aquifer_allocator::config::{Config, CrossStream};
-///
-/// # fn main() -> Result<(), aquifer_allocator::config::ConfigError> {
+/// use aquifer::memory::{Config, CrossStream};
 /// let mut config: Config = "limit_mb:4096, split_frames:on".parse()?;
 /// assert_eq!(config.limit, Some(4096 << 20));
 ///
@@ -220,8 +218,7 @@ pub const OPTIONS: &str = table!();
 /// let error = Config::parse("limits_mb:128").unwrap_err();
 /// assert_eq!(error.offset(), Some(0));
 /// println!("{error}"); // … did you mean `limit_mb`?
-/// # Ok(())
-/// # }
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 ///
 /// # Options

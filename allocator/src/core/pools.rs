@@ -452,17 +452,15 @@ impl Private {
 /// Options of a private pool.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Config, PoolOptions};
-/// use aquifer_device::Device;
-/// use aquifer_sim::{SimConfig, SimDriver};
-/// let device = Device::new(SimDriver::new(SimConfig::parse("64MiB")?));
-/// let allocator = Allocator::new(&device, Config::default())?;
-/// let stream = device.stream()?;
-/// let pool = allocator.create_pool(PoolOptions { use_on_oom: true, ..PoolOptions::default() })?;
+/// use aquifer::memory::PoolOptions;
+/// use aquifer::prelude::*;
+/// let device = aquifer::open("sim:64MiB")?;
+/// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+/// let pool = memory.create_pool(PoolOptions { use_on_oom: true, ..PoolOptions::default() })?;
 /// drop(pool.alloc_bytes(48 << 20, &stream)?); // the pool keeps it
-/// let lent = allocator.alloc_bytes(40 << 20, &stream)?; // there is no other memory for this
-/// assert_eq!(allocator.memory_reserved(), 48 << 20);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// let lent = memory.alloc_bytes(40 << 20, &stream)?; // there is no other memory for this
+/// assert_eq!(memory.memory_reserved(), 48 << 20);
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolOptions {

@@ -45,16 +45,15 @@ use crate::types::{PoolId, Request, StreamId};
 /// graph to find data that an earlier launch left in memory which its capture freed.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Config, PoolOptions};
-/// use aquifer_device::Device;
-/// use aquifer_sim::{SimConfig, SimDriver};
-/// let device = Device::new(SimDriver::new(SimConfig::default()));
-/// let allocator = Allocator::new(&device, Config::default())?;
-/// let pool = allocator.create_pool(PoolOptions::default())?;
+/// use aquifer::memory::PoolOptions;
+/// use aquifer::prelude::*;
+/// let device = aquifer::open("sim:24GiB")?;
+/// let memory = Allocator::of(&device)?;
+/// let pool = memory.create_pool(PoolOptions::default())?;
 /// let _route = pool.route_thread();
-/// let inside = allocator.alloc_bytes(1 << 20, device.default_stream())?; // from the pool
+/// let inside = memory.alloc_bytes(1 << 20, device.default_stream())?; // from the pool
 /// # drop(inside);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 pub struct PrivatePool {
     pub(crate) allocator: Allocator,
@@ -323,21 +322,20 @@ impl Allocator {
     /// stream that it was captured on, launch it after that stream's earlier work.
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config, PoolOptions};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let (stream, pool) = (device.stream()?, allocator.create_pool(PoolOptions::default())?);
+    /// use aquifer::memory::PoolOptions;
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let memory = Allocator::of(&device)?;
+    /// let (stream, pool) = (device.stream()?, memory.create_pool(PoolOptions::default())?);
     /// let capture = stream.begin_capture()?;
-    /// let route = allocator.capture(&stream, &pool)?;
-    /// let scratch = allocator.alloc_bytes(1 << 20, &stream)?;
+    /// let route = memory.capture(&stream, &pool)?;
+    /// let scratch = memory.alloc_bytes(1 << 20, &stream)?;
     /// stream.fill(scratch.ptr(), 7, 1 << 20)?;
     /// drop(scratch); // the pool keeps it for the graph
     /// let graph = capture.end()?;
     /// drop(route);
     /// graph.launch(&stream)?;
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     ///
     /// # Errors

@@ -245,17 +245,16 @@ pub struct RawOwner {
 /// allocator that was made first is found.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Config, owner_of};
-/// use aquifer_device::Device;
-/// use aquifer_sim::{SimConfig, SimDriver};
-/// let device = Device::new(SimDriver::new(SimConfig::default()));
-/// let memory = Allocator::new(&device, Config::default())?;
+/// use aquifer::prelude::*;
+/// use aquifer_allocator::owner_of;
+/// let device = aquifer::open("sim:24GiB")?;
+/// let memory = Allocator::of(&device)?;
 /// let ptr = memory.alloc_raw(1000, device.default_stream())?;
-/// let owner = owner_of(ptr.offset(999)).ok_or("not a raw allocation")?;
+/// let owner = owner_of(ptr.offset(999)).expect("it is a raw allocation");
 /// assert_eq!((owner.ptr, owner.bytes), (ptr, 1000));
 /// owner.allocator.free_raw(owner.ptr)?;
 /// assert!(owner_of(ptr).is_none());
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 pub fn owner_of(ptr: DevicePtr) -> Option<RawOwner> {
     if ptr.0 == 0 || fork::is_child() {

@@ -47,15 +47,14 @@ impl Allocator {
     ///
     /// ```
     /// use std::sync::{Arc, Mutex};
-    /// use aquifer_allocator::{Allocation, Allocator, Config};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::parse("64MiB")?));
-    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// use aquifer::memory::Allocation;
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:64MiB")?;
+    /// let memory = Allocator::of(&device)?;
     /// let stream = device.default_stream();
     /// let cache = Arc::new(Mutex::new(Vec::<Allocation>::new()));
     /// let evicted = cache.clone();
-    /// let registration = allocator.register_reclaimer(0, "cache", move |request| {
+    /// let registration = memory.register_reclaimer(0, "cache", move |request| {
     ///     let Ok(mut cache) = evicted.try_lock() else { return 0 };
     ///     let mut freed = 0;
     ///     while freed < request.bytes {
@@ -65,13 +64,13 @@ impl Allocator {
     ///     freed
     /// });
     /// for _ in 0..60 {
-    ///     let block = allocator.alloc_bytes(1 << 20, stream)?;
+    ///     let block = memory.alloc_bytes(1 << 20, stream)?;
     ///     cache.lock().unwrap().push(block); // not locked while it allocates
     /// }
-    /// let large = allocator.alloc_bytes(40 << 20, stream)?; // 36 blocks are evicted for it
+    /// let large = memory.alloc_bytes(40 << 20, stream)?; // 36 blocks are evicted for it
     /// assert!(cache.lock().unwrap().len() >= 20);
     /// # drop((large, registration));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     pub fn register_reclaimer(
         &self,
@@ -111,24 +110,23 @@ impl Allocator {
     ///
     /// ```
     /// use std::sync::{Arc, Mutex};
-    /// use aquifer_allocator::{Allocator, Config, MappingChange};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
+    /// use aquifer::memory::MappingChange;
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let memory = Allocator::of(&device)?;
     /// let mapped = Arc::new(Mutex::new(0));
     /// let seen = mapped.clone();
-    /// let registration = allocator.observe_mappings(move |change| match *change {
+    /// let registration = memory.observe_mappings(move |change| match *change {
     ///     MappingChange::Mapped { bytes, .. } => *seen.lock().unwrap() += bytes,
     ///     MappingChange::BeforeUnmap { bytes, .. } => *seen.lock().unwrap() -= bytes,
     ///     _ => {}
     /// });
-    /// drop(allocator.alloc_bytes(96 << 20, device.default_stream())?);
+    /// drop(memory.alloc_bytes(96 << 20, device.default_stream())?);
     /// assert_eq!(*mapped.lock().unwrap(), 96 << 20);
-    /// allocator.empty_cache()?;
+    /// memory.empty_cache()?;
     /// assert_eq!(*mapped.lock().unwrap(), 0);
     /// drop(registration); // no more notifications
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     pub fn observe_mappings(&self, observe: impl Fn(&MappingChange) + Send + Sync + 'static) -> Registration {
         self.hooks().register(0, Hook::MappingObserver(Arc::new(observe)))

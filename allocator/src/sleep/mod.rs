@@ -121,21 +121,19 @@ impl Allocator {
     /// until [`Allocator::empty_cache`].
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config, Contents};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let stream = device.stream()?;
-    /// let weights = allocator.alloc_bytes(4 << 20, &stream)?;
+    /// use aquifer::memory::Contents;
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+    /// let weights = memory.alloc_bytes(4 << 20, &stream)?;
     /// stream.fill(weights.ptr(), 7, 4 << 20)?;
-    /// assert_eq!(allocator.sleep(Contents::SaveToHost)?, 4 << 20);
-    /// assert_eq!(allocator.memory_reserved(), 0); // another program may use the device now
-    /// allocator.wake()?;
+    /// assert_eq!(memory.sleep(Contents::SaveToHost)?, 4 << 20);
+    /// assert_eq!(memory.memory_reserved(), 0); // another program may use the device now
+    /// memory.wake()?;
     /// let mut byte = [0];
     /// stream.download_blocking(&mut byte, weights.ptr())?;
     /// assert_eq!(byte, [7]);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     ///
     /// # Errors
@@ -194,19 +192,18 @@ impl Allocator {
     /// sleep, is not listed.
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config, Contents, KeptBy};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let [buffer, other] = [32, 64].map(|mib| allocator.alloc_bytes(mib << 20, device.default_stream()));
-    /// let pin = allocator.pin_mapping(buffer.as_ref().unwrap())?; // as a network card registers it
-    /// assert_eq!(allocator.sleep(Contents::SaveToHost)?, 64 << 20);
-    /// let staying = allocator.staying_awake(Contents::SaveToHost);
+    /// use aquifer::memory::{Contents, KeptBy};
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let memory = Allocator::of(&device)?;
+    /// let [buffer, other] = [32, 64].map(|mib| memory.alloc_bytes(mib << 20, device.default_stream()));
+    /// let pin = memory.pin_mapping(buffer.as_ref().unwrap())?; // as a network card registers it
+    /// assert_eq!(memory.sleep(Contents::SaveToHost)?, 64 << 20);
+    /// let staying = memory.staying_awake(Contents::SaveToHost);
     /// assert_eq!((staying.len(), staying[0].why), (1, KeptBy::Pin));
     /// assert_eq!(staying[0].range, pin.range());
     /// # drop((buffer, other));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     pub fn staying_awake(&self, options: impl Into<SleepOptions>) -> Vec<StayingAwake> {
         self.state().lock().staying_awake(&options.into())
@@ -243,24 +240,22 @@ impl Allocator {
     /// only that had been put to sleep.
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config, Contents, Part, SleepOptions, TagScope};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let stream = device.stream()?;
+    /// use aquifer::memory::{Contents, Part, SleepOptions, TagScope};
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
     /// let alloc = |tag| {
     ///     let _scope = TagScope::new(tag);
-    ///     allocator.alloc_bytes(8 << 20, &stream)
+    ///     memory.alloc_bytes(8 << 20, &stream)
     /// };
     /// let (weights, cache) = (alloc("weights")?, alloc("kv_cache")?);
-    /// allocator.sleep(SleepOptions::all(Contents::Discard).with(Part::tag("weights"), Contents::SaveToHost))?;
-    /// allocator.wake_parts(&[Part::tag("weights")])?;
-    /// assert_eq!(allocator.memory_reserved(), 8 << 20); // the cache has no memory so far
+    /// memory.sleep(SleepOptions::all(Contents::Discard).with(Part::tag("weights"), Contents::SaveToHost))?;
+    /// memory.wake_parts(&[Part::tag("weights")])?;
+    /// assert_eq!(memory.memory_reserved(), 8 << 20); // the cache has no memory so far
     /// stream.fill(weights.ptr(), 1, weights.bytes())?;
-    /// allocator.wake()?;
+    /// memory.wake()?;
     /// stream.fill(cache.ptr(), 0, cache.bytes())?;
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     ///
     /// # Errors

@@ -71,7 +71,7 @@ impl Part {
 ///
 /// ```
 /// use std::time::Duration;
-/// use aquifer_allocator::{Contents, Part, SleepOptions};
+/// use aquifer::memory::{Contents, Part, SleepOptions};
 /// // All memory sleeps. The weights are kept in host memory, all else is lost.
 /// let all = SleepOptions::all(Contents::Discard).with(Part::tag("weights"), Contents::SaveToHost);
 /// // Only allocations tagged "kv_cache" sleep.

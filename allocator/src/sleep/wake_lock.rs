@@ -365,24 +365,22 @@ impl Allocator {
     ///
     /// ```
     /// use std::time::Duration;
-    /// use aquifer_allocator::{AllocError, Allocator, Config, Contents, SleepOptions};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::SimDriver;
-    /// let device = Device::new(SimDriver::new(Default::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let stream = device.stream()?;
-    /// let awake = allocator.keep_awake()?;
+    /// use aquifer::memory::{AllocError, Contents, SleepOptions};
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+    /// let awake = memory.keep_awake()?;
     /// let control = std::thread::spawn({
-    ///     let allocator = allocator.clone();
+    ///     let memory = memory.clone();
     ///     let options = SleepOptions::all(Contents::SaveToHost).waiting(Duration::from_secs(60));
-    ///     move || allocator.sleep(options) // waits for the request to be served
+    ///     move || memory.sleep(options) // waits for the request to be served
     /// });
-    /// let request = allocator.alloc_bytes(4 << 20, &stream)?;
+    /// let request = memory.alloc_bytes(4 << 20, &stream)?;
     /// stream.fill(request.ptr(), 7, 4 << 20)?;
     /// drop(awake);
     /// assert_eq!(control.join().unwrap()?, 4 << 20);
-    /// assert!(matches!(allocator.keep_awake(), Err(AllocError::Asleep)));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// assert!(matches!(memory.keep_awake(), Err(AllocError::Asleep)));
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     ///
     /// # Errors
@@ -401,27 +399,25 @@ impl Allocator {
     ///
     /// ```
     /// use std::time::Duration;
-    /// use aquifer_allocator::{AllocError, Allocator, Config, Contents};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::SimDriver;
-    /// let device = Device::new(SimDriver::new(Default::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let stream = device.stream()?;
-    /// allocator.sleep(Contents::SaveToHost)?;
-    /// assert!(!allocator.wait_awake(Duration::from_millis(1)));
+    /// use aquifer::memory::{AllocError, Contents};
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+    /// memory.sleep(Contents::SaveToHost)?;
+    /// assert!(!memory.wait_awake(Duration::from_millis(1)));
     /// let control = std::thread::spawn({
-    ///     let allocator = allocator.clone();
-    ///     move || allocator.wake()
+    ///     let memory = memory.clone();
+    ///     move || memory.wake()
     /// });
     /// let request = loop {
-    ///     match allocator.alloc_bytes(4 << 20, &stream) {
-    ///         Err(AllocError::Asleep) if allocator.wait_awake(Duration::from_secs(60)) => {}
+    ///     match memory.alloc_bytes(4 << 20, &stream) {
+    ///         Err(AllocError::Asleep) if memory.wait_awake(Duration::from_secs(60)) => {}
     ///         done => break done?,
     ///     }
     /// };
     /// # drop(request);
     /// # control.join().unwrap()?;
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     #[doc(hidden)]
     pub fn wait_awake(&self, timeout: Duration) -> bool {

@@ -94,19 +94,17 @@ impl Snapshot {
     /// written directly. Saving takes a fixed amount of memory, however long the history is.
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::parse("history:100000")?)?;
-    /// let buffer = allocator.alloc_bytes(3 << 20, device.default_stream())?;
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let memory = Allocator::new(&device, "history:100000")?;
+    /// let buffer = memory.alloc_bytes(3 << 20, device.default_stream())?;
     /// # let directory = std::env::temp_dir();
     /// let path = directory.join(format!("snapshot-{}.pickle", std::process::id()));
-    /// allocator.snapshot().save(&path)?; // for PyTorch's memory viewer, or `python -m torch.cuda._memory_viz stats`
-    /// assert!(std::fs::read(&path)?.starts_with(b"\x80\x02}(X\x08\0\0\0segments"));
-    /// # std::fs::remove_file(path)?;
+    /// memory.snapshot().save(&path)?; // for PyTorch's memory viewer, or `python -m torch.cuda._memory_viz stats`
+    /// assert!(std::fs::read(&path).unwrap().starts_with(b"\x80\x02}(X\x08\0\0\0segments"));
+    /// # std::fs::remove_file(path).unwrap();
     /// # drop(buffer);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     ///
     /// # Errors

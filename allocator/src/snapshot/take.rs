@@ -23,17 +23,15 @@ impl Allocator {
     /// in PyTorch, an [`crate::Action::Snapshot`] is recorded, which later snapshots show.
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::parse("history:1000")?)?;
-    /// let buffer = allocator.alloc_bytes((1 << 20) + 512, device.default_stream())?;
-    /// let snapshot = allocator.snapshot();
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let memory = Allocator::new(&device, "history:1000")?;
+    /// let buffer = memory.alloc_bytes((1 << 20) + 512, device.default_stream())?;
+    /// let snapshot = memory.snapshot();
     /// assert!(snapshot.segments[0].is_expandable);
     /// assert_eq!(snapshot.trace().len(), 2); // segment_map and alloc
     /// # drop(buffer);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     pub fn snapshot(&self) -> Snapshot {
         let state = self.state();

@@ -415,18 +415,17 @@ impl StateGuard {
 /// calls it, too. Call it on a thread that drops others' last buffers and may make driver calls.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Config};
-/// use aquifer_device::Device;
-/// use aquifer_sim::{SimConfig, SimDriver};
+/// use aquifer::device::sim::{SimConfig, SimDriver};
+/// use aquifer::prelude::*;
 /// let driver = SimDriver::new(SimConfig::default());
 /// let device = Device::new(driver.clone());
 /// let stream = device.stream()?;
-/// let last = Allocator::new(&device, Config::default())?.alloc_bytes(1 << 20, &stream)?;
+/// let last = Allocator::of(&device)?.alloc_bytes(1 << 20, &stream)?;
 /// drop((stream, device));
 /// drop(last); // by the last thread
 /// aquifer_allocator::close_abandoned();
 /// assert_eq!(driver.held_bytes(), 0);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 pub fn close_abandoned() {
     // Devices in use stay as they are: their next call gives abandoned memory back.

@@ -33,11 +33,12 @@ use crate::types::StreamId;
 /// launched.
 ///
 /// ```
-/// use aquifer_allocator::{AccessGuard, Allocator, Config, GraphUses, PoolOptions};
-/// use aquifer_device::{AccessKind, Device};
-/// use aquifer_sim::{SimConfig, SimDriver};
-/// let device = Device::new(SimDriver::new(SimConfig::default()));
-/// let allocator = Allocator::new(&device, Config::default())?;
+/// use aquifer::device::AccessKind;
+/// use aquifer::memory::{AccessGuard, PoolOptions};
+/// use aquifer::prelude::*;
+/// use aquifer_allocator::GraphUses;
+/// let device = aquifer::open("sim:24GiB")?;
+/// let allocator = Allocator::of(&device)?;
 /// let (one, two) = (device.stream()?, device.stream()?);
 /// let buffer = allocator.alloc_storage(1 << 20, 512, &one)?;
 /// let pool = allocator.create_pool(PoolOptions::default())?;
@@ -59,7 +60,7 @@ use crate::types::StreamId;
 ///     one.fill(buffer.ptr(), 8, buffer.bytes())?;
 /// }
 /// device.assert_no_violations();
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct GraphUses {

@@ -53,25 +53,24 @@ use crate::storage::{GraphUses, Storage, Uses};
 /// note what a launched graph does by an access guard around the launch.
 ///
 /// ```
-/// use aquifer_allocator::{ALIGNMENT, AccessGuard, Allocator, Config};
-/// use aquifer_device::{AccessKind, Device};
-/// use aquifer_sim::{SimConfig, SimDriver};
-/// let device = Device::new(SimDriver::new(SimConfig::default()));
-/// let allocator = Allocator::new(&device, Config::default())?;
-/// let (one, two) = (device.stream()?, device.stream()?);
-/// let memory = allocator.alloc_storage(1 << 20, ALIGNMENT, &one)?;
+/// use aquifer::device::AccessKind;
+/// use aquifer::memory::AccessGuard;
+/// use aquifer::prelude::*;
+/// let device = aquifer::open("sim:24GiB")?;
+/// let (memory, one, two) = (Allocator::of(&device)?, device.stream()?, device.stream()?);
+/// let x = memory.alloc::<u8>(1 << 20, &one)?;
 /// {
-///     let _access = AccessGuard::acquire(&one, &[(&memory, AccessKind::Write)])?;
-///     one.fill(memory.ptr(), 7, memory.bytes())?;
+///     let _access = AccessGuard::acquire(&one, &[(x.storage(), AccessKind::Write)])?;
+///     one.fill(x.ptr(), 7, x.bytes())?;
 /// }
 /// let mut bytes = vec![0; 1 << 20];
 /// {
-///     let _access = AccessGuard::acquire(&two, &[(&memory, AccessKind::Read)])?;
-///     two.download_blocking(&mut bytes, memory.ptr())?;
+///     let _access = AccessGuard::acquire(&two, &[(x.storage(), AccessKind::Read)])?;
+///     two.download_blocking(&mut bytes, x.ptr())?;
 /// }
 /// assert!(bytes.iter().all(|&byte| byte == 7));
 /// device.assert_no_violations();
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 #[must_use = "the access guard ends when it is dropped"]
 pub struct AccessGuard<'a> {
@@ -156,25 +155,22 @@ impl<'a> AccessGuard<'a> {
     /// for different streams.
     ///
     /// ```
-    /// use aquifer_allocator::{ALIGNMENT, AccessGuard, Allocator, Config};
-    /// use aquifer_device::{AccessKind::{Read, Write}, Device};
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let devices = [0, 1].map(|ordinal| Device::new(SimDriver::new(SimConfig::default().ordinal(ordinal))));
-    /// let streams = [devices[0].stream()?, devices[1].stream()?];
-    /// let from = Allocator::new(&devices[0], Config::default())?.alloc_storage(1 << 20, ALIGNMENT, &streams[0])?;
-    /// let to = Allocator::new(&devices[1], Config::default())?.alloc_storage(1 << 20, ALIGNMENT, &streams[1])?;
+    /// use aquifer::device::AccessKind::{Read, Write};
+    /// use aquifer::memory::AccessGuard;
+    /// use aquifer::prelude::*;
+    /// let (one, two) = (aquifer::open("sim:24GiB")?, aquifer::open("sim:24GiB,ordinal=1")?);
+    /// let (source, target) = (one.stream()?, two.stream()?);
+    /// let from = Allocator::of(&one)?.from_slice(&[7_u8; 1000], &source)?;
+    /// let to = Allocator::of(&two)?.alloc::<u8>(1000, &target)?;
     /// {
-    ///     let _access = AccessGuard::acquire(&streams[0], &[(&from, Write)])?;
-    ///     streams[0].fill(from.ptr(), 7, from.bytes())?;
-    /// }
-    /// {
-    ///     let ends = [(&streams[0], &from, Read), (&streams[1], &to, Write)];
+    ///     let ends = [(&source, from.storage(), Read), (&target, to.storage(), Write)];
     ///     let _access = AccessGuard::of_streams(&ends)?;
-    ///     streams[1].wait_for(&streams[0].tick())?;
-    ///     streams[1].copy_from_peer(to.ptr(), &devices[0], from.ptr(), to.bytes())?;
-    ///     streams[0].wait_for(&streams[1].tick())?; // the copy reads what later work of this stream may write
+    ///     target.wait_for(&source.tick())?;
+    ///     target.copy_from_peer(to.ptr(), &one, from.ptr(), to.bytes())?;
+    ///     source.wait_for(&target.tick())?; // the copy reads what later work of this stream may write
     /// }
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// assert_eq!(to.to_vec(&target)?, [7; 1000]);
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     pub fn of_streams(work: &[(&'a Stream, &'a Arc<Storage>, AccessKind)]) -> Result<AccessGuard<'a>, AllocError> {
         let mut access = AccessGuard::none();
@@ -365,15 +361,15 @@ impl Drop for AccessGuard<'_> {
 /// reservation which is never dropped waits for ever.
 ///
 /// ```
-/// use aquifer_allocator::{ALIGNMENT, AccessGuard, Allocator, Config, Reservation};
-/// use aquifer_device::{AccessKind, Device};
-/// use aquifer_sim::{SimConfig, SimDriver};
-/// let device = Device::new(SimDriver::new(SimConfig::default()));
-/// let allocator = Allocator::new(&device, Config::default())?;
-/// let (one, two) = (device.stream()?, device.stream()?);
-/// let memory = allocator.alloc_storage(1 << 20, ALIGNMENT, &one)?;
-/// let reservation = Reservation::acquire(&memory, AccessKind::Write)?;
-/// let (ptr, bytes) = (memory.ptr(), memory.bytes());
+/// use aquifer::device::AccessKind;
+/// use aquifer::memory::AccessGuard;
+/// use aquifer::prelude::*;
+/// use aquifer_allocator::Reservation;
+/// let device = aquifer::open("sim:24GiB")?;
+/// let (memory, one, two) = (Allocator::of(&device)?, device.stream()?, device.stream()?);
+/// let x = memory.alloc::<u8>(1 << 20, &one)?;
+/// let reservation = Reservation::acquire(x.storage(), AccessKind::Write)?;
+/// let (ptr, bytes) = (x.ptr(), x.bytes());
 /// let filler = std::thread::spawn(move || {
 ///     for part in 0..4 {
 ///         let _access = reservation.access(&one).unwrap();
@@ -383,13 +379,13 @@ impl Drop for AccessGuard<'_> {
 /// let mut bytes = vec![0; 1 << 20];
 /// {
 ///     // Waits until the thread has enqueued all parts.
-///     let _access = AccessGuard::acquire(&two, &[(&memory, AccessKind::Read)])?;
+///     let _access = AccessGuard::acquire(&two, &[(x.storage(), AccessKind::Read)])?;
 ///     two.download_blocking(&mut bytes, ptr)?;
 /// }
 /// filler.join().unwrap();
 /// assert!(bytes.iter().all(|&byte| byte == 7));
 /// device.assert_no_violations();
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 #[derive(Debug)]
 #[must_use = "the reservation ends when it is dropped"]

@@ -78,6 +78,7 @@ pub use view::{View, ViewMut};
 /// assert_eq!(y.sum(&stream)?.item(&stream)?, 1000.0);
 /// # Ok::<(), aquifer::Error>(())
 /// ```
+#[must_use]
 pub struct Buffer<T, H = Arc<Storage>> {
     storage: H,
     /// In elements, as `len`.
@@ -282,6 +283,7 @@ impl<T: Copy, H: Handle> Buffer<T, H> {
     /// assert!(bytes.reinterpret::<u64>().is_none() && bytes.slice(1..5).reinterpret::<u32>().is_none());
     /// # Ok::<(), aquifer::Error>(())
     /// ```
+    #[must_use]
     pub fn reinterpret<U: Copy>(&self) -> Option<View<'_, U>> {
         self.view().into_elements()
     }
@@ -349,6 +351,7 @@ impl<T: Copy> Buffer<T> {
     }
 
     /// As [`Buffer::reinterpret`], for writing.
+    #[must_use]
     pub fn reinterpret_mut<U: Copy>(&mut self) -> Option<ViewMut<'_, U>> {
         self.share().into_elements().map(ViewMut::new)
     }

@@ -53,6 +53,7 @@ impl<T> Copy for View<'_, T> {}
 /// head.zero(&stream)?;
 /// # Ok(()) }
 /// ```
+#[must_use]
 pub struct ViewMut<'a, T> {
     buffer: Buffer<T>,
     borrow: PhantomData<&'a mut Buffer<T>>,

@@ -142,7 +142,7 @@ fn waits_for_a_slow_source_are_counted() {
     });
     // In any schedule the consumer waits at some point.
     while prefetcher.starved() == 0 {
-        prefetcher.next().unwrap().unwrap();
+        drop(prefetcher.next().unwrap().unwrap());
     }
     drop(prefetcher);
     feeder.join().unwrap();

@@ -70,6 +70,7 @@ use crate::transfer::{OnStreams, Transfer};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
+#[must_use]
 pub struct Tensor {
     pub(crate) memory: Memory,
     pub(crate) dtype: DType,

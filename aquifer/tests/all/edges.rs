@@ -100,6 +100,9 @@ fn each_handle_is_shown_on_one_short_line() -> Result<(), aquifer::Error> {
     event.record(&stream)?;
     let graph = memory.graph(&stream, |stream| x.zero(stream))?;
     let pending = x.upload(vec![1.0; 4], &stream)?;
+    let mut params = aquifer::tensor::ParamSet::new();
+    params.insert("weight", tensor.clone())?;
+    let capture = device.stream()?.begin_capture()?;
     let shown = [
         format!("{device:?}"),
         format!("{device}"),
@@ -115,6 +118,9 @@ fn each_handle_is_shown_on_one_short_line() -> Result<(), aquifer::Error> {
         format!("{:?}", memory.create_pool(PoolOptions::default())?),
         format!("{:?}", memory.keep_awake()?),
         format!("{graph:?}"),
+        format!("{capture:?}"),
+        format!("{:?}", capture.end()?),
+        format!("{params:?}"),
         format!("{pending:?}"),
         format!("{x:?}"),
         format!("{:?}", x.slice(1..)),

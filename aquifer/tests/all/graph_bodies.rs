@@ -154,7 +154,7 @@ impl Random<'_> {
                     let (side, event) = (&self.forks[usize::from(body.is_some())], &self.event);
                     event.record(stream)?;
                     side.wait_event(event)?;
-                    self.memory.alloc_zeros::<u8>(1 << 20, side)?;
+                    drop(self.memory.alloc_zeros::<u8>(1 << 20, side)?);
                     event.record(side)?;
                     stream.wait_event(event)?;
                 }

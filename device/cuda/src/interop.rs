@@ -19,10 +19,10 @@ use crate::streams::{self, is_default};
 /// them. The last handle closes it. `aquifer::open` uses this.
 ///
 /// ```no_run
-/// use aquifer_cuda as cuda;
+/// use aquifer::device::cuda;
 /// let device = cuda::shared(0)?;
 /// assert_eq!(cuda::shared(0)?.id(), device.id());
-/// # Ok::<(), aquifer_device::DeviceError>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 ///
 /// # Errors
@@ -40,7 +40,7 @@ pub fn shared(ordinal: u32) -> Result<Device> {
 /// context alive. Another context of the same GPU is another device.
 ///
 /// ```no_run
-/// use aquifer_cuda as cuda;
+/// use aquifer::device::cuda;
 /// use cudarc::driver::CudaContext;
 /// let context = CudaContext::new(0)?;
 /// let device = cuda::device_of(context.clone())?;
@@ -94,7 +94,7 @@ pub fn stream_of(stream: &Stream) -> Result<Arc<CudaStream>> {
 /// [`Device::stream_from_raw`] does the same for a bare handle.
 ///
 /// ```no_run
-/// use aquifer_cuda as cuda;
+/// use aquifer::device::cuda;
 /// let device = cuda::shared(0)?;
 /// let theirs = cuda::context_of(&device)?.new_stream()?;
 /// let stream = cuda::stream(&device, &theirs)?;

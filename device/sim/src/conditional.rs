@@ -64,23 +64,23 @@ impl SimDriver {
     /// [`SimDriver::set_condition`].
     ///
     /// ```
-    /// use aquifer_device::{Driver, StreamFlags};
-    /// use aquifer_sim::{Conditional, SimConfig, SimDriver};
-    /// let driver = SimDriver::new(SimConfig::default());
-    /// let [stream, side] = [(); 2].map(|()| driver.create_stream(StreamFlags::default()).unwrap());
-    /// let memory = driver.alloc(4096)?;
+    /// use aquifer::device::sim::{Conditional, SimConfig, SimDriver};
+    /// let sim = SimDriver::new(SimConfig::default());
+    /// let device = aquifer::Device::new(sim.clone());
+    /// let (one, two, memory) = (device.stream()?, device.stream()?, device.alloc(4096)?);
+    /// let (driver, stream, side) = (device.driver(), one.raw(), two.raw());
     /// driver.begin_capture(stream)?;
-    /// let node = driver.add_conditional(stream, Conditional::Switch, 2, 0)?;
-    /// driver.come_after_conditional(stream, node)?;
+    /// let node = sim.add_conditional(stream, Conditional::Switch, 2, 0)?;
+    /// sim.come_after_conditional(stream, node)?;
     /// for body in 0..2 {
-    ///     driver.begin_body(node, body, side)?;
+    ///     sim.begin_body(node, body, side)?;
     ///     driver.memset(memory, body as u8, 4096, side)?;
-    ///     driver.end_body(side)?;
+    ///     sim.end_body(side)?;
     /// }
     /// let graph = driver.end_capture(stream)?;
-    /// driver.set_condition(node, 1)?;
+    /// sim.set_condition(node, 1)?;
     /// driver.launch_graph(graph, stream)?;
-    /// # Ok::<(), aquifer_device::DeviceError>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     ///
     /// # Errors

@@ -12,12 +12,11 @@ pub const CAPACITY_BYTES_MAX: u64 = 1 << 46;
 /// Configuration of a simulated device.
 ///
 /// ```
-/// use aquifer_sim::{Preset, SimConfig};
-///
+/// use aquifer::device::sim::{Preset, SimConfig};
 /// let config = SimConfig::new(24 << 30).seed(7);
 /// assert_eq!(SimConfig::parse("24GiB,seed=7")?, config);
 /// assert_eq!(SimConfig::parse("rtx4090")?, SimConfig::preset(Preset::Rtx4090));
-/// # Ok::<(), aquifer_sim::SimConfigError>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -142,13 +141,12 @@ impl SimConfig {
     /// | `spike` | `RATE:DURATION` | calls take longer at random, such as `0.001:5ms` (`ns`, `us`, `ms`, `s`) |
     ///
     /// ```
-    /// use aquifer_sim::SimConfig;
-    ///
+    /// use aquifer::device::sim::SimConfig;
     /// let config = SimConfig::parse("h100,seed=7,fault=cuMemAlloc#3:out_of_memory")?;
     /// assert_eq!((config.capacity_bytes, config.seed, config.faults.len()), (80 << 30, 7, 1));
     /// let error = SimConfig::parse("80GiB,sede=7").unwrap_err();
     /// assert_eq!((error.text.as_str(), error.offset), ("sede", 6));
-    /// # Ok::<(), aquifer_sim::SimConfigError>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     ///
     /// # Errors

@@ -44,8 +44,8 @@ pub(crate) struct Cost {
 /// time that passed, a part was idle.
 ///
 /// ```
-/// use aquifer_device::{Device, Driver};
-/// use aquifer_sim::{SimConfig, SimDriver};
+/// use aquifer::Device;
+/// use aquifer::device::sim::{SimConfig, SimDriver};
 /// let driver = SimDriver::new(SimConfig::parse("h100,link=25,jitter=off")?);
 /// let device = Device::new(driver.clone());
 /// let (stream, memory) = (device.stream()?, device.alloc(25_000_000)?);
@@ -53,7 +53,7 @@ pub(crate) struct Cost {
 /// let engines = driver.engines();
 /// assert_eq!(engines.to_device_busy_ns, 1_500 + 1_000_000); // a millisecond after a start delay
 /// assert!(engines.to_device_busy_ns < driver.now_ns() && engines.to_host_busy_ns == 0);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]

@@ -18,9 +18,9 @@ use crate::rng::Rng;
 /// text ([`crate::SimConfig::parse`]), or to a device that is in use:
 ///
 /// ```
-/// use aquifer_device::{Code, Device, Operation};
-/// use aquifer_sim::{Fault, SimConfig, SimDriver};
-///
+/// use aquifer::Device;
+/// use aquifer::device::{Code, Operation};
+/// use aquifer::device::sim::{Fault, SimConfig, SimDriver};
 /// let driver = SimDriver::new(SimConfig::default());
 /// let device = Device::new(driver.clone()); // the driver stays at hand
 /// let stream = device.stream()?;
@@ -35,7 +35,7 @@ use crate::rng::Rng;
 /// // From now on nothing works, as if the card had fallen off the bus.
 /// driver.inject(Fault::LostAt { nth: 1 });
 /// assert!(stream.synchronize().unwrap_err().is_device_lost());
-/// # Ok::<(), aquifer_device::DeviceError>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -108,7 +108,7 @@ pub struct Verdict {
 /// of the simulated device do.
 ///
 /// ```
-/// use aquifer_device::{Code, Operation};
+/// use aquifer::device::{Code, Operation};
 /// use aquifer_sim::{Fault, FaultPlan};
 /// let fault = Fault::Nth { operation: Some(Operation::Alloc), nth: 2, code: Code::OUT_OF_MEMORY };
 /// let mut plan = FaultPlan::new(&[fault], 0);

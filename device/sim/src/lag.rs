@@ -51,8 +51,9 @@ const KEPT_MAX: usize = 4096;
 /// live, or given out twice.
 ///
 /// ```
-/// use aquifer_device::Device;
-/// use aquifer_sim::{Lagging, SimConfig, SimDriver};
+/// use aquifer::Device;
+/// use aquifer::device::sim::{SimConfig, SimDriver};
+/// use aquifer_sim::Lagging;
 /// let lagging = Lagging::new(SimDriver::new(SimConfig::parse("24GiB")?), 2);
 /// let device = Device::new(lagging.clone());
 /// lagging.advance(); // the program's first event
@@ -61,7 +62,7 @@ const KEPT_MAX: usize = 4096;
 /// assert!(!tick.is_done()?);
 /// tick.synchronize()?;
 /// assert_eq!((lagging.position(), lagging.stalls()), (1, 1));
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 pub struct Lagging {
     inner: Arc<SimDriver>,

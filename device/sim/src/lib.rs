@@ -49,18 +49,17 @@
 //! device's memory.
 //!
 //! ```
-//! use aquifer_device::{Driver, StreamFlags};
-//! use aquifer_sim::{SimConfig, SimDriver};
-//!
+//! use aquifer::Device;
+//! use aquifer::device::sim::{SimConfig, SimDriver};
 //! let driver = SimDriver::new(SimConfig::parse("24GiB,seed=7")?);
-//! let (one, two) = (driver.create_stream(StreamFlags::default())?, driver.create_stream(StreamFlags::default())?);
-//! let memory = driver.alloc(1 << 20)?;
-//! driver.memset(memory, 1, 1 << 20, one)?;
-//! driver.memset(memory, 2, 1 << 20, two)?; // nothing orders it after the first
+//! let device = Device::new(driver.clone());
+//! let (one, two, memory) = (device.stream()?, device.stream()?, device.alloc(1 << 20)?);
+//! one.fill(memory, 1, 1 << 20)?;
+//! two.fill(memory, 2, 1 << 20)?; // nothing orders it after the first
 //! let found = driver.violations();
 //! assert_eq!(found.len(), 1);
 //! println!("{}", found[0]);
-//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! # Ok::<(), aquifer::Error>(())
 //! ```
 
 mod address;
@@ -126,9 +125,9 @@ pub const KIND: &str = "sim";
 /// Opens a new simulated device, described as [`SimConfig::parse`] takes it.
 ///
 /// ```
-/// let device = aquifer_sim::open("24GiB,violations=panic")?;
+/// let device = aquifer::open("sim:24GiB,violations=panic")?;
 /// assert_eq!(device.info().total_bytes, 24 << 30);
-/// # Ok::<(), aquifer_sim::SimConfigError>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 ///
 /// # Errors

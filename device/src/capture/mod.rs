@@ -33,9 +33,7 @@ use crate::unfinished;
 /// same holds for every stream that joins the capture by waiting for an event recorded in it.
 ///
 /// ```
-/// use aquifer_device::Device;
-/// use aquifer_sim::{SimConfig, SimDriver};
-/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let device = aquifer::open("sim:24GiB")?;
 /// let (one, two) = (device.stream()?, device.stream()?);
 /// let (a, b) = (device.alloc(4096)?, device.alloc(4096)?);
 /// let (fork, join) = (device.create_event(false)?, device.create_event(false)?);
@@ -50,7 +48,7 @@ use crate::unfinished;
 /// graph.launch(&two)?;
 /// # two.synchronize()?;
 /// # device.free(a).and(device.free(b))?;
-/// # Ok::<(), aquifer_device::DeviceError>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 pub struct Capture {
     stream: Stream,
@@ -91,9 +89,7 @@ impl Capture {
     /// the driver does not end it. This may be called again then.
     ///
     /// ```
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let device = aquifer::open("sim:24GiB")?;
     /// let stream = device.per_thread_stream();
     /// let capture = stream.begin_capture()?;
     /// std::thread::scope(|scope| scope.spawn(|| assert!(capture.end().is_err())).join()).unwrap();
@@ -101,7 +97,7 @@ impl Capture {
     /// let graph = capture.end()?;
     /// assert!(!stream.is_capturing() && capture.end().is_err());
     /// # drop(graph);
-    /// # Ok::<(), aquifer_device::DeviceError>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     pub fn end(&self) -> Result<Graph> {
         let raw = self.scope.end(self.stream.timeline(), |raw| self.stream.driver().end_capture(raw))?;
@@ -114,21 +110,19 @@ impl Capture {
     /// once.
     ///
     /// ```
-    /// use aquifer_device::{Device, Driver};
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let theirs = SimDriver::new(SimConfig::default()); // stands for the other library
-    /// let device = Device::new(theirs.clone());
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let theirs = device.clone(); // its driver stands for the other library
     /// let (stream, ptr) = (device.stream()?, device.alloc(4096)?);
-    /// let capture = stream.begin_capture_with(|| theirs.begin_capture(stream.raw()))?;
+    /// let capture = stream.begin_capture_with(|| theirs.driver().begin_capture(stream.raw()))?;
     /// stream.fill(ptr, 7, 4096)?;
     /// let graph = capture.end_with(|| {
-    ///     let graph = theirs.end_capture(stream.raw())?;
-    ///     Ok(move |stream| theirs.launch_graph(graph, stream))
+    ///     let graph = theirs.driver().end_capture(stream.raw())?;
+    ///     Ok(move |stream| theirs.driver().launch_graph(graph, stream))
     /// })?;
     /// graph.launch(&stream)?;
     /// # stream.synchronize()?;
     /// # device.free(ptr)?;
-    /// # Ok::<(), aquifer_device::DeviceError>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     ///
     /// # Errors
@@ -167,9 +161,7 @@ impl Drop for Capture {
 /// driver whether it has.
 ///
 /// ```
-/// use aquifer_device::{Device, Driver};
-/// use aquifer_sim::{SimConfig, SimDriver};
-/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let device = aquifer::open("sim:24GiB")?;
 /// let stream = device.stream()?;
 /// device.driver().begin_capture(stream.raw())?; // by another library
 /// let announced = stream.announce_capture()?;
@@ -177,7 +169,7 @@ impl Drop for Capture {
 /// let graph = device.driver().end_capture(stream.raw())?;
 /// drop(announced);
 /// # device.driver().destroy_graph(graph)?;
-/// # Ok::<(), aquifer_device::DeviceError>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 #[derive(Debug)]
 #[must_use = "the capture is taken as over when this is dropped"]
@@ -297,9 +289,7 @@ pub(crate) fn begin_followed(
 /// memory that it uses until its last launch is done.
 ///
 /// ```
-/// use aquifer_device::Device;
-/// use aquifer_sim::{SimConfig, SimDriver};
-/// let device = Device::new(SimDriver::new(SimConfig::default()));
+/// let device = aquifer::open("sim:24GiB")?;
 /// let (stream, ptr) = (device.stream()?, device.alloc(4096)?);
 /// let capture = stream.begin_capture()?;
 /// stream.fill(ptr, 7, 4096)?; // captured, not run
@@ -309,7 +299,7 @@ pub(crate) fn begin_followed(
 /// }
 /// stream.synchronize()?;
 /// device.free(ptr)?;
-/// # Ok::<(), aquifer_device::DeviceError>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 pub struct Graph {
     /// `None` only while it is dropped.

@@ -34,12 +34,12 @@ use crate::witness::{CalledFrom, Witness};
 /// is a plain driver allocation.
 ///
 /// ```
-/// let device = aquifer_sim::open("24GiB")?;
+/// let device = aquifer::open("sim:24GiB")?;
 /// assert_eq!(device.info().total_bytes, 24 << 30);
 /// let ptr = device.alloc(1 << 30)?;
 /// assert_eq!(device.memory_info()?.free, 23 << 30);
 /// device.free(ptr)?;
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 pub struct Device(Arc<DeviceInner>, Held);
 
@@ -157,9 +157,7 @@ impl Device {
     /// call, on any stream. Every later error of the device names this one. Makes no driver call.
     ///
     /// ```
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let device = aquifer::open("sim:24GiB")?;
     /// let ptr = device.alloc(1 << 20)?;
     /// device.default_stream().fill(ptr, 7, 2 << 20)?; // goes past the end, which no call reports yet
     /// assert_eq!(device.lost(), None);
@@ -168,7 +166,7 @@ impl Device {
     /// assert_eq!(device.lost(), Some(first));
     /// let later = device.alloc(512).unwrap_err();
     /// assert!(later.to_string().ends_with("was lost before: cuCtxSynchronize reported CUDA_ERROR_ILLEGAL_ADDRESS"));
-    /// # Ok::<(), aquifer_device::DeviceError>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     pub fn lost(&self) -> Option<DeviceError> {
         self.0.context.driver.lost().cloned()
@@ -213,11 +211,11 @@ impl Device {
     /// namespace (containers), and about parts of a GPU (MIG).
     ///
     /// ```
-    /// let device = aquifer_sim::open("24GiB,other=2GiB")?;
+    /// let device = aquifer::open("sim:24GiB,other=2GiB")?;
     /// device.alloc(1 << 30)?;
     /// let users = device.memory_users();
     /// assert_eq!((users.own, users.others[0].bytes), (Some(1 << 30), 2 << 30));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     pub fn memory_users(&self) -> MemoryUsers {
         self.give_back_left();
@@ -253,13 +251,13 @@ impl Device {
     /// for the device first: a kernel that reads its ranges in part is checked when it runs.
     ///
     /// ```should_panic
-    /// let device = aquifer_sim::open("24GiB")?;
+    /// let device = aquifer::open("sim:24GiB")?;
     /// let (one, two) = (device.stream()?, device.stream()?);
     /// let memory = device.alloc(1 << 20)?;
     /// one.fill(memory, 1, 1 << 20)?;
     /// two.fill(memory, 2, 1 << 20)?; // nothing orders it after the first
     /// device.assert_no_violations();
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     ///
     /// # Panics
@@ -297,14 +295,12 @@ impl Device {
     /// for the whole device. No driver call.
     ///
     /// ```
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
+    /// let device = aquifer::open("sim:24GiB")?;
     /// let mark = device.wait_mark();
     /// assert!(!mark.is_passed());
     /// device.synchronize()?;
     /// assert!(mark.is_passed());
-    /// # Ok::<(), aquifer_device::DeviceError>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     #[doc(hidden)]
     pub fn wait_mark(&self) -> WaitMark {

@@ -66,10 +66,10 @@ impl Device {
     /// Like [`crate::Driver::host_free`], this takes memory away, so only the owner may call it:
     ///
     /// ```compile_fail,E0133
-    /// use aquifer_device::{Device, HostPtr};
-    /// fn free(device: &Device, lent: &[u8]) {
-    ///     device.host_free_later(HostPtr(lent.as_ptr().addr()), lent.len() as u64, Vec::new());
-    /// }
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let lent = device.driver().host_alloc(4096)?;
+    /// device.host_free_later(lent, 4096, Vec::new());
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     ///
     /// # Safety

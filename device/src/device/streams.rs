@@ -113,8 +113,8 @@ impl Device {
     /// without forgetting it, the new one is adopted.
     ///
     /// ```
-    /// use aquifer_device::{Driver, StreamFlags};
-    /// let device = aquifer_sim::open("24GiB")?;
+    /// use aquifer::device::StreamFlags;
+    /// let device = aquifer::open("sim:24GiB")?;
     /// let theirs = device.driver().create_stream(StreamFlags::default())?; // by another library
     /// // SAFETY: the stream lives until it is forgotten below.
     /// let stream = unsafe { device.stream_from_raw(theirs) }?;
@@ -123,7 +123,7 @@ impl Device {
     /// assert_eq!(same.id(), stream.id());
     /// device.forget_stream(theirs)?;
     /// device.driver().destroy_stream(theirs)?;
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     ///
     /// # Errors

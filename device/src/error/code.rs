@@ -184,7 +184,7 @@ impl Code {
     /// The code with the given CUDA name; the prefix `CUDA_ERROR_` and case are optional.
     ///
     /// ```
-    /// use aquifer_device::Code;
+    /// use aquifer::device::Code;
     /// assert_eq!(Code::from_name("out_of_memory"), Some(Code::OUT_OF_MEMORY));
     /// assert_eq!(Code::from_name("CUDA_ERROR_UNKNOWN"), Some(Code(999)));
     /// ```

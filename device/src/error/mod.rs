@@ -219,7 +219,7 @@ impl DeviceError {
     /// best.
     ///
     /// ```
-    /// use aquifer_device::{Code, DeviceError, Operation};
+    /// use aquifer::device::{Code, DeviceError, Operation};
     /// let error = DeviceError::refused(Operation::Free, Code::INVALID_VALUE).with_detail("it is not an allocation");
     /// assert_eq!(error.to_string(), "cuMemFree was not called: CUDA_ERROR_INVALID_VALUE (1): it is not an allocation");
     /// ```

@@ -37,7 +37,7 @@ const ALREADY_REGISTERED: Code = Code(712);
 /// ([`Device::settle_host`]), at the next [`Device::settle`], or when the device is closed.
 ///
 /// ```
-/// use aquifer_transfer::PinnedPool;
+/// use aquifer::transfer::PinnedPool;
 /// let device = aquifer::open("sim:24GiB")?;
 /// let pool = PinnedPool::new(&device);
 /// let mut buffer = pool.alloc_from(&[1.0_f32, 2.0, 3.0])?;
@@ -45,7 +45,7 @@ const ALREADY_REGISTERED: Code = Code(712);
 /// assert_eq!(buffer.read()?, [4.0, 2.0, 3.0]);
 /// drop(buffer);
 /// assert_eq!((pool.stats().active_bytes.current, pool.empty_cache()?), (0, 2 << 20));
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 #[derive(Clone)]
 pub struct PinnedPool(Arc<SharedPool>);

@@ -19,15 +19,15 @@ fn transfers_that_blocked_no_thread_overlap_fully() {
     let stream = device.stream().unwrap();
     let pending = to_device(&transfer, vec![1u8; 1000], &stream).unwrap();
     device.synchronize().unwrap();
-    pending.wait().unwrap();
+    drop(pending.wait().unwrap());
     let first = transfer.counters();
     assert_eq!((first.overlap(), first.synchronisations), (Some(1.0), 0));
-    pollster::block_on(to_device(&transfer, vec![1u8; 1000], &stream).unwrap()).unwrap();
+    drop(pollster::block_on(to_device(&transfer, vec![1u8; 1000], &stream).unwrap()).unwrap());
     let second = transfer.counters();
     assert_eq!((second.overlap(), second.synchronisations), (Some(1.0), 0));
     assert!(second.time_in_flight > first.time_in_flight);
     // An empty copy was not in flight.
-    to_device(&transfer, Vec::<u8>::new(), &stream).unwrap().wait().unwrap();
+    drop(to_device(&transfer, Vec::<u8>::new(), &stream).unwrap().wait().unwrap());
     assert_eq!(transfer.counters().time_in_flight, second.time_in_flight);
 }
 

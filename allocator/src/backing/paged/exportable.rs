@@ -60,16 +60,15 @@ impl Allocator {
     /// pool of its own.
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::{Device, HandleKind};
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let shared = allocator.alloc_exportable(3 << 20, HandleKind::PosixFd, device.default_stream())?;
+    /// use aquifer::device::HandleKind;
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let memory = Allocator::of(&device)?;
+    /// let shared = memory.alloc_exportable(3 << 20, HandleKind::PosixFd, device.default_stream())?;
     /// let physical = shared.handle().expect("memory is mapped here"); // for `cuMemExportToShareableHandle`
-    /// assert_eq!(allocator.memory_reserved(), 4 << 20);
+    /// assert_eq!(memory.memory_reserved(), 4 << 20);
     /// # drop((shared, physical));
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     ///
     /// # Errors

@@ -39,23 +39,22 @@ use crate::types::{Request, StreamId, Use, latest_by_stream};
 /// allocator open.
 ///
 /// ```
-/// use aquifer_allocator::{Allocator, Config, AccessGuard};
-/// use aquifer_device::{AccessKind, Device};
-/// use aquifer_sim::{SimConfig, SimDriver};
-/// let device = Device::new(SimDriver::new(SimConfig::default()));
-/// let allocator = Allocator::new(&device, Config::default())?;
-/// let stream = device.stream()?;
-/// let mut cache = allocator.growable(40 << 30, &stream)?; // addresses for 40 GiB, and no memory yet
+/// use aquifer::device::AccessKind;
+/// use aquifer::memory::AccessGuard;
+/// use aquifer::prelude::*;
+/// let device = aquifer::open("sim:24GiB")?;
+/// let (memory, stream) = (Allocator::of(&device)?, device.stream()?);
+/// let mut cache = memory.growable(40 << 30, &stream)?; // addresses for 40 GiB, and no memory yet
 /// cache.grow_to(100 << 20, &stream)?;
 /// {
 ///     let _access = AccessGuard::acquire(&stream, &[(cache.storage(), AccessKind::Write)])?;
 ///     stream.fill(cache.ptr(), 0, cache.bytes())?;
 /// }
 /// cache.grow_to(200 << 20, &stream)?; // at the same address, nothing is copied
-/// assert_eq!((cache.bytes(), allocator.memory_reserved()), (200 << 20, 200 << 20));
+/// assert_eq!((cache.bytes(), memory.memory_reserved()), (200 << 20, 200 << 20));
 /// cache.shrink_to(50 << 20, &stream)?; // what is beyond may serve others once the fill is done
-/// assert_eq!(allocator.memory_allocated(), 50 << 20);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// assert_eq!(memory.memory_allocated(), 50 << 20);
+/// # Ok::<(), aquifer::Error>(())
 /// ```
 #[must_use = "dropping the handle gives the memory back"]
 pub struct Growable {

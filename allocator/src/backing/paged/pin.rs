@@ -35,22 +35,20 @@ impl Allocator {
     /// [`PinnedMapping`].
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
-    /// let device = Device::new(SimDriver::new(SimConfig::default()));
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let buffer = allocator.alloc_bytes(3 << 20, device.default_stream())?;
-    /// let pinned = allocator.pin_mapping(&buffer)?;
+    /// use aquifer::prelude::*;
+    /// let device = aquifer::open("sim:24GiB")?;
+    /// let memory = Allocator::of(&device)?;
+    /// let buffer = memory.alloc_bytes(3 << 20, device.default_stream())?;
+    /// let pinned = memory.pin_mapping(&buffer)?;
     /// // Two granules: register these with the network card.
     /// assert_eq!(pinned.range().end - pinned.range().start, 4 << 20);
     /// drop(buffer);
-    /// allocator.empty_cache()?;
-    /// assert_eq!(allocator.memory_reserved(), 4 << 20); // they stay
+    /// memory.empty_cache()?;
+    /// assert_eq!(memory.memory_reserved(), 4 << 20); // they stay
     /// drop(pinned);
-    /// allocator.empty_cache()?;
-    /// assert_eq!(allocator.memory_reserved(), 0);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// memory.empty_cache()?;
+    /// assert_eq!(memory.memory_reserved(), 0);
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     ///
     /// # Errors
@@ -114,21 +112,20 @@ impl Allocator {
     /// now and later. Once is enough; again is nothing.
     ///
     /// ```
-    /// use aquifer_allocator::{Allocator, Config};
-    /// use aquifer_device::Device;
-    /// use aquifer_sim::{SimConfig, SimDriver};
+    /// use aquifer::device::sim::{SimConfig, SimDriver};
+    /// use aquifer::prelude::*;
     /// let driver = SimDriver::new(SimConfig::default());
     /// let peer = SimDriver::new(SimConfig::default().ordinal(1));
     /// let device = Device::new(driver.clone());
-    /// let allocator = Allocator::new(&device, Config::default())?;
-    /// let before = allocator.alloc_bytes(5 << 20, device.default_stream())?;
-    /// allocator.enable_peer_access(1)?;
-    /// let after = allocator.alloc_bytes(50 << 20, device.default_stream())?;
+    /// let memory = Allocator::of(&device)?;
+    /// let before = memory.alloc_bytes(5 << 20, device.default_stream())?;
+    /// memory.enable_peer_access(1)?;
+    /// let after = memory.alloc_bytes(50 << 20, device.default_stream())?;
     /// for buffer in [before, after] {
     ///     assert_eq!(driver.mapping_at(buffer.ptr()).unwrap().devices, [0, 1]);
     /// }
     /// # drop(peer);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok::<(), aquifer::Error>(())
     /// ```
     ///
     /// # Errors

@@ -52,10 +52,10 @@ fn every_tensor_that_does_not_fit_is_named_and_nothing_changes() {
     let (directory, transfer) = (Directory::new(), transfer());
     let path = saved(&model(), &directory);
     let mut set = zeros_of(&model(), |_| Place::from(&transfer));
-    set.remove("head.scale").unwrap();
+    drop(set.remove("head.scale").unwrap());
     set.insert("tail.weight", Tensor::zeros(&[2], DType::F32, &transfer).unwrap()).unwrap();
-    set.replace("steps", Tensor::zeros(&[1], DType::F32, &transfer).unwrap()).unwrap();
-    set.replace("layers.3.bias", Tensor::zeros(&[8, 8], DType::F32, &transfer).unwrap()).unwrap();
+    drop(set.replace("steps", Tensor::zeros(&[1], DType::F32, &transfer).unwrap()).unwrap());
+    drop(set.replace("layers.3.bias", Tensor::zeros(&[8, 8], DType::F32, &transfer).unwrap()).unwrap());
     let error = load(&path, &mut set).unwrap_err();
     let Error::Mismatch { missing, unexpected, different } = &error else { panic!("{error}") };
     assert_eq!((&**missing, &**unexpected), (&["tail.weight".to_owned()][..], &["head.scale".to_owned()][..]));
@@ -72,7 +72,7 @@ fn every_tensor_that_does_not_fit_is_named_and_nothing_changes() {
     assert!(set.iter().all(|(_, tensor)| elements(tensor).iter().all(|&n| n == 0.0)));
     // Tensors that the filter excludes are not expected, and stay.
     let how = Load::new().filter(|entry| entry.name.starts_with("layers.1"));
-    set.remove("tail.weight").unwrap();
+    drop(set.remove("tail.weight").unwrap());
     Checkpoint::open(&path).unwrap().load_into_blocking(&mut set, how).unwrap();
     let is_zero = |name: &str| elements(set.get(name).unwrap()).iter().all(|&n| n == 0.0);
     assert!(!is_zero("layers.1.weight") && !is_zero("layers.17.bias") && is_zero("layers.2.weight"));

@@ -95,7 +95,7 @@ fn a_prefetcher_loses_no_batch() {
     // One that is dropped meanwhile does not wait for that to end.
     let mut batches =
         Prefetcher::<Vec<u32>>::new((0..12).map(|_| vec![1; 1000]), &bench.transfer, &bench.stream, 1).unwrap();
-    batches.next().unwrap().unwrap();
+    drop(batches.next().unwrap().unwrap());
     allocator.sleep(patient()).unwrap();
     drop(batches);
     allocator.wake().unwrap();
@@ -146,7 +146,7 @@ fn a_thread_with_a_wake_lock_does_not_wait_for_a_batch_that_cannot_come() {
     let allocator = bench.transfer.allocator().clone();
     let mut batches =
         Prefetcher::<Vec<u32>>::new((0..9).map(|_| vec![1; 1000]), &bench.transfer, &bench.stream, 1).unwrap();
-    batches.next().unwrap().unwrap();
+    drop(batches.next().unwrap().unwrap());
     thread::scope(|scope| {
         let awake = allocator.keep_awake().unwrap();
         let sleeper = scope.spawn(|| allocator.sleep(patient()).unwrap());
