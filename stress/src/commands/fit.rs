@@ -47,6 +47,9 @@ row! {
         pub(super) smallest_device_bytes: u64 => ["smallest device", bytes],
         /// that size over peak_requested_bytes
         pub(super) smallest_over_requested: Option<f64> => ["smallest device, ratio", factor],
+        /// the size from which on it finished at all sizes that were tried: more than the smallest where it
+        /// fails on devices a little larger than that
+        finishes_from_bytes: u64 => ["finishes from", bytes],
         /// the most memory that the program had requested and not yet freed
         peak_requested_bytes: u64 => ["requested", bytes],
         /// times that all cached memory was released to try again, on that device
@@ -212,6 +215,7 @@ fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Fitted, Fa
         trace: job.name.to_owned(),
         config: job.config.text.clone(),
         smallest_device_bytes: fit.bytes,
+        finishes_from_bytes: fit.finishes_from,
         smallest_over_requested: ratio(fit.bytes, peak),
         peak_requested_bytes: peak,
         retries_at_fit: fit.retries,
@@ -234,7 +238,7 @@ fn search(
         while fit.bytes - fails > roughly.unwrap_or(STEP) {
             let middle = fails + (fit.bytes - fails) / 2 / STEP * STEP;
             match attempt(middle)? {
-                Some(retries) => fit = Fit { bytes: middle, retries },
+                Some(retries) => fit = Fit { bytes: middle, retries, ..fit },
                 None => fails = middle,
             }
         }
@@ -242,6 +246,7 @@ fn search(
     };
     let Some((fails, fit)) = grow(least, most, &attempt)? else { return Ok(None) };
     let mut fit = bisect(fails, fit)?;
+    fit.finishes_from = fit.bytes;
     if roughly.is_some() {
         return Ok(Some(fit));
     }
@@ -252,7 +257,7 @@ fn search(
         for part in 1..SPREAD_STEPS {
             let bytes = least + gap / SPREAD_STEPS * part / STEP * STEP;
             if let Some(retries) = attempt(bytes)? {
-                fit = bisect(fails, Fit { bytes, retries })?;
+                fit = bisect(fails, Fit { bytes, retries, ..fit })?;
                 break;
             }
             fails = bytes;
@@ -263,7 +268,7 @@ fn search(
     while steps <= LOWER_SIZES && fit.bytes > least + steps * STEP {
         let bytes = fit.bytes - steps * STEP;
         match attempt(bytes)? {
-            Some(retries) => (fit, steps) = (Fit { bytes, retries }, 1),
+            Some(retries) => (fit, steps) = (Fit { bytes, retries, ..fit }, 1),
             None => steps += 1,
         }
     }
@@ -274,6 +279,8 @@ fn search(
 struct Fit {
     bytes: u64,
     retries: u64,
+    /// The boundary that bisection found.
+    finishes_from: u64,
 }
 
 /// The reason that no device is large enough.
@@ -302,7 +309,7 @@ fn grow(
     let mut bytes = fails + STEP;
     while bytes <= most {
         if let Some(retries) = attempt(bytes)? {
-            return Ok(Some((fails, Fit { bytes, retries })));
+            return Ok(Some((fails, Fit { bytes, retries, finishes_from: bytes })));
         }
         fails = bytes;
         // By an eighth: most programs need little more than their peak.
@@ -338,21 +345,23 @@ fn attempt_on<S: Opened>(
 mod tests {
     use super::*;
 
-    /// The size that is found, in steps, of a program that finishes at these.
-    fn found(least: u64, roughly: Option<u64>, finishes: impl Fn(u64) -> bool) -> Option<u64> {
+    /// The size that is found, and from which on it finishes, in steps, of a program that finishes
+    /// at these.
+    fn found(least: u64, roughly: Option<u64>, finishes: impl Fn(u64) -> bool) -> Option<[u64; 2]> {
         let attempt = |bytes: u64| Ok(finishes(bytes / STEP).then_some(7));
         let fit = search(least * STEP, 10_000 * STEP, roughly, attempt).unwrap();
-        fit.map(|fit| fit.bytes / STEP)
+        fit.map(|fit| [fit.bytes, fit.finishes_from].map(|bytes| bytes / STEP))
     }
 
     #[test]
     fn the_boundary_is_found_and_lower_ones() {
-        assert_eq!(found(100, None, |steps| steps >= 777), Some(777));
-        assert_eq!(found(100, None, |steps| steps >= 101), Some(101));
-        assert_eq!(found(100, None, |steps| steps >= 777 || steps == 730), Some(730), "near the boundary");
-        assert_eq!(found(1000, None, |steps| steps >= 3000 || (1500..1800).contains(&steps)), Some(1500), "far below");
+        assert_eq!(found(100, None, |steps| steps >= 777), Some([777, 777]));
+        assert_eq!(found(100, None, |steps| steps >= 101), Some([101, 101]));
+        assert_eq!(found(100, None, |steps| steps >= 777 || steps == 730), Some([730, 777]), "near the boundary");
+        let far = found(1000, None, |steps| steps >= 3000 || (1500..1800).contains(&steps)).unwrap();
+        assert_eq!(far[0], 1500, "far below");
         assert_eq!(found(100, None, |_| false), None);
-        let rough = found(1000, Some(50 * STEP), |steps| steps >= 3000).unwrap();
-        assert!((3000..=3050).contains(&rough), "{rough}");
+        let [rough, from] = found(1000, Some(50 * STEP), |steps| steps >= 3000).unwrap();
+        assert!((3000..=3050).contains(&rough) && from == rough, "{rough}");
     }
 }
