@@ -17,6 +17,8 @@ const BUCKETS: u64 = 1000;
 const GROUPS: usize = 24;
 /// The name of the group of all others.
 pub const OTHERS: &str = "others";
+/// The group of blocks without a tag.
+pub const WITHOUT_TAG: &str = "without a tag";
 /// The most frames of a call stack that are shown.
 const FRAMES: usize = 128;
 
@@ -231,7 +233,7 @@ impl Key for Tags<'_> {
         let text = |key: u64| u32::try_from(key).ok().and_then(|tag| self.0.text(tag));
         // A number alone would be read as a figure.
         let name = |text: &str| if text.parse::<f64>().is_ok() { format!("tag {text}") } else { text.to_owned() };
-        keys.iter().map(|&key| text(key).map_or_else(|| "without a tag".to_owned(), name)).collect()
+        keys.iter().map(|&key| text(key).map_or_else(|| WITHOUT_TAG.to_owned(), name)).collect()
     }
 }
 

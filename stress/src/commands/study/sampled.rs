@@ -274,7 +274,7 @@ mod tests {
 
     #[test]
     fn a_row_has_what_is_free_on_the_device_behind_what_is_held() {
-        let piece = |mib, is, starts| Piece { bytes: mib * MIB, is, stream: 0, starts };
+        let piece = |mib, is, starts| Piece { bytes: mib * MIB, is, stream: 0, starts, movable: 0 };
         let held = vec![piece(4, Use::Live, true), piece(6, Use::Free, false), piece(2, Use::Live, false)];
         let space = |spare| Space::of(&[(0, Map::new(held.clone(), spare * MIB, 64 * MIB))], true).unwrap();
         let tight = space(3);
