@@ -7,7 +7,7 @@ use std::collections::HashMap;
 
 use serde::Serialize;
 
-use crate::headline::headlines;
+use crate::headline::{WITHOUT_TAG, headlines};
 use crate::input::{Event, Labels, Program, RecordedOom, Site};
 use crate::text::plural;
 
@@ -17,8 +17,6 @@ const BUCKETS: u64 = 1000;
 const GROUPS: usize = 24;
 /// The name of the group of all others.
 pub const OTHERS: &str = "others";
-/// The group of blocks without a tag.
-pub const WITHOUT_TAG: &str = "without a tag";
 /// The most frames of a call stack that are shown.
 const FRAMES: usize = 128;
 

@@ -2,8 +2,8 @@
 //! replays say.
 
 use aquifer_trace::input::{Program, RecordedOom, Recorder};
-use aquifer_trace::profile::{OTHERS, Profile, WITHOUT_TAG};
-use aquifer_trace::{WITHOUT_STACK, headline};
+use aquifer_trace::profile::{OTHERS, Profile};
+use aquifer_trace::{WITHOUT_STACK, WITHOUT_TAG, headline};
 
 use super::advice::{instead, needs};
 use super::rows::{Advice, Answer};
