@@ -41,6 +41,9 @@ use session::Session;
 /// Runs the program. Failures are written to standard error.
 pub fn run(cli: &Cli) -> Outcome {
     warnings::on_stderr();
+    // Then what is written beyond the limit of a file's size is an error, and the process goes on.
+    #[cfg(unix)]
+    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, std::sync::Arc::default());
     reported(dispatch(cli))
 }
 

@@ -194,8 +194,9 @@ mod tests {
 
     fn map(pieces: &[(u64, Use)], total: u64) -> Map {
         let pieces = pieces.iter().enumerate();
-        let pieces: Vec<Piece> =
-            pieces.map(|(index, &(bytes, is))| Piece { bytes, is, stream: 0, starts: index % 100 == 0 }).collect();
+        let pieces: Vec<Piece> = pieces
+            .map(|(index, &(bytes, is))| Piece { bytes, is, stream: 0, starts: index % 100 == 0, movable: 0 })
+            .collect();
         Map { pieces, total }
     }
 

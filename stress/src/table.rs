@@ -13,7 +13,7 @@ use crate::text::{Bytes, columns, wrap, wrap_lines};
 /// Rows under headings. The first column names the row.
 #[derive(Debug, Clone)]
 pub struct Table {
-    headings: Vec<&'static str>,
+    headings: Vec<String>,
     /// Whether a column is text, which may be wrapped.
     texts: Vec<bool>,
     rows: Vec<Vec<String>>,
@@ -88,7 +88,7 @@ const TEXT_LEAST: usize = 16;
 
 impl Table {
     /// A table of rows with the same headings.
-    pub(crate) fn new(rows: Vec<Vec<(&'static str, String)>>) -> Table {
+    pub fn new<H: AsRef<str>>(rows: Vec<Vec<(H, String)>>) -> Table {
         let (headings, texts, groups) = (Vec::new(), Vec::new(), Vec::new());
         let mut table = Table { headings, texts, rows: vec![Vec::new(); rows.len()], groups };
         for index in 0..rows.first().map_or(0, Vec::len) {
@@ -96,7 +96,7 @@ impl Table {
             if index >= COLUMNS_LEAST && cells().all(|cell| is_nothing(cell)) {
                 continue;
             }
-            table.headings.push(rows[0][index].0);
+            table.headings.push(rows[0][index].0.as_ref().to_owned());
             table.texts.push(index == 0 || !cells().all(|cell| is_number(cell)));
             table.rows.iter_mut().zip(cells()).for_each(|(row, cell)| row.push(cell.clone()));
         }
@@ -158,7 +158,7 @@ impl Table {
             let spare = width.saturating_sub(needed(&widths));
             widths[column] += spare.min(most[column].saturating_sub(widths[column]));
         }
-        let height = |column: usize, width| wrapped(self.headings[column], width).len();
+        let height = |column: usize, width| wrapped(&self.headings[column], width).len();
         while let Some(column) = (0..widths.len()).max_by_key(|&column| height(column, widths[column])) {
             let (now, spare) = (widths[column], width.saturating_sub(needed(&widths)));
             let is_flatter = |wider: &usize| height(column, *wider) < height(column, now);
@@ -176,14 +176,13 @@ impl Table {
             let cell = &row[column];
             if self.texts[column] { longest(cell) } else { columns(cell) }
         };
-        self.rows.iter().map(cell).chain([longest(self.headings[column])]).max().unwrap_or(0)
+        self.rows.iter().map(cell).chain([longest(&self.headings[column])]).max().unwrap_or(0)
     }
 
     /// Rows under the headings, between lines.
     fn block(&self, rows: &[Vec<String>], widths: &[usize]) -> String {
         let line = "─".repeat(widths.iter().sum::<usize>() + GAP * widths.len().saturating_sub(1));
-        let headings: Vec<String> = self.headings.iter().map(|&heading| heading.to_owned()).collect();
-        let mut lines = vec![self.row(&headings, widths), line.clone()];
+        let mut lines = vec![self.row(&self.headings, widths), line.clone()];
         lines.extend(rows.iter().map(|row| self.row(row, widths)));
         lines.push(line);
         lines.join("\n")

@@ -181,19 +181,27 @@ fn job(story: &Story<'_>, studies: &[(&str, &Program, Study)], with_usage: bool)
         story.heading(&format!("{} programs, of which {name} needs most", rows.len()))?;
         story.session.show(format_args!("{}\n", Explained::table(&rows)))?;
     }
+    let mut replayed = Vec::new();
     if program.has_history {
         let advice = advise(story.session, name, program, study);
-        rows[most].answers.extend(of_replays(program, study, &advice));
+        replayed = of_replays(program, study, &advice);
+        rows[most].answers.extend(replayed.clone());
         rows[most].advice = Some(advice);
     }
     rows.iter().try_for_each(|row| story.session.row(row))?;
     if with_usage {
         usage(story, name, program, &study.profile)?;
     }
-    detail(story, program, study, &rows[most])
+    detail(story, program, study, &rows[most], &replayed)
 }
 
-fn detail(story: &Story<'_>, program: &Program, study: &Study, row: &Explained) -> Result<(), Failure> {
+fn detail(
+    story: &Story<'_>,
+    program: &Program,
+    study: &Study,
+    row: &Explained,
+    replayed: &[Answer],
+) -> Result<(), Failure> {
     if !program.has_history {
         let how = match program.recorder {
             Recorder::Aquifer => "the option history:1000000",
@@ -204,7 +212,7 @@ fn detail(story: &Story<'_>, program: &Program, study: &Study, row: &Explained) 
         ));
     }
     story.heading("What replays say")?;
-    story.answers(&row.answers[row.answers.len() - 4..])?;
+    story.answers(replayed)?;
     story.heading("What allocators hold for it")?;
     let held = (program.recorded.peak_held_bytes > 0).then(|| of_recording_row(program));
     let allocators: Vec<Allocator> = held.into_iter().chain(row.allocators.clone()).collect();
@@ -291,16 +299,19 @@ fn list(story: &Story<'_>, grouping: &Grouping, peak: u64) -> Result<(), Failure
 fn fragmentation(story: &Story<'_>, study: &Study) -> Result<(), Failure> {
     let Some(usual) = study.usual().filter(|usual| usual.finishes()) else { return Ok(()) };
     let Some(map) = &usual.sampled.fullest else { return Ok(()) };
-    let Figures { live, free, segments, .. } = map.figures();
+    let Figures { live, free, movable, segments, .. } = map.figures();
     let peak = study.profile.peak.bytes;
-    let unused = usual.sampled.peak_reserved.saturating_sub(peak);
+    // What moves to where it is needed serves any request.
+    let unused = usual.sampled.peak_reserved.saturating_sub(peak + movable);
     if unused == 0 {
         return Ok(());
     }
+    let moves = (movable > 0).then(|| format!(", {} of them in pieces that can move together", Bytes(movable)));
+    let moves = moves.unwrap_or_default();
     story.heading(&format!("What fragmentation costs: {}", Bytes(unused)))?;
     story.say(&format!(
         "{} holds most when it has {} in {}. Of these, {} are live, with what sizes are rounded \
-         up by, and {} are free in its cache. The program never needed more than {}. A request takes new memory \
+         up by, and {} are free in its cache{moves}. The program never needed more than {}. A request takes new memory \
          if no free piece is large enough.",
         usual.manager.name,
         Bytes(usual.sampled.peak_reserved),

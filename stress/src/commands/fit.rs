@@ -25,7 +25,8 @@ const STEP: u64 = 2 << 20;
 /// Equal steps from the peak to the first boundary, at which sizes are tried. There were as many
 /// for PyTorch's recorded figures.
 const SPREAD_STEPS: u64 = 24;
-/// How many sizes below a boundary are tried before it is taken for the lowest.
+/// How many sizes below a boundary are tried before it is taken for the lowest, and above it where
+/// it is not.
 const LOWER_SIZES: u64 = 64;
 
 row! {
@@ -33,9 +34,11 @@ row! {
     /// another simulated device, or a GPU: there the size is that of a limit on what the allocator
     /// holds, and the most that is tried is what is free. Where frames that are split let a program
     /// finish on a smaller device, the key with_split_frames has the same row with split_frames:on,
-    /// which is off by default, and the table another row; else it is null. Whether a
-    /// program finishes need not be monotonic in the size, so smaller sizes were tried: 23 evenly spread
-    /// down to the peak, and the 64 just below the boundary.
+    /// which is off by default, and the table another row; else it is null. Whether a program finishes
+    /// need not be monotonic in the size, so smaller sizes were tried: 23 evenly spread down to the peak,
+    /// and the 64 just below the boundary; where a smaller one does, the 64 above it, too. Work on
+    /// streams is taken to be done at once: on a device, what several streams use waits for them, which
+    /// may make a difference of some percent.
     ///
     /// JSON keys, per program and config
     pub(crate) struct Fitted {
@@ -47,6 +50,9 @@ row! {
         pub(super) smallest_device_bytes: u64 => ["smallest device", bytes],
         /// that size over peak_requested_bytes
         pub(super) smallest_over_requested: Option<f64> => ["smallest device, ratio", factor],
+        /// the size from which on it finished at all sizes that were tried: more than the smallest where it
+        /// fails on devices a little larger than that
+        finishes_from_bytes: u64 => ["finishes from", bytes],
         /// the most memory that the program had requested and not yet freed
         peak_requested_bytes: u64 => ["requested", bytes],
         /// times that all cached memory was released to try again, on that device
@@ -212,6 +218,7 @@ fn fit(session: &Session, job: &Job<'_>, bar: &ProgressBar) -> Result<Fitted, Fa
         trace: job.name.to_owned(),
         config: job.config.text.clone(),
         smallest_device_bytes: fit.bytes,
+        finishes_from_bytes: fit.finishes_from,
         smallest_over_requested: ratio(fit.bytes, peak),
         peak_requested_bytes: peak,
         retries_at_fit: fit.retries,
@@ -234,7 +241,7 @@ fn search(
         while fit.bytes - fails > roughly.unwrap_or(STEP) {
             let middle = fails + (fit.bytes - fails) / 2 / STEP * STEP;
             match attempt(middle)? {
-                Some(retries) => fit = Fit { bytes: middle, retries },
+                Some(retries) => fit = Fit { bytes: middle, retries, ..fit },
                 None => fails = middle,
             }
         }
@@ -242,6 +249,7 @@ fn search(
     };
     let Some((fails, fit)) = grow(least, most, &attempt)? else { return Ok(None) };
     let mut fit = bisect(fails, fit)?;
+    fit.finishes_from = fit.bytes;
     if roughly.is_some() {
         return Ok(Some(fit));
     }
@@ -252,7 +260,7 @@ fn search(
         for part in 1..SPREAD_STEPS {
             let bytes = least + gap / SPREAD_STEPS * part / STEP * STEP;
             if let Some(retries) = attempt(bytes)? {
-                fit = bisect(fails, Fit { bytes, retries })?;
+                fit = bisect(fails, Fit { bytes, retries, ..fit })?;
                 break;
             }
             fails = bytes;
@@ -263,8 +271,17 @@ fn search(
     while steps <= LOWER_SIZES && fit.bytes > least + steps * STEP {
         let bytes = fit.bytes - steps * STEP;
         match attempt(bytes)? {
-            Some(retries) => (fit, steps) = (Fit { bytes, retries }, 1),
+            Some(retries) => (fit, steps) = (Fit { bytes, retries, ..fit }, 1),
             None => steps += 1,
+        }
+    }
+    // Where a smaller size does, a larger one than the boundary may not.
+    let boundary = fit.finishes_from;
+    for steps in (1..=LOWER_SIZES).rev().filter(|_| fit.bytes < boundary) {
+        let bytes = boundary + steps * STEP;
+        if bytes <= most && attempt(bytes)?.is_none() {
+            fit.finishes_from = bytes + STEP;
+            break;
         }
     }
     Ok(Some(fit))
@@ -274,6 +291,8 @@ fn search(
 struct Fit {
     bytes: u64,
     retries: u64,
+    /// From here on it finished wherever that was tried.
+    finishes_from: u64,
 }
 
 /// The reason that no device is large enough.
@@ -302,7 +321,7 @@ fn grow(
     let mut bytes = fails + STEP;
     while bytes <= most {
         if let Some(retries) = attempt(bytes)? {
-            return Ok(Some((fails, Fit { bytes, retries })));
+            return Ok(Some((fails, Fit { bytes, retries, finishes_from: bytes })));
         }
         fails = bytes;
         // By an eighth: most programs need little more than their peak.
@@ -338,21 +357,25 @@ fn attempt_on<S: Opened>(
 mod tests {
     use super::*;
 
-    /// The size that is found, in steps, of a program that finishes at these.
-    fn found(least: u64, roughly: Option<u64>, finishes: impl Fn(u64) -> bool) -> Option<u64> {
+    /// The size that is found, and from which on it finishes, in steps, of a program that finishes
+    /// at these.
+    fn found(least: u64, roughly: Option<u64>, finishes: impl Fn(u64) -> bool) -> Option<[u64; 2]> {
         let attempt = |bytes: u64| Ok(finishes(bytes / STEP).then_some(7));
         let fit = search(least * STEP, 10_000 * STEP, roughly, attempt).unwrap();
-        fit.map(|fit| fit.bytes / STEP)
+        fit.map(|fit| [fit.bytes, fit.finishes_from].map(|bytes| bytes / STEP))
     }
 
     #[test]
     fn the_boundary_is_found_and_lower_ones() {
-        assert_eq!(found(100, None, |steps| steps >= 777), Some(777));
-        assert_eq!(found(100, None, |steps| steps >= 101), Some(101));
-        assert_eq!(found(100, None, |steps| steps >= 777 || steps == 730), Some(730), "near the boundary");
-        assert_eq!(found(1000, None, |steps| steps >= 3000 || (1500..1800).contains(&steps)), Some(1500), "far below");
+        assert_eq!(found(100, None, |steps| steps >= 777), Some([777, 777]));
+        assert_eq!(found(100, None, |steps| steps >= 101), Some([101, 101]));
+        assert_eq!(found(100, None, |steps| steps >= 777 || steps == 730), Some([730, 777]), "near the boundary");
+        let holed = |steps| (steps >= 777 && steps != 800) || steps == 730;
+        assert_eq!(found(100, None, holed), Some([730, 801]), "above the boundary, too");
+        let far = found(1000, None, |steps| steps >= 3000 || (1500..1800).contains(&steps)).unwrap();
+        assert_eq!(far[0], 1500, "far below");
         assert_eq!(found(100, None, |_| false), None);
-        let rough = found(1000, Some(50 * STEP), |steps| steps >= 3000).unwrap();
-        assert!((3000..=3050).contains(&rough), "{rough}");
+        let [rough, from] = found(1000, Some(50 * STEP), |steps| steps >= 3000).unwrap();
+        assert!((3000..=3050).contains(&rough) && from == rough, "{rough}");
     }
 }

@@ -232,7 +232,11 @@ fn write_page(session: &Session, name: &str, folder: &Path, page: &Path) -> Resu
         programs.extend(input::load_with_states(file)?);
     }
     if programs.is_empty() {
-        session.message("no report page: the program left no snapshot");
+        session.message(
+            "no report page: the program left no snapshot. One that calls Aquifer itself saves its own, by \
+             aquifer_save_snapshot or where a request is refused, with \
+             AQUIFER_ALLOC_CONF=history:1000000,oom_snapshot:FILE.pickle; `report FILE.pickle` makes a page of that",
+        );
         return Ok(());
     }
     programs.sort_by_key(|program| program.device);

@@ -18,7 +18,7 @@ fn fit_finds_a_boundary() {
     const PYTORCH: &str = "backing:pytorch";
     let file = data("gpt2_fp32.trace.gz");
     let row = &rows(0, &["fit", "--config", PYTORCH, &file])[0];
-    assert_eq!(row.as_object().unwrap().len(), 7);
+    assert_eq!(row.as_object().unwrap().len(), 8);
     let smallest = bytes(row, "smallest_device_bytes");
     assert_eq!(smallest, 32_335_986_688);
     assert!((row["smallest_over_requested"].as_f64().unwrap() - 1.0807).abs() < 1e-4);

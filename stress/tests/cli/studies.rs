@@ -300,6 +300,7 @@ fn a_recorded_refusal_comes_first_with_advice_for_the_allocator_that_recorded_it
                 "was refused 500.00 MiB on 512.00 MiB",
                 "76.00 MiB were live, 436.00 MiB free in the cache, and 0 bytes free on the device. 64.00 MiB were lacking",
                 "By tag: model11 76.00 MiB.",
+                "At its last request, event ",
                 "Free at least 64.00 MiB before it asks for 500.00 MiB",
             ] {
                 assert!(text.contains(part), "{part}: {text}");
@@ -307,6 +308,7 @@ fn a_recorded_refusal_comes_first_with_advice_for_the_allocator_that_recorded_it
             assert!(is_pytorch || !text.contains("PyTorch"), "{text}");
         }
         assert!(!explained.contains("made up") && !explained.contains("without a tag"), "{explained}");
+        assert!(explained.contains("Not recorded Other programs on the device, and the time"), "{explained}");
         let row = &rows(0, &["explain", file.path()])[0];
         let questions = row["answers"].as_array().unwrap().iter().map(|answer| answer["question"].as_str().unwrap());
         let asked =
@@ -317,6 +319,30 @@ fn a_recorded_refusal_comes_first_with_advice_for_the_allocator_that_recorded_it
         assert_eq!(stress(&["report", "-o", page.path(), file.path()]).status.code(), Some(0));
         assert!(std::fs::read_to_string(page.path()).unwrap().contains("64.00 MiB were lacking"));
     }
+}
+
+/// Each of the nine questions has an answer of its own, and no answer contradicts another.
+#[test]
+fn a_newcomer_finds_each_answer_once() {
+    let file = data("fsdp_start.pickle.gz");
+    let row = &rows(0, &["explain", "--device", "sim:7300MiB", &file])[0];
+    let answers = row["answers"].as_array().unwrap();
+    let answer = |question: &str| {
+        let mut found = answers.iter().filter(|answer| answer["question"] == question);
+        let text = found.next().unwrap_or_else(|| panic!("{question}: {row}"))["answer"].as_str().unwrap();
+        assert!(found.next().is_none() && text.ends_with('.') && !text.contains(".."), "{question}: {text}");
+        text
+    };
+    assert_eq!(answers.len(), 9);
+    // Blocks without a tag hold most: that is no name.
+    assert!(answer("Where in the code").ends_with("The tag with most memory is tag 30."));
+    assert!(answer("Who held it").ends_with("The program itself names memory by numbers, as of its steps."));
+    assert!(answer("Not recorded").starts_with("The size of the device; "));
+    let change = answer("What to change");
+    assert!(change.contains("The smallest device has ") && change.contains(" instead of "), "{change}");
+    let fits = answer("What fits");
+    assert!(fits.contains(" GiB with PyTorch; ") && fits.contains("On 7.13 GiB it finishes with "), "{fits}");
+    assert!(answer("What a step costs").ends_with(" with that change."), "PyTorch refused a request: {row}");
 }
 
 #[test]

@@ -347,3 +347,18 @@ fn messages_that_cannot_be_written_do_not_change_the_exit_code() {
         assert_eq!(program(args).stderr(unread).output().unwrap().status.code(), Some(code), "{args:?} with no reader");
     }
 }
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_file_beyond_the_limit_of_sizes_is_an_error_and_leaves_nothing() {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("limit");
+    let _ = std::fs::remove_dir_all(&folder);
+    std::fs::create_dir_all(&folder).unwrap();
+    let script = "ulimit -f 8; exec \"$0\" report --output page.html \"$1\"";
+    let mut shell = Command::new("sh");
+    shell.args(["-c", script, env!("CARGO_BIN_EXE_aquifer-stress"), &data("fsdp_start.trace")]);
+    let output = shell.current_dir(&folder).stdin(Stdio::null()).output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", errors(&output));
+    assert!(errors(&output).contains("error: page.html: File too large"), "{}", errors(&output));
+    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+}

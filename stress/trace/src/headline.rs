@@ -7,6 +7,8 @@ use crate::text::one_line;
 
 /// The headline of no call stack.
 pub const WITHOUT_STACK: &str = "without a call stack";
+/// The name of no tag.
+pub const WITHOUT_TAG: &str = "without a tag";
 
 /// The longest headline in characters, and the longest addition that tells two of them apart.
 const LONGEST: usize = 80;

@@ -33,7 +33,7 @@ pub mod text;
 mod yardstick;
 
 pub use driver_pool::{DriverPool, PoolBlock};
-pub use headline::{WITHOUT_STACK, headline};
+pub use headline::{WITHOUT_STACK, WITHOUT_TAG, headline};
 pub use input::{Event, Program};
 pub use map::{Figures, Map, Piece, Use};
 pub use observe::{Costs, FirstRefusal, Lagged, Observed, Spent};

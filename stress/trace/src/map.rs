@@ -29,6 +29,8 @@ pub struct Piece {
     pub stream: u16,
     /// Whether a segment starts with it.
     pub starts: bool,
+    /// The part of a free piece that its allocator can move to where a request needs it.
+    pub movable: u64,
 }
 
 /// Sums over the memory that is held.
@@ -38,6 +40,8 @@ pub struct Figures {
     pub live: u64,
     pub free: u64,
     pub waiting: u64,
+    /// The part of `free` that can move.
+    pub movable: u64,
     /// The largest piece of free memory, and the bytes of the map before it.
     pub largest_free: u64,
     pub largest_free_at: u64,
@@ -63,9 +67,11 @@ impl Map {
     /// Errors of the driver.
     pub fn of(allocator: &Allocator, streams: &[Stream]) -> Result<Map, Error> {
         let memory = allocator.device().memory_info()?;
+        let granule = allocator.granule_bytes();
         let mut pieces = Vec::new();
         for segment in allocator.snapshot().segments {
             let stream = streams.iter().position(|stream| stream.id() == segment.stream).unwrap_or(0);
+            let granule = granule.filter(|_| segment.is_expandable);
             for (index, block) in segment.blocks.iter().enumerate() {
                 let is = match block.state {
                     BlockState::ActiveAllocated => Use::Live,
@@ -73,14 +79,16 @@ impl Map {
                     _ => Use::Free,
                 };
                 let stream = u16::try_from(stream).unwrap_or(u16::MAX);
-                pieces.push(Piece { bytes: block.size, is, stream, starts: index == 0 });
+                let movable = granule.filter(|_| is == Use::Free);
+                let movable = movable.map_or(0, |granule| whole_granules(block.address, block.size, granule));
+                pieces.push(Piece { bytes: block.size, is, stream, starts: index == 0, movable });
             }
         }
         let mapped: u64 = pieces.iter().map(|piece| piece.bytes).sum();
         // Granules without an address.
         let spare = allocator.memory_reserved().saturating_sub(mapped);
         if spare > 0 {
-            pieces.push(Piece { bytes: spare, is: Use::Free, stream: 0, starts: true });
+            pieces.push(Piece { bytes: spare, is: Use::Free, stream: 0, starts: true, movable: spare });
         }
         Ok(Map::new(pieces, memory.free, memory.total))
     }
@@ -90,7 +98,7 @@ impl Map {
         let reserved = pieces.iter().map(|piece| piece.bytes).sum();
         let others = total.saturating_sub(free).saturating_sub(reserved);
         for (bytes, is) in [(free, Use::Device), (others, Use::Others)] {
-            pieces.push(Piece { bytes, is, stream: 0, starts: true });
+            pieces.push(Piece { bytes, is, stream: 0, starts: true, movable: 0 });
         }
         Map { pieces, total }
     }
@@ -117,6 +125,7 @@ impl Map {
         let (mut figures, mut at) = (Figures::default(), 0);
         for piece in self.held() {
             figures.segments += u64::from(piece.starts);
+            figures.movable += piece.movable;
             match piece.is {
                 Use::Live => figures.live += piece.bytes,
                 Use::Waiting => figures.waiting += piece.bytes,
@@ -132,16 +141,18 @@ impl Map {
         figures
     }
 
-    /// The bytes of segments of which nothing is in use, and the free pieces of the others.
+    /// The bytes of segments of which nothing is in use and those that can move, and the free pieces
+    /// of other segments without what can move.
     pub fn unused(&self) -> (u64, Vec<u64>) {
         let held: Vec<&Piece> = self.held().collect();
         let (mut unused, mut pieces) = (0, Vec::new());
         for segment in held.chunk_by(|_, next| !next.starts) {
-            let free = segment.iter().filter(|piece| piece.is == Use::Free).map(|piece| piece.bytes);
+            let free = segment.iter().filter(|piece| piece.is == Use::Free);
             if segment.iter().all(|piece| piece.is == Use::Free) {
-                unused += free.sum::<u64>();
+                unused += free.map(|piece| piece.bytes).sum::<u64>();
             } else {
-                pieces.extend(free);
+                unused += segment.iter().map(|piece| piece.movable).sum::<u64>();
+                pieces.extend(free.map(|piece| piece.bytes - piece.movable).filter(|&bytes| bytes > 0));
             }
         }
         (unused, pieces)
@@ -191,13 +202,23 @@ impl Map {
     }
 }
 
+/// The bytes of whole granules in a piece of memory.
+pub(crate) fn whole_granules(start: u64, bytes: u64, granule: u64) -> u64 {
+    let end = start.saturating_add(bytes);
+    (end - end % granule).saturating_sub(start.checked_next_multiple_of(granule).unwrap_or(end))
+}
+
 #[cfg(test)]
 mod tests {
+    use aquifer_allocator::Config;
+    use aquifer_device::Device;
+    use aquifer_sim::{SimConfig, SimDriver};
+
     use super::*;
 
     #[test]
     fn a_row_tells_streams_and_how_much_is_live() {
-        let piece = |bytes, is, stream, starts| Piece { bytes, is, stream, starts };
+        let piece = |bytes, is, stream, starts| Piece { bytes, is, stream, starts, movable: 0 };
         let map = Map::new(
             vec![
                 piece(20, Use::Live, 0, true),
@@ -212,8 +233,30 @@ mod tests {
         );
         // Full; less than a half and nothing of stream 1; half of stream 9, waiting; a last part.
         assert_eq!(map.row(10, 8), "DDF.V~__");
-        let figures = Figures { live: 28, free: 17, waiting: 11, largest_free: 17, largest_free_at: 23, segments: 3 };
+        let (largest_free, largest_free_at) = (17, 23);
+        let figures =
+            Figures { live: 28, free: 17, waiting: 11, movable: 0, largest_free, largest_free_at, segments: 3 };
         assert_eq!(map.figures(), figures);
         assert_eq!(Map::new(Vec::new(), 0, 0).row(10, 2), "__");
+    }
+
+    #[test]
+    fn whole_granules_that_are_free_can_move() {
+        let unused = |options| {
+            let device = Device::new(SimDriver::new(SimConfig::new(1 << 30)));
+            let allocator = Allocator::new(&device, Config::parse(options).unwrap()).unwrap();
+            let alloc = |kib: u64| allocator.alloc_bytes(kib << 10, device.default_stream()).unwrap();
+            let blocks = [alloc(3 << 10), alloc(18 << 10), alloc(3 << 10)];
+            let [_first, freed, _last] = blocks;
+            drop(freed);
+            let map = Map::of(&allocator, &[]).unwrap();
+            (map.figures(), map.unused())
+        };
+        // 18 MiB from 3 MiB on have eight granules of 2 MiB.
+        let (mapped, (free, pieces)) = unused("");
+        assert!((16 << 20..=mapped.free).contains(&mapped.movable), "{mapped:?}");
+        assert_eq!(free + pieces.iter().sum::<u64>(), mapped.free);
+        assert!(pieces.iter().all(|&left| left < 4 << 20), "{pieces:?}");
+        assert_eq!(unused("backing:segments").0.movable, 0, "segments stay where they are");
     }
 }

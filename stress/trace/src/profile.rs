@@ -7,7 +7,7 @@ use std::collections::HashMap;
 
 use serde::Serialize;
 
-use crate::headline::headlines;
+use crate::headline::{WITHOUT_TAG, headlines};
 use crate::input::{Event, Labels, Program, RecordedOom, Site};
 use crate::text::plural;
 
@@ -231,7 +231,7 @@ impl Key for Tags<'_> {
         let text = |key: u64| u32::try_from(key).ok().and_then(|tag| self.0.text(tag));
         // A number alone would be read as a figure.
         let name = |text: &str| if text.parse::<f64>().is_ok() { format!("tag {text}") } else { text.to_owned() };
-        keys.iter().map(|&key| text(key).map_or_else(|| "without a tag".to_owned(), name)).collect()
+        keys.iter().map(|&key| text(key).map_or_else(|| WITHOUT_TAG.to_owned(), name)).collect()
     }
 }
 

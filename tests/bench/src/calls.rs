@@ -9,6 +9,7 @@
 //! * `bench_vmm`, kvcached's: up to 4096 pages of one granule are each created, then each mapped,
 //!   made accessible and unmapped.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -18,7 +19,9 @@ use aquifer::device::{DeviceError, DevicePtr, ErrorKind, StreamFlags};
 use aquifer_device::{Driver, Operation, PhysicalOptions, RawPhysical};
 use aquifer_stress::exit::Failure;
 use aquifer_stress::session::Session;
+use aquifer_stress::table::{Table, optional};
 use aquifer_stress::text::Bytes;
+use serde_json::Value;
 
 use crate::row::Row;
 use crate::{Bench, Benchmark};
@@ -77,6 +80,37 @@ pub(crate) fn all() -> Vec<Benchmark> {
         Ok(of_pages.map(row).collect())
     };
     vec![Benchmark::new("bench_vmm", pages), Benchmark::new("calls", calls)]
+}
+
+/// The rows as text: one table of the medians of `calls` by size, and tables of the others.
+pub(crate) fn tables(rows: &[&Row]) -> String {
+    let (by_size, others): (Vec<&Row>, Vec<&Row>) =
+        rows.iter().copied().partition(|row| row.get("median_us").is_some());
+    let figure = |row: &Row, name| row.get(name).and_then(Value::as_u64).unwrap_or(0);
+    let text = |row: &Row, name| row.get(name).and_then(Value::as_str).unwrap_or_default().to_owned();
+    let name = |row: &Row| match (figure(row, "mappings"), text(row, "pool")) {
+        (many @ 2.., _) => format!("{}, {many} mappings", text(row, "call")),
+        (_, pool) if pool.is_empty() => text(row, "call"),
+        (_, pool) => format!("{}, {pool}", text(row, "call")),
+    };
+    let sizes: BTreeSet<u64> = by_size.iter().map(|row| figure(row, "bytes")).collect();
+    let mut names: Vec<String> = Vec::new();
+    by_size.iter().map(|row| name(row)).for_each(|name| {
+        if !names.contains(&name) {
+            names.push(name)
+        }
+    });
+    let cells = names.into_iter().map(|call| {
+        let median = |&size: &u64| {
+            let heading = if size == 0 { "no size".to_owned() } else { format!("{} MiB", size / MIB) };
+            let row = by_size.iter().find(|row| name(row) == call && figure(row, "bytes") == size);
+            (heading, optional(row.and_then(|row| row.get("median_us"))))
+        };
+        let medians: Vec<_> = sizes.iter().map(median).collect();
+        [("call, median µs".to_owned(), call)].into_iter().chain(medians).collect()
+    });
+    let table = if by_size.is_empty() { String::new() } else { format!("\n{}", Table::new(cells.collect())) };
+    crate::row::tables(&others) + &table
 }
 
 /// A measurement.

@@ -191,6 +191,7 @@ fn run_all(bench: &Bench, chosen: &[Benchmark]) -> Result<Outcome, Failure> {
             }
         }
     }
-    session.show(row::tables(&rows))?;
+    let tables = if matches!(bench.args.set, Set::Calls) { calls::tables } else { row::tables };
+    session.show(tables(&rows.iter().collect::<Vec<_>>()))?;
     Ok(outcome)
 }

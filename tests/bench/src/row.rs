@@ -1,6 +1,7 @@
 //! Rows of results: all benchmarks have the same kind, and one way of printing it.
 
 use aquifer_stress::exit::Outcome;
+use aquifer_stress::table::Table;
 use aquifer_stress::text::Bytes;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
@@ -44,6 +45,11 @@ impl Row {
         if self.0.iter().any(is_wrong) { Outcome::Violations } else { Outcome::Done }
     }
 
+    /// A text or figure of the row.
+    pub(crate) fn get(&self, name: &str) -> Option<&Value> {
+        self.0.iter().find(|(known, _)| *known == name).map(|(_, value)| value)
+    }
+
     fn names(&self) -> impl Iterator<Item = &'static str> {
         self.0.iter().map(|(name, _)| *name)
     }
@@ -62,38 +68,25 @@ pub(crate) fn ratio(part: u64, whole: u64) -> Option<f64> {
 }
 
 /// A table of the rows that have the same names, and so on.
-pub(crate) fn tables(rows: &[Row]) -> String {
+pub(crate) fn tables(rows: &[&Row]) -> String {
     let mut kinds: Vec<Vec<&Row>> = Vec::new();
-    for row in rows {
+    for &row in rows {
         match kinds.iter_mut().find(|kind| kind[0].names().eq(row.names())) {
             Some(kind) => kind.push(row),
             None => kinds.push(vec![row]),
         }
     }
-    let tables: Vec<String> = kinds.iter().map(|rows| table(rows)).collect();
-    tables.join("\n")
+    let tables: Vec<String> = kinds.iter().map(|rows| table(rows).to_string()).collect();
+    tables.join("\n\n")
 }
 
-fn table(rows: &[&Row]) -> String {
+fn table(rows: &[&Row]) -> Table {
     // The device stands on standard error.
-    let columns: Vec<usize> =
-        rows[0].names().enumerate().filter(|(_, name)| *name != "device").map(|(column, _)| column).collect();
-    let heads: Vec<String> = rows[0].names().map(|name| name.replace('_', " ")).collect();
-    let cells: Vec<Vec<String>> =
-        rows.iter().map(|row| row.0.iter().map(|(name, value)| cell(name, value)).collect()).collect();
-    let width = |&column: &usize| {
-        let all = cells.iter().chain([&heads]).map(|row| row[column].chars().count());
-        (column, all.max().unwrap_or(0), rows[0].0[column].1.is_string())
+    let shown = |row: &&Row| {
+        let shown = row.0.iter().filter(|(name, _)| *name != "device");
+        shown.map(|(name, value)| (name.replace('_', " "), cell(name, value))).collect()
     };
-    let widths: Vec<(usize, usize, bool)> = columns.iter().map(width).collect();
-    let line = |row: &Vec<String>| {
-        let shown = widths.iter().map(|&(column, width, is_text)| {
-            let cell = &row[column];
-            if is_text { format!("{cell:<width$}") } else { format!("{cell:>width$}") }
-        });
-        shown.collect::<Vec<_>>().join("  ").trim_end().to_owned() + "\n"
-    };
-    [&heads].into_iter().chain(&cells).map(line).collect()
+    Table::new(rows.iter().map(shown).collect())
 }
 
 fn cell(name: &str, value: &Value) -> String {
@@ -118,11 +111,14 @@ mod tests {
             Row::new().with("of", name).with("peak_bytes", 3_u64 << 20).with("time_us", us).of("b", "", "sim")
         };
         let rows = [row("one", Some(12.3456)), Row::new().with("n", 1).of("c", "", "sim"), row("the other", None)];
-        let text = "benchmark  of         peak bytes  time us\n\
-                    b          one          3.00 MiB   12.346\n\
-                    b          the other    3.00 MiB        -\n\n\
-                    benchmark  n\nc          1\n";
-        assert_eq!(tables(&rows), text);
+        let line = "─".repeat(41);
+        let text = format!(
+            "benchmark  of         peak bytes  time us\n{line}\n\
+             b          one          3.00 MiB   12.346\n\
+             b          the other    3.00 MiB        -\n{line}\n\n\
+             benchmark  n\n────────────\nc          1\n────────────"
+        );
+        assert_eq!(tables(&rows.iter().collect::<Vec<_>>()), text);
         let json = serde_json::to_string(&rows[0]).unwrap();
         assert_eq!(json, r#"{"benchmark":"b","device":"sim","of":"one","peak_bytes":3145728,"time_us":12.346}"#);
     }

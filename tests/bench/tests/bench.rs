@@ -175,7 +175,7 @@ fn published_patterns_of_waiting_are_timed() {
         assert!(first("async_priming/primed", allocator) < 10.0, "{allocator}");
         assert!(first("async_priming/unprimed", allocator) > 100.0, "{allocator}");
     }
-    let output = bench(&["peers", "ascending"]);
+    let output = program(&["peers", "ascending"]).env("COLUMNS", "240").output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.contains("peak reserved bytes") && text.contains("256.00 MiB"), "{text}");
 }
@@ -192,6 +192,9 @@ fn driver_calls_have_the_costs_of_the_model() {
     let pages: Vec<&Value> = calls.iter().filter(|row| row["benchmark"] == "bench_vmm").collect();
     assert_eq!(pages.len(), 4);
     assert!(pages.iter().all(|row| row["pages"] == 4096 && row["p50_us"] == row["max_us"]), "{pages:?}");
+    let table = String::from_utf8(bench(&["calls", "calls", "--device", "sim:24GiB"]).stdout).unwrap();
+    assert!(table.contains("\ncuMemCreate ") && table.contains("27.06"), "{table}");
+    assert!(table.lines().count() < 35 && table.lines().all(|line| line.chars().count() <= 100), "{table}");
     let unmapped = rows(&["calls", "--device", "sim:24GiB,vmm=off", "--rounds", "1"]);
     assert!(unmapped.iter().all(|row| row["benchmark"] == "calls"), "{unmapped:?}");
 }

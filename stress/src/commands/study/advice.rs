@@ -122,7 +122,7 @@ fn option(title: String, how: &str, case: &Case, usual: &Case) -> Advice {
         _ => " With it the program finishes on this device.".to_owned(),
     };
     let time = driver_time(case, usual).map_or_else(String::new, |time| format!(" {time}"));
-    let text = format!("{}{most}{time}{how}", needs(case, usual));
+    let text = format!("{}{most}{time}{how}", needs(case.smallest_device, usual.smallest_device));
     let saves = case.holds().zip(usual.holds()).and_then(|(new, old)| old.checked_sub(new));
     Advice { title, text, saves, figures: figures(case, usual) }
 }
@@ -132,8 +132,8 @@ fn of_code(title: String, text: String) -> Advice {
 }
 
 /// A sentence about the smallest device.
-fn needs(case: &Case, usual: &Case) -> String {
-    match (case.smallest_device, usual.smallest_device) {
+pub(super) fn needs(with: Option<u64>, before: Option<u64>) -> String {
+    match (with, before) {
         (Some(new), Some(old)) => format!("The smallest device has {}.", instead(new, old)),
         (Some(new), None) => format!("The smallest device has {}; before, no device had enough.", Bytes(new)),
         (None, _) => "No device has enough.".to_owned(),
@@ -170,7 +170,7 @@ fn free_some(program: &Program, study: &Study) -> Option<Advice> {
 }
 
 /// Two sizes, in GiB if one of them is and the other is no small part of that.
-fn instead(new: u64, old: u64) -> String {
+pub(super) fn instead(new: u64, old: u64) -> String {
     let are_of_gib = (1 << 30..1 << 40).contains(&new.max(old)) && new.min(old) >= 100 << 20;
     #[expect(clippy::cast_precision_loss, reason = "two decimals are shown")]
     let in_gib = |bytes: u64| format!("{:.2}", bytes as f64 / f64::from(1 << 30));
@@ -215,7 +215,7 @@ fn fewer_calls(usual: &Case, others: &[&Case]) -> Option<Advice> {
             "{} It holds {}. {}",
             driver_time(best, usual)?,
             instead(best.holds()?, before),
-            needs(best, usual)
+            needs(best.smallest_device, usual.smallest_device)
         ),
         saves: None,
         figures: figures(best, usual),

@@ -3,8 +3,9 @@
 
 use aquifer_trace::input::{Program, RecordedOom, Recorder};
 use aquifer_trace::profile::{OTHERS, Profile};
-use aquifer_trace::{WITHOUT_STACK, headline};
+use aquifer_trace::{WITHOUT_STACK, WITHOUT_TAG, headline};
 
+use super::advice::{instead, needs};
 use super::rows::{Advice, Answer};
 use super::{Case, Study};
 use crate::cards::smallest_card;
@@ -25,9 +26,17 @@ pub fn held_by(profile: &Profile) -> String {
     let Some(grouping) = profile.groups.first() else { return String::new() };
     let mut live: Vec<_> = grouping.rows.iter().filter(|group| group.peak_bytes > 0 && group.name != OTHERS).collect();
     live.sort_by_key(|group| std::cmp::Reverse(group.peak_bytes));
-    let named = live.iter().take(NAMED).map(|group| format!("{} {}", group.name, Bytes(group.peak_bytes)));
+    let named = live.iter().take(NAMED).map(|group| match (grouping.by, Bytes(group.peak_bytes)) {
+        ("size", bytes) => format!("{bytes} in blocks of {}", group.name),
+        (_, bytes) => format!("{} {bytes}", group.name),
+    });
     let named = named.collect::<Vec<_>>().join("; ");
-    if named.is_empty() { "Nothing was live.".to_owned() } else { format!("By {}: {named}.", grouping.by) }
+    let numbers = if grouping.by == "tag" && live.iter().any(|group| group.name.starts_with("tag ")) {
+        " The program itself names memory by numbers, as of its steps."
+    } else {
+        ""
+    };
+    if named.is_empty() { "Nothing was live.".to_owned() } else { format!("By {}: {named}.{numbers}", grouping.by) }
 }
 
 /// Says that a program that has `peak` bytes live at once is too large for a device.
@@ -68,8 +77,8 @@ pub fn of_recording(program: &Program, profile: &Profile, device_bytes: Option<u
     what.extend(more(recorded.retries, "refusal", retried));
     what.extend(more(recorded.releases, "release", "of the cache, as by empty_cache"));
     if recorded.peak_held_bytes > 0 {
-        let then = if program.has_history { "It held at most" } else { "When the snapshot was taken it held" };
-        what += &format!(" {then} {}.", Bytes(recorded.peak_held_bytes));
+        let most = if program.has_history { "at most " } else { "" };
+        what += &format!(" The allocator held {most}{}.", Bytes(recorded.peak_held_bytes));
     }
     let iteration = if profile.buckets.iteration.is_some() {
         format!(", in iteration {}", moment.iteration)
@@ -78,7 +87,8 @@ pub fn of_recording(program: &Program, profile: &Profile, device_bytes: Option<u
     };
     let when = match recorded.oom() {
         _ if !program.has_history => "When the snapshot was taken: what came before is not known.".to_owned(),
-        Some(_) => format!("At event {} of {}.", moment.event, profile.buckets.events),
+        Some(oom) if oom.is_last => format!("At its last request, event {}{iteration}.", moment.event),
+        Some(_) => format!("At event {} of {}{iteration}.", moment.event, profile.buckets.events),
         None => format!("Most is in use after event {} of {}{iteration}.", moment.event, profile.buckets.events),
     };
     let least = if recorded.begins_late && program.has_history { "At least " } else { "" };
@@ -100,17 +110,18 @@ fn refusal(oom: &RecordedOom, live: u64) -> String {
     let cached = Bytes(held_bytes.saturating_sub(live));
     let on_device =
         device_free_bytes.map_or_else(String::new, |free| format!(", and {} free on the device", Bytes(free)));
-    let on = oom.capacity_bytes().map_or_else(String::new, |bytes| format!(" on {}", Bytes(bytes)));
+    let on =
+        oom.capacity_bytes().map_or_else(String::new, |bytes| format!(" on a device with {} for it", Bytes(bytes)));
     let lacks = match lacking(oom, live) {
         Some(0) => {
             "Enough was free, but not for this request: it was in pieces, rounded up, or of another pool or stream."
                 .to_owned()
         }
-        Some(lacks) => format!("{} were lacking, even if all that was free were one piece.", Bytes(lacks)),
+        Some(lacks) => format!("{} were lacking, even with all that was free in one piece.", Bytes(lacks)),
         None => "What was free on the device was not recorded.".to_owned(),
     };
     format!(
-        "{} were refused{on}: {} were live, {cached} free in the cache{on_device}. {lacks}",
+        "The program was refused {}{on}: {} were live, {cached} free in the cache{on_device}. {lacks}",
         Bytes(bytes),
         Bytes(live)
     )
@@ -122,11 +133,12 @@ fn place(program: &Program, profile: &Profile) -> String {
     let refused = refused.map(|oom| format!("The refused request: {}.", headline(&program.labels, oom.site.stack)));
     let by = |by| {
         let grouping = profile.groups.iter().find(|grouping| grouping.by == by)?;
-        grouping.rows.iter().find(|group| group.peak_bytes > 0 && ![OTHERS, WITHOUT_STACK].contains(&&*group.name))
+        let is_named = |name: &str| ![OTHERS, WITHOUT_STACK, WITHOUT_TAG].contains(&name);
+        grouping.rows.iter().find(|group| group.peak_bytes > 0 && is_named(&group.name))
     };
     let largest = by("stack").map(|group| format!("What holds most: {}.", group.name));
     let tag =
-        by("tag").map(|group| format!("Call stacks were not recorded; the tag that holds most is {}.", group.name));
+        by("tag").map(|group| format!("Call stacks were not recorded. The tag with most memory is {}.", group.name));
     let found: Vec<String> = refused.into_iter().chain(largest.or(tag)).collect();
     match program.recorder {
         _ if !found.is_empty() => found.join(" "),
@@ -147,7 +159,8 @@ fn unknown(program: &Program) -> String {
         (program.has_history && recorded.begins_late)
             .then_some("what came before its history, so that figures are lower bounds"),
         (recorded.peak_held_bytes == 0).then_some("what the program's own allocator held"),
-        Some("the device, other programs on it, and the time of driver calls, which is modelled"),
+        recorded.oom().and_then(RecordedOom::capacity_bytes).is_none().then_some("the size of the device"),
+        Some("other programs on the device, and the time of driver calls, which is modelled"),
     ];
     let missing = missing.into_iter().flatten().collect::<Vec<_>>().join("; ");
     format!("{}{}.", missing[..1].to_uppercase(), &missing[1..])
@@ -156,57 +169,63 @@ fn unknown(program: &Program) -> String {
 /// What replays say. `advice` has the best first.
 pub fn of_replays(program: &Program, study: &Study, advice: &[Advice]) -> Vec<Answer> {
     let Some(usual) = study.usual() else { return Vec::new() };
-    let title = |case: &Case| case.manager.title();
     let at_least = if program.recorded.begins_late { "at least " } else { "" };
     let device = |case: &Case| {
-        case.smallest_device.map_or_else(|| "no device".to_owned(), |bytes| format!("{at_least}{}", Bytes(bytes)))
+        let size =
+            case.smallest_device.map_or_else(|| "none".to_owned(), |bytes| format!("{at_least}{}", Bytes(bytes)));
+        format!("{size} with {}", case.manager.title())
     };
-    let sizes =
-        study.cases.iter().map(|case| format!("{} {}", title(case), device(case))).collect::<Vec<_>>().join("; ");
+    let sizes = study.cases.iter().map(device).collect::<Vec<_>>().join("; ");
     let here = study.exhausted.as_ref().map(|exhausted| &exhausted.oom).filter(|oom| !oom.is_made_up);
     let here = here.map_or_else(String::new, |oom| match &oom.finishes_with[..] {
-        [] => format!(" None of them finishes on {}.", Bytes(oom.device_bytes)),
+        [] => format!(" It finishes with none of them on {}.", Bytes(oom.device_bytes)),
         names => format!(" On {} it finishes with {}.", Bytes(oom.device_bytes), names.join("; ")),
     });
-    let change = match advice {
-        [] => "Nothing that was tried helps.".to_owned(),
-        [first, rest @ ..] => format!(
-            "{}.{}",
-            first.title,
-            if rest.is_empty() {
-                String::new()
+    let change = advice.first().map_or_else(
+        || "Nothing that was tried helps.".to_owned(),
+        |first| {
+            let more = (advice.len() - 1) as u64;
+            let more = if more > 0 {
+                format!(" See also the {} of advice.", plural(more, "other piece"))
             } else {
-                format!(" And {}, below.", plural(rest.len() as u64, "other piece") + " of advice")
-            }
-        ),
-    };
+                String::new()
+            };
+            let figures = first.figures.as_ref().map_or_else(String::new, |figures| {
+                let needs = needs(figures.smallest_device_bytes, figures.smallest_device_bytes_before);
+                let before = figures.peak_reserved_bytes_before;
+                let held = before.map(|before| format!(" It holds {}.", instead(figures.peak_reserved_bytes, before)));
+                format!(" {needs}{}", held.unwrap_or_default())
+            });
+            format!("{}.{figures}{more}", first.title)
+        },
+    );
     let ms = |us: f64| format!("{:.1} ms", us / 1e3);
-    let cost = |case: &Case| {
-        let later =
-            case.sampled.later_us.map_or_else(String::new, |later| format!(" and {} in each later one", ms(later)));
-        case.driver_us()
-            .map(|first| format!("{}: driver calls take {} in the first pass{later}", title(case), ms(first)))
+    let cost = |with: &str, first: Option<f64>, later: Option<f64>| {
+        let later = later.map_or_else(String::new, |later| format!(" and {} in each later one", ms(later)));
+        first.map(|first| format!("{} in the first pass{later} with {with}", ms(first)))
     };
+    let changed = advice.first().and_then(|first| first.figures.as_ref());
+    let changed = changed
+        .and_then(|figures| cost("that change", figures.driver_time_modelled_us, figures.warm_driver_time_modelled_us));
+    let before = cost(&usual.manager.title(), usual.driver_us(), usual.sampled.later_us);
+    let costs = before.into_iter().chain(changed).collect::<Vec<_>>().join("; ");
     let steps =
         program.events.iter().filter(|event| matches!(event, aquifer_trace::Event::Iteration(_))).count() as u64;
     let steps = if steps > 0 { format!(" A pass has {}.", plural(steps, "step")) } else { String::new() };
-    let least =
-        study.cases.iter().filter(|case| case.smallest_device.is_some()).min_by_key(|case| case.smallest_device);
-    let other = least.filter(|least| least.manager.id != usual.manager.id);
-    let costs = [Some(usual), other].into_iter().flatten().filter_map(cost).collect::<Vec<_>>().join("; ");
-    let costs = if costs.is_empty() {
-        "Not known: a request was refused with each.".to_owned()
-    } else {
-        format!("{costs}; as modelled.{steps}")
+    let costs = match &*costs {
+        "" => format!("Not known: {} refused a request.", usual.manager.title()),
+        _ => format!("Driver calls take, as modelled, {costs}.{steps}"),
     };
     let card = |case: &Case| case.smallest_device.and_then(smallest_card);
-    let named = |case: &Case| format!("{} with {}", card(case).unwrap_or("no common card"), title(case));
-    let cards = match other {
-        Some(least) if card(least) != card(usual) => format!("{}, {}.", named(usual), named(least)),
+    let named = |case: &Case| format!("{}, with {}", card(case).unwrap_or("No common card"), case.manager.title());
+    let least =
+        study.cases.iter().filter(|case| case.smallest_device.is_some()).min_by_key(|case| case.smallest_device);
+    let cards = match least {
+        Some(least) if card(least) != card(usual) => format!("{}; {}.", named(usual), named(least)),
         _ => format!("{}.", named(usual)),
     };
     [
-        ("What fits", format!("The smallest device: {sizes}.{here}")),
+        ("What fits", format!("The smallest device on which it finishes: {sizes}.{here}")),
         ("What to change", change),
         ("What a step costs", costs),
         ("Which card", cards),

@@ -133,10 +133,11 @@ fn sample_on<S: Opened>(
     let play = |events: Vec<u64>| {
         let mut observed = S::observed(session, config, program.streams.len(), 0)?;
         let (sampler, costs) = observed.pass(|observed| {
-            let mut sampler = Sampler::new(observed, buckets, events);
+            let mut sampler = Sampler::new(observed, buckets, events, on_oom);
             Player::new(program).pass(&mut sampler, on_oom)?;
             sampler.ended();
-            let Sampler { failed, samples, .. } = sampler;
+            let Sampler { failed, mut samples, .. } = sampler;
+            [&mut samples.reserved, &mut samples.allocated].into_iter().for_each(reached);
             failed.map_or(Ok(samples), Err)
         })?;
         Ok::<_, Failure>((sampler, costs, observed))
@@ -175,6 +176,13 @@ fn sample_on<S: Opened>(
     })
 }
 
+/// Leaves out the buckets after the refusal at which a pass stopped.
+fn reached(range: &mut Range) {
+    let reached = range.min.iter().position(|&least| least == u64::MAX).unwrap_or(range.min.len());
+    range.min.truncate(reached);
+    range.max.truncate(reached);
+}
+
 /// Samples of a pass.
 #[derive(Debug)]
 struct Samples {
@@ -195,12 +203,15 @@ struct Sampler<'a, S> {
     events: Vec<u64>,
     /// The number of the event under way, from 1; 0 before the first.
     event: u64,
+    /// The last event that counts: those after it free the blocks that are left.
+    last: u64,
+    on_oom: OnOom,
     samples: Samples,
     failed: Option<Failure>,
 }
 
 impl<'a, S: Opened> Sampler<'a, S> {
-    fn new(observed: &'a mut Observed<S>, buckets: &'a Buckets, mut events: Vec<u64>) -> Sampler<'a, S> {
+    fn new(observed: &'a mut Observed<S>, buckets: &'a Buckets, mut events: Vec<u64>, on_oom: OnOom) -> Sampler<'a, S> {
         events.reverse();
         let samples = Samples {
             reserved: Range::new(buckets.n),
@@ -209,13 +220,12 @@ impl<'a, S: Opened> Sampler<'a, S> {
             refused_at: Vec::new(),
             maps: Vec::new(),
         };
-        Sampler { observed, buckets, events, event: 0, samples, failed: None }
+        Sampler { observed, buckets, events, event: 0, last: buckets.events, on_oom, samples, failed: None }
     }
 
     /// The event under way has ended.
     fn ended(&mut self) {
-        // Blocks that are left are freed after the last event.
-        if self.event == 0 || self.event > self.buckets.events {
+        if self.event == 0 || self.event > self.last {
             return;
         }
         let (reserved, allocated) = self.observed.held();
@@ -258,6 +268,9 @@ impl<S: Opened> Subject for Sampler<'_, S> {
 
     fn refused(&mut self, refusal: Refusal) {
         self.samples.refused_at.push(self.event);
+        if matches!(self.on_oom, OnOom::Stop) {
+            self.last = self.event;
+        }
         self.observed.refused(refusal);
     }
 }
@@ -274,7 +287,7 @@ mod tests {
 
     #[test]
     fn a_row_has_what_is_free_on_the_device_behind_what_is_held() {
-        let piece = |mib, is, starts| Piece { bytes: mib * MIB, is, stream: 0, starts };
+        let piece = |mib, is, starts| Piece { bytes: mib * MIB, is, stream: 0, starts, movable: 0 };
         let held = vec![piece(4, Use::Live, true), piece(6, Use::Free, false), piece(2, Use::Live, false)];
         let space = |spare| Space::of(&[(0, Map::new(held.clone(), spare * MIB, 64 * MIB))], true).unwrap();
         let tight = space(3);
@@ -296,7 +309,7 @@ mod tests {
         for config in ["backing:pytorch", "backing:expandable"] {
             let sampled = sample(&session, program, &config.parse().unwrap(), &buckets, Some(&[1, 3])).unwrap();
             assert_eq!(sampled.reserved.max[..4], [20, 40, 40, 60].map(|mib| mib * MIB), "{config}");
-            assert_eq!(sampled.allocated.max, [20, 40, 20, 40, 40, 20, 0].map(|mib| mib * MIB), "{config}");
+            assert_eq!(sampled.allocated.max, [20, 40, 20, 40, 40].map(|mib| mib * MIB), "{config}: it stops there");
             assert_eq!((sampled.peak_reserved, &sampled.refused_at[..]), (60 * MIB, &[5][..]), "{config}");
             let first = sampled.first_refusal.unwrap();
             assert_eq!((first.event, first.refusal.bytes), (5, 80 * MIB), "{config}");

@@ -12,7 +12,7 @@ use super::error::{Fault, Location, Reason};
 use super::labels::Labels;
 use super::program::{Builder, PoolUse, Program, RecordedOom, Recorder, Site};
 use super::recording::Recording;
-use crate::map::{Piece, Use};
+use crate::map::{Piece, Use, whole_granules};
 
 /// The parts of a snapshot that are replayed.
 #[derive(Debug, Default)]
@@ -107,6 +107,9 @@ pub(super) fn programs(snapshot: Snapshot, name: &str, states: bool) -> Result<V
     if programs.is_empty() { Err(Fault::file(Reason::NoHistory)) } else { Ok(programs) }
 }
 
+/// A granule of Aquifer's mapped memory, which snapshots do not tell. Segments begin with one.
+const GRANULE: u64 = 2 << 20;
+
 /// The largest refused request that is replayed: no device has more memory.
 const LARGEST: u64 = aquifer_sim::CAPACITY_BYTES_MAX;
 fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> Result<Program, Fault> {
@@ -195,6 +198,8 @@ fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> R
     let found = recording.found;
     let mut program = recording.builder.finish().map_err(Fault::file)?;
     let mut pools: BTreeMap<(u64, u64), PoolUse> = BTreeMap::new();
+    let is_mapped = snapshot.overwritten.is_some()
+        && !snapshot.options.as_ref().is_some_and(|options| options.contains("backing:segments"));
     for segment in segments() {
         let pool = pools.entry(segment.pool).or_insert(PoolUse { id: segment.pool, ..PoolUse::default() });
         for &(bytes, is) in &segment.blocks {
@@ -208,11 +213,11 @@ fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> R
         }
         let stream = program.streams.iter().position(|&stream| stream == segment.stream).unwrap_or(0);
         let stream = u16::try_from(stream).unwrap_or(u16::MAX);
-        program.memory.extend(segment.blocks.iter().enumerate().map(|(index, &(bytes, is))| Piece {
-            bytes,
-            is,
-            stream,
-            starts: index == 0,
+        let mut at = 0_u64;
+        program.memory.extend(segment.blocks.iter().enumerate().map(|(index, &(bytes, is))| {
+            let movable = if is_mapped && is == Use::Free { whole_granules(at, bytes, GRANULE) } else { 0 };
+            at = at.saturating_add(bytes);
+            Piece { bytes, is, stream, starts: index == 0, movable }
         }));
     }
     program.pools = pools.into_values().collect();

@@ -375,7 +375,7 @@ impl Measured for PyTorch {
                         continue;
                     }
                 };
-                pieces.push(Piece { bytes: size, is, stream, starts: prev == NONE });
+                pieces.push(Piece { bytes: size, is, stream, starts: prev == NONE, movable: 0 });
                 id = next;
             }
         }
