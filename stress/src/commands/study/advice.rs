@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use super::answers::{held_by, lacking};
+use super::answers::{held_by, lacking, room_of};
 use super::graph_pools::graph_pools;
 use super::rows::{Advice, Figures};
 use super::{Case, Exhausted, Manager, SPLITTING, Study, roomy, try_all};
@@ -154,16 +154,23 @@ fn driver_time(case: &Case, usual: &Case) -> Option<String> {
 /// What a program that is too large for its device has to free, if there is a device.
 fn free_some(program: &Program, study: &Study) -> Option<Advice> {
     let oom = program.recorded.oom();
-    let (lacks, before) = match (oom, &study.exhausted) {
-        (Some(oom), _) => (lacking(oom, study.profile.moment.bytes)?, Some(oom.bytes)),
-        (None, Some(Exhausted { oom, .. })) => (study.profile.peak.bytes.checked_sub(oom.device_bytes)?, None),
+    let (on, lacks, before) = match (oom, &study.exhausted) {
+        (Some(oom), _) => (oom.capacity_bytes()?, lacking(oom, study.profile.moment.bytes)?, Some(oom.bytes)),
+        (None, Some(Exhausted { oom, .. })) => {
+            (oom.device_bytes, study.profile.peak.bytes.checked_sub(oom.device_bytes)?, None)
+        }
         (None, None) => return None,
     };
     let before = before.map_or_else(String::new, |bytes| format!(" before it asks for {}", Bytes(bytes)));
     let lacks = Bytes(lacks);
+    let device = study.usual().and_then(|usual| {
+        let size = usual.smallest_device.filter(|&size| size > on).map(room_of)?;
+        Some(format!(", or use a device of {size} with {}", usual.manager.title()))
+    });
+    let device = device.unwrap_or_default();
     (lacks.0 > 0).then(|| {
         of_code(
-            format!("Free at least {lacks}{before}, or use a device that has {lacks} more"),
+            format!("Free at least {lacks}{before}{device}"),
             format!("No option of an allocator helps: more is live at once than there is. {}", held_by(&study.profile)),
         )
     })

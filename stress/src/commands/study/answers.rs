@@ -21,6 +21,14 @@ pub(super) fn lacking(oom: &RecordedOom, live: u64) -> Option<u64> {
     Some(oom.bytes.saturating_sub(free))
 }
 
+/// The size of a device, rounded up to what is shown, so that a device of that size suffices.
+pub(super) fn room_of(bytes: u64) -> Bytes {
+    const GIB: u64 = 1 << 30;
+    let hundredths = (u128::from(bytes) * 100).div_ceil(u128::from(GIB));
+    let up = u64::try_from(hundredths * u128::from(GIB) / 100).unwrap_or(bytes);
+    Bytes(if bytes < GIB { bytes } else { up.max(bytes) })
+}
+
 /// A sentence about the groups that hold most at the profile's moment.
 pub fn held_by(profile: &Profile) -> String {
     let Some(grouping) = profile.groups.first() else { return String::new() };
@@ -68,6 +76,7 @@ pub fn of_recording(program: &Program, profile: &Profile, device_bytes: Option<u
     let mut what = match (recorded.oom(), device_bytes.and_then(|bytes| too_large(profile.peak.bytes, bytes))) {
         (Some(oom), _) => refusal(oom, live),
         (None, Some(too_large)) => format!("{too_large}. No request was refused in the recording."),
+        (None, None) if !program.has_history => "Whether a request was refused is not recorded.".to_owned(),
         (None, None) => "No request was refused in the recording.".to_owned(),
     };
     let others = recorded.ooms.len().saturating_sub(1) as u64;
@@ -147,7 +156,7 @@ fn place(program: &Program, profile: &Profile) -> String {
             "Not recorded: _record_memory_history() records call stacks unless stacks or context say otherwise."
                 .to_owned()
         }
-        _ => "Not recorded: snapshots have call stacks and tags.".to_owned(),
+        _ => "Not recorded: only snapshots have call stacks and tags.".to_owned(),
     }
 }
 
@@ -172,7 +181,7 @@ pub fn of_replays(program: &Program, study: &Study, advice: &[Advice]) -> Vec<An
     let at_least = if program.recorded.begins_late { "at least " } else { "" };
     let device = |case: &Case| {
         let size =
-            case.smallest_device.map_or_else(|| "none".to_owned(), |bytes| format!("{at_least}{}", Bytes(bytes)));
+            case.smallest_device.map_or_else(|| "none".to_owned(), |bytes| format!("{at_least}{}", room_of(bytes)));
         format!("{size} with {}", case.manager.title())
     };
     let sizes = study.cases.iter().map(device).collect::<Vec<_>>().join("; ");
