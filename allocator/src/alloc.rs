@@ -265,7 +265,7 @@ fn grant_rounded(
         }
         let pool = private.unwrap_or(PoolId::default_of(kind));
         let request = Request { requested: bytes, size, pool, stream: StreamId::of(stream), tag, is_regular };
-        if private.is_some() && !state.shared().pools.claim(pool, bytes) {
+        if private.is_some() && !state.enter().pools.claim(pool, bytes) {
             let tried = Tried { refusal: Some(Refusal::PoolLimit), ..Tried::default() };
             return Err(out_of_memory(allocator, &request, tried));
         }

@@ -31,7 +31,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aquifer_device::fork::Mutex;
-use aquifer_device::{DeviceError, PhysicalOptions};
+use aquifer_device::{Code, DeviceError, Operation, PhysicalOptions};
 
 use crate::allocator::Allocator;
 use crate::backing::paged::carry_out::{map_frames, unmap_range};
@@ -144,7 +144,7 @@ impl Allocator {
     /// [`Allocator::sleeping_bytes`] is not 0, and [`Allocator::wake`] can be tried.
     pub fn sleep(&self, options: impl Into<SleepOptions>) -> Result<u64, AllocError> {
         let options = options.into();
-        aquifer_device::fork::check(aquifer_device::Operation::Unmap)?;
+        aquifer_device::fork::check(Operation::Unmap)?;
         if self.state().shared().granule().is_none() {
             return Err(self.not_mapped("sleep"));
         }
@@ -266,7 +266,7 @@ impl Allocator {
 }
 
 fn wake_up(allocator: &Allocator, waking: &Waking) -> Result<(), AllocError> {
-    aquifer_device::fork::check(aquifer_device::Operation::Map)?;
+    aquifer_device::fork::check(Operation::Map)?;
     match wake_up_alone(allocator, waking) {
         Err(AllocError::Device(error)) if error.is_out_of_memory() && make_room(allocator)? => {
             wake_up_alone(allocator, waking)
@@ -429,16 +429,25 @@ fn create_frames(
     granule: u64,
     options: PhysicalOptions,
 ) -> Result<(), AllocError> {
-    allocator.device().settle_but_graphs();
+    let device = allocator.device();
+    device.settle_but_graphs();
     let lacking: u64 = ranges.iter().map(|one| one.lacks(granule)).sum();
+    if device.info().shares_host_memory {
+        // The driver would not refuse it: processes would end.
+        let free = device.memory_info()?.free.saturating_sub(allocator.headroom());
+        if free < lacking * granule {
+            let error = DeviceError::refused(Operation::CreatePhysical, Code::OUT_OF_MEMORY);
+            return Err(sleeps_on(error, lacking * granule, free));
+        }
+    }
     allocator.state().shared().begin_growing(lacking * granule);
     let (mut created, mut failed) = (0, None);
     'all: for one in ranges.iter_mut() {
         for size in sizes(one.lacks(granule), one.largest) {
-            match allocator.device().driver().create_physical(u64::from(size) * granule, options) {
+            match device.driver().create_physical(u64::from(size) * granule, options) {
                 Ok(physical) => one.frames.push(Frame::new(physical, size)),
                 Err(error) => {
-                    let free = allocator.device().memory_info().map_or(0, |memory| memory.free);
+                    let free = device.memory_info().map_or(0, |memory| memory.free);
                     failed = Some((error, free + created * granule));
                     break 'all;
                 }
@@ -460,12 +469,17 @@ fn create_frames(
     if !error.is_out_of_memory() {
         return Err(error.into());
     }
-    let detail = format!(
-        "waking up needs {}, and the device has {} free: free memory there, or drop allocations, and wake again",
-        Bytes(lacking * granule),
-        Bytes(free),
-    );
-    Err(error.of_request("the memory still sleeps").with_detail(detail).into())
+    Err(sleeps_on(error, lacking * granule, free))
+}
+
+fn sleeps_on(error: DeviceError, needs: u64, free: u64) -> AllocError {
+    let [needs, free] = [needs, free].map(Bytes);
+    error
+        .of_request("the memory still sleeps")
+        .with_detail(format!(
+            "waking up needs {needs}, and the device has {free} free: free memory there, or drop allocations, and wake again"
+        ))
+        .into()
 }
 
 /// Maps sleeping ranges and restores their contents. All of it leaves the list, or nothing.

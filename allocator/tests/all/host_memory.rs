@@ -1,6 +1,6 @@
 //! Devices that share the host's memory: what stays free there, and what reports say of it.
 
-use aquifer_allocator::{Allocation, Allocator, OomReport, Refusal, WhySegments};
+use aquifer_allocator::{Allocation, Allocator, Contents, OomReport, Refusal, WhySegments};
 use aquifer_device::DevicePtr;
 
 use crate::reserve::open;
@@ -52,4 +52,18 @@ fn where_few_addresses_can_be_reserved_memory_is_mapped_first_and_then_comes_in_
     assert!(matches!(allocator.why_segments(), Some(WhySegments::NoAddresses(_))));
     let mapped = blocks.iter().filter(|block| sim.mapping_at(DevicePtr(block.ptr().0)).is_some()).count();
     assert!((5..=7).contains(&mapped), "{mapped} of 15 blocks are mapped at 31 GiB of addresses");
+}
+
+#[test]
+fn memory_wakes_up_only_where_the_host_has_it_beside_the_headroom() {
+    let (sim, allocator) = open("gb10", "");
+    let allocator = allocator.unwrap();
+    let block = allocator.alloc_bytes(100 * GIB, allocator.device().default_stream()).unwrap();
+    allocator.sleep(Contents::Discard).unwrap();
+    sim.set_other_process_bytes(40 * GIB);
+    let error = allocator.wake().unwrap_err();
+    assert!(!error.is_device_lost() && error.to_string().contains("the memory still sleeps"), "{error}");
+    sim.set_other_process_bytes(20 * GIB);
+    allocator.wake().unwrap();
+    drop(block);
 }

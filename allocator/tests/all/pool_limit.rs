@@ -76,3 +76,21 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_request_that_the_device_refused_counts_as_no_live_memory() {
+    let (_allocator, pool, stream) = scene("", 4096 * MIB);
+    let report = refused(&pool, 2000 * MIB, &stream);
+    assert_eq!((report.refusal, report.claimed_in_pool), (Some(Refusal::Device), 0));
+}
+
+#[test]
+fn a_free_that_another_thread_keeps_waiting_leaves_its_room() {
+    let (allocator, pool, stream) = scene("", 10 * MIB);
+    std::thread::scope(|scope| {
+        let busy = scope.spawn(|| (0..20_000).for_each(|_| drop(allocator.snapshot())));
+        while !busy.is_finished() {
+            drop(pool.alloc_bytes(10 * MIB, &stream).unwrap());
+        }
+    });
+}

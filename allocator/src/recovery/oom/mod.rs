@@ -113,6 +113,8 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
         let chosen = choose_for(&mut guard, request, affordable).filter(|chosen| !chosen.is_empty());
         from_blocks.extend(chosen.map(|_| Advice::SplitFrames));
     }
+    // A request that the pool's limit allowed is claimed already.
+    let under_way = if tried.refusal == Some(Refusal::PoolLimit) { 0 } else { request.requested };
     let own_pool = guard.pools.owner_of(request.pool).filter(|_| !tried.dedicated);
     let padding = if tried.dedicated { 0 } else { request.size.saturating_sub(size_class::round(request.requested)) };
     let mut report = OomReport {
@@ -126,7 +128,7 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
         stream_id: request.stream.0,
         pool: own_pool.map(|private| private.id),
         pool_limit: own_pool.and_then(|private| private.options.limit),
-        claimed_in_pool: own_pool.map_or(0, |private| private.claimed),
+        claimed_in_pool: own_pool.map_or(0, |private| private.claimed.saturating_sub(under_way)),
         refusal: tried.refusal,
         limit: allocator.limit(),
         headroom: allocator.headroom(),

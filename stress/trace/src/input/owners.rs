@@ -1,7 +1,7 @@
 //! The blocks that had an address, one after the other: for pointers that outlive their memory.
 
 use std::fs::File;
-use std::io::BufReader;
+use std::io::{BufReader, Read};
 use std::path::Path;
 
 use super::allowance::Allowance;
@@ -38,7 +38,12 @@ pub struct Owner {
 pub fn owners(path: &Path, address: u64) -> Result<Vec<Owner>, InputError> {
     let read = || {
         let allowance = Allowance::default();
-        let content = Box::new(allowance.stored(File::open(path).map_err(|error| Fault::file(Reason::Io(error)))?));
+        let file: Box<dyn Read> = if path == Path::new("-") {
+            Box::new(std::io::stdin())
+        } else {
+            Box::new(File::open(path).map_err(|error| Fault::file(Reason::Io(error)))?)
+        };
+        let content = Box::new(allowance.stored(file));
         let (format, content) = sniff::open(path, gzip::open(content, &allowance)?)?;
         let content = BufReader::new(allowance.content(content));
         let (top, mut arena) = match format {
