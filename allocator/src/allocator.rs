@@ -14,7 +14,6 @@ use crate::accounting::attribution::Outside;
 use crate::allocation::WATCHED;
 use crate::backing::choose::choose;
 use crate::backing::paged::gate::Gate;
-use crate::backing::paged::reserve::take_reserve;
 use crate::config::{Backing, Config, CrossStream, TagSource, listed, share};
 use crate::core::Core;
 use crate::error::{AllocError, WhySegments};
@@ -175,21 +174,8 @@ impl Allocator {
         self.state().shared().granule()
     }
 
-    /// An allocator for `device`, configured by a [`Config`], or by options as text, such as
-    /// `"limit_mb:4096"`. The rest of the process does not share it;
-    /// [`Allocator::of`] gives one that it does.
-    ///
-    /// # Errors
-    /// When the configuration contradicts itself, the driver cannot tell the device's memory, or that
-    /// has no room for the reserve ([`Config::reserve`]).
-    pub fn new(
-        device: &Device,
-        config: impl TryInto<Config, Error: Into<AllocError>>,
-    ) -> Result<Allocator, AllocError> {
-        Allocator::configured(device, config.try_into().map_err(Into::into)?)
-    }
-
-    fn configured(device: &Device, config: Config) -> Result<Allocator, AllocError> {
+    /// As [`Allocator::new`], without the reserve.
+    pub(crate) fn without_reserve(device: &Device, config: Config) -> Result<Allocator, AllocError> {
         config.validate()?;
         fork::check(Operation::MemoryInfo)?;
         // Memory of earlier ones, whose last buffers outlived them.
@@ -244,9 +230,7 @@ impl Allocator {
         };
         let inner = Arc::new(inner);
         register(&inner);
-        let allocator = Allocator::of_inner(inner);
-        take_reserve(&allocator)?;
-        Ok(allocator)
+        Ok(Allocator::of_inner(inner))
     }
 
     /// The stream that memory which no work uses any more is allocated for ([`crate::raw`]).

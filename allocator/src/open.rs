@@ -76,7 +76,7 @@ impl Drop for AtLast {
         let closes = Arc::strong_count(&inner) == 1 && !fork::is_child();
         let closing = Allocator::keeping(inner);
         if closes {
-            closing.state().shared().reserve = 0;
+            closing.state().shared().set_reserve(0);
         }
         if closes
             && closing.memory_allocated() > 0

@@ -1,4 +1,4 @@
-//! Loads a safetensors file into memory that somebody else owns: a raw address and a stream.
+//! Loads a safetensors file into memory of another library: a raw address and a stream.
 use std::error::Error;
 use std::fs::{self, File};
 use std::io::Read;

@@ -95,8 +95,8 @@ macro_rules! options {
         macro_rules! table {
             () => { concat!(
 "All `_mb` options are whole MiB (1048576 bytes), but for `limit_mb`, `headroom_mb`, `reserve_mb` and `quarantine_mb`,
-which may have a fraction (`1.5`) that is whole bytes. *Inert* options have no effect here, whatever their value. Some others have one
-on mapped memory only. [`Config::ignored`] lists those that were given in vain.
+which may have a fraction (`1.5`) that is whole bytes. *Inert* options have no effect here, whatever their value. Some
+others have one on mapped memory only. [`Config::ignored`] lists those that were given in vain.
 
 | option | value | default | effect |
 | --- | --- | --- | --- |

@@ -85,7 +85,7 @@ pub(crate) struct Core {
     maps: bool,
     paged: Paged,
     /// Bytes of frames that stay held from the device.
-    pub(crate) reserve: u64,
+    reserve: u64,
 }
 
 impl Core {
@@ -155,6 +155,15 @@ impl Core {
     /// The tag of the allocation that made each segment, by address.
     pub(crate) fn segments(&self) -> &BTreeMap<u64, Tag> {
         &self.segments
+    }
+
+    /// Bytes of frames that stay held from the device.
+    pub(crate) fn reserve(&self) -> u64 {
+        self.reserve
+    }
+
+    pub(crate) fn set_reserve(&mut self, bytes: u64) {
+        self.reserve = bytes;
     }
 
     /// Gives a device access to every mapping that comes.

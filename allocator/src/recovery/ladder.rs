@@ -119,7 +119,7 @@ impl<T> Climb<'_, T> {
     }
 
     fn rungs(&mut self) -> Rung<T> {
-        let first = [Self::cross_streams, Self::grow, Self::take_lent_by_pools, Self::lend_and_grow];
+        let first = [Self::cross_streams, Self::grow_at_first, Self::take_lent_by_pools, Self::lend_and_grow];
         if let Some(served) = self.first_that_serves(&first)? {
             return Ok(Some(served));
         }
@@ -156,6 +156,11 @@ impl<T> Climb<'_, T> {
             return Ok(None);
         };
         Ok(reuse_of_others(self.allocator, self.request)?.map(of_block))
+    }
+
+    /// Memory outside of the heaps was tried before the ladder.
+    fn grow_at_first(&mut self) -> Rung<T> {
+        if self.tried.refusal.is_some() { Ok(None) } else { self.grow() }
     }
 
     fn grow(&mut self) -> Rung<T> {

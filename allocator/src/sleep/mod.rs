@@ -477,7 +477,8 @@ fn sleeps_on(error: DeviceError, needs: u64, free: u64) -> AllocError {
     error
         .of_request("the memory still sleeps")
         .with_detail(format!(
-            "waking up needs {needs}, and the device has {free} free: free memory there, or drop allocations, and wake again"
+            "waking up needs {needs}, and the device has {free} free: free memory there, or drop allocations, and wake \
+             again"
         ))
         .into()
 }
