@@ -103,7 +103,7 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
         from_blocks.extend(advice_to_lend(&guard, request));
         from_blocks.extend(advice_to_cross_streams(&guard, request));
     }
-    let mut seen = Seen::new(&guard, request, &tried);
+    let mut seen = Seen::new(&guard, request, tried.own, tried.refusal == Some(Refusal::PoolLimit));
     let growth = tried.growth(allocator, &guard, request);
     let lacking = if tried.dedicated { None } else { guard.lacking_bytes(request) };
     if allocator.config().split_frames == SplitFrames::Off && !tried.dedicated && !guard.streams.any_captures() {

@@ -10,7 +10,6 @@ use crate::core::Core;
 use crate::core::heap::{Passed, Region, State};
 use crate::core::limits::Refusal;
 use crate::core::pools::Private;
-use crate::recovery::oom::Tried;
 use crate::recovery::oom::advice::Advice;
 use crate::recovery::oom::report::{LISTED, OomReport};
 use crate::tags::Tag;
@@ -68,8 +67,7 @@ fn promised(core: &Core, pool: PoolId) -> Option<&Private> {
 
 impl Seen {
     /// What there is outside of heaps.
-    pub(super) fn new(core: &Core, request: &Request, tried: &Tried) -> Seen {
-        let (own, only_own_pool) = (tried.own, tried.refusal == Some(Refusal::PoolLimit));
+    pub(super) fn new(core: &Core, request: &Request, own: u64, only_own_pool: bool) -> Seen {
         let captures = core.streams.any_captures();
         let mut held = Held { own, captures, ..Held::default() };
         held.own_pool_has_graphs = promised(core, request.pool)
