@@ -46,7 +46,7 @@ impl Allocator {
             Err(miss) => grant_uncached(self, bytes, stream, miss, at)?,
         };
         let state = self.inner().state;
-        Ok(Allocation::new((state, block), stream.id() | self.inner().mark, DevicePtr(addr), bytes))
+        Ok(Allocation::new(state, block, stream.id() | self.inner().mark, DevicePtr(addr), bytes))
     }
 
     /// Allocates with a larger alignment: a power of two up to 2 MiB. The block is larger than the
@@ -72,7 +72,7 @@ impl Allocator {
         let Granted { block, addr } = grant_rounded(self, bytes, size_class::round(padded), stream, Miss::NotSearched)?;
         let ptr = DevicePtr(addr.next_multiple_of(alignment));
         inner.state.report_block(block, ptr, bytes, Location::caller());
-        Ok(Allocation::new((inner.state, block), stream.id() | inner.mark, ptr, bytes))
+        Ok(Allocation::new(inner.state, block, stream.id() | inner.mark, ptr, bytes))
     }
 
     /// Allocates memory and enqueues a fill with zeros on `stream`.

@@ -63,7 +63,8 @@ pub(crate) struct LiveBlock {
 impl Allocation {
     #[inline]
     pub(crate) fn new(
-        (state, block): (&'static AllocatorState, BlockId),
+        state: &'static AllocatorState,
+        block: BlockId,
         stream: u32,
         ptr: DevicePtr,
         bytes: u64,

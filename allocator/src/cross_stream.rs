@@ -21,15 +21,12 @@
 //! Asking may record an event, and both call the driver, so neither happens under a lock of the
 //! allocator. A stream that cannot be asked now is skipped: its memory becomes free later.
 
-use std::sync::Arc;
-
-use aquifer_device::internal::Timeline;
-use aquifer_device::{DeviceError, ErrorKind, Stream};
+use aquifer_device::{DeviceError, ErrorKind, Stream, Tick};
 
 use crate::allocator::Allocator;
 use crate::core::pools::Which;
 use crate::error::AllocError;
-use crate::types::{After, Granted, Request, Use};
+use crate::types::{Granted, Request};
 
 /// Serves the request from blocks of other streams, or from what they give back, without waiting.
 pub(crate) fn reuse_of_others(allocator: &Allocator, request: &Request) -> Result<Option<Granted>, AllocError> {
@@ -58,10 +55,10 @@ pub(crate) fn reuse_of_others(allocator: &Allocator, request: &Request) -> Resul
 pub(crate) fn wait_for_other(allocator: &Allocator, request: &Request) -> Result<Option<Granted>, AllocError> {
     let guard = allocator.state().lock();
     let Some(own) = guard.streams.timeline(request.stream).cloned() else { return Ok(None) };
-    let Some(Use { stream: owner, after }) = guard.last_use_of_best(request) else { return Ok(None) };
-    let Some(other) = guard.streams.timeline(owner).cloned() else { return Ok(None) };
+    let last_use = guard.last_use_of_best(request);
+    let Some(tick) = last_use.and_then(|last_use| guard.streams.tick(last_use)) else { return Ok(None) };
     drop(guard);
-    if let Err(error) = own.wait_for(&other, after.last_tick()) {
+    if let Err(error) = own.wait_for(tick.timeline(), tick.n()) {
         return if cannot_be_asked(&error) { Ok(None) } else { Err(error.into()) };
     }
     let clock = own.clock();
@@ -70,7 +67,7 @@ pub(crate) fn wait_for_other(allocator: &Allocator, request: &Request) -> Result
     let Some(granted) = guard.take_ordered(request, &clock) else { return Ok(None) };
     guard.counters.events.cross_stream_waits += 1;
     drop(guard);
-    let (stream, waits_for, bytes) = (request.stream.0, owner.0, request.size);
+    let (stream, waits_for, bytes) = (request.stream.0, tick.timeline().id(), request.size);
     tracing::debug!(target: "aquifer::wait", stream, waits_for, bytes, "a stream waits for another one to reuse its memory");
     Ok(Some(granted))
 }
@@ -120,13 +117,12 @@ pub(crate) fn synchronize_pending(allocator: &Allocator, which: Which) -> Result
 }
 
 /// Asks how far streams got. Skips streams that cannot be asked now.
-pub(crate) fn poll(pending: &[(Arc<Timeline>, After)]) -> Result<(), AllocError> {
-    for (timeline, after) in pending {
-        let n = after.last_tick();
-        match timeline.cover(n).and_then(|()| timeline.is_done(n)) {
+pub(crate) fn poll(pending: &[Tick]) -> Result<(), AllocError> {
+    for tick in pending {
+        match tick.cover().and_then(|()| tick.is_done()) {
             Ok(_) => {}
             Err(error) if cannot_be_asked(&error) => {
-                tracing::debug!(%error, stream = timeline.id(), "a stream could not be asked how far it got");
+                tracing::debug!(%error, stream = tick.timeline().id(), "a stream could not be asked how far it got");
             }
             Err(error) => return Err(error.into()),
         }
@@ -135,14 +131,17 @@ pub(crate) fn poll(pending: &[(Arc<Timeline>, After)]) -> Result<(), AllocError>
 }
 
 /// Waits on the host until the given work is done. Skips streams that cannot be waited for now.
-pub(crate) fn synchronize_all(pending: &[(Arc<Timeline>, After)]) -> Result<(), AllocError> {
-    for (timeline, after) in pending {
-        match timeline.synchronize(after.last_tick()) {
-            Err(error) if !cannot_be_asked(&error) => return Err(error.into()),
-            _ => {}
-        }
+pub(crate) fn synchronize_all(pending: &[Tick]) -> Result<(), AllocError> {
+    pending.iter().try_for_each(|tick| synchronize(tick).map(drop))
+}
+
+/// Waits on the host until the work is done. Returns false if that cannot be waited for now.
+fn synchronize(tick: &Tick) -> Result<bool, AllocError> {
+    match tick.timeline().synchronize(tick.n()) {
+        Ok(()) => Ok(true),
+        Err(error) if cannot_be_asked(&error) => Ok(false),
+        Err(error) => Err(error.into()),
     }
-    Ok(())
 }
 
 /// True if the error only means that a stream cannot be asked or waited for now: it captures, or it
@@ -151,15 +150,12 @@ pub(crate) fn cannot_be_asked(error: &DeviceError) -> bool {
     matches!(error.kind, ErrorKind::Capture | ErrorKind::InvalidUse)
 }
 
-/// Waits on the host until the timeline has got this far. Returns false if that cannot be done now.
-pub(crate) fn stall_for(allocator: &Allocator, timeline: &Timeline, after: After) -> Result<bool, AllocError> {
-    tracing::debug!(target: "aquifer::wait", stream = timeline.id(), "the host waits so that memory can move");
+/// Waits on the host until the work is done, so that memory can move. Returns false if that cannot
+/// be waited for now.
+pub(crate) fn stall_for(allocator: &Allocator, tick: &Tick) -> Result<bool, AllocError> {
+    tracing::debug!(target: "aquifer::wait", stream = tick.timeline().id(), "the host waits so that memory can move");
     allocator.state().shared().counters.events.num_sync_all_streams += 1;
-    match timeline.synchronize(after.last_tick()) {
-        Ok(()) => Ok(true),
-        Err(error) if cannot_be_asked(&error) => Ok(false),
-        Err(error) => Err(error.into()),
-    }
+    synchronize(tick)
 }
 
 /// Records an event on the stream.

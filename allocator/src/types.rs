@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use aquifer_device::Stream;
 use aquifer_device::internal::{StreamMap, Timeline};
-use aquifer_device::{Stream, Tick};
 
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
@@ -78,11 +78,6 @@ impl After {
     #[inline]
     pub(crate) fn enqueued(timeline: &Timeline) -> After {
         After(timeline.now() + 1)
-    }
-
-    /// After the work of a tick.
-    pub(crate) fn tick(tick: &Tick) -> After {
-        After(tick.n() + 1)
     }
 
     /// After all work that the host knows to be done.
@@ -174,6 +169,13 @@ pub(crate) struct Freed {
     pub(crate) bytes: u64,
 }
 
+/// The pool and the stream that memory is mapped for.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Recipient {
+    pub(crate) pool: PoolId,
+    pub(crate) stream: StreamId,
+}
+
 /// What a request is served with.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Granted {
@@ -197,6 +199,12 @@ pub(crate) struct Request {
     /// from the handle alone. Blocks of other requests are *irregular*: the heap marks them, and a
     /// free reads their record.
     pub(crate) is_regular: bool,
+}
+
+impl Request {
+    pub(crate) fn recipient(&self) -> Recipient {
+        Recipient { pool: self.pool, stream: self.stream }
+    }
 }
 
 /// After so many ticks.

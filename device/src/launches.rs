@@ -112,11 +112,11 @@ impl Launches {
     /// here.
     pub fn come_after(&self, tick: Tick) {
         let mut made = self.made.lock();
-        made.after.retain(|known| !is_known_done(known));
+        made.after.retain(|known| !known.is_known_done());
         match made.after.iter_mut().find(|known| Arc::ptr_eq(known.timeline(), tick.timeline())) {
             Some(known) if known.n() >= tick.n() => {}
             Some(known) => *known = tick,
-            None if is_known_done(&tick) => {}
+            None if tick.is_known_done() => {}
             None => made.after.push(tick),
         }
     }
@@ -168,7 +168,7 @@ impl Launches {
     /// The ticks that launches come after, without those known to be done.
     fn after(&self) -> Vec<Tick> {
         let mut made = self.made.lock();
-        made.after.retain(|tick| !is_known_done(tick));
+        made.after.retain(|tick| !tick.is_known_done());
         made.after.clone()
     }
 
@@ -198,7 +198,7 @@ impl Launches {
         let tick = stream.tick();
         lasts.iter_mut().for_each(|last| **last = Some(tick.clone()));
         let mut made = self.made.lock();
-        made.last.retain(|tick| tick.timeline().id() != stream.id() && !is_known_done(tick));
+        made.last.retain(|tick| tick.timeline().id() != stream.id() && !tick.is_known_done());
         made.last.push(tick);
         launched
     }
@@ -234,12 +234,8 @@ impl Launches {
     /// As [`Launches::pending`], but ignores launches that are not seen here.
     pub fn pending_here(&self) -> Vec<Tick> {
         let mut made = self.made.lock();
-        made.last.retain(|tick| !is_known_done(tick));
-        made.after.retain(|tick| !is_known_done(tick));
+        made.last.retain(|tick| !tick.is_known_done());
+        made.after.retain(|tick| !tick.is_known_done());
         made.last.iter().chain(&made.after).cloned().collect()
     }
-}
-
-fn is_known_done(tick: &Tick) -> bool {
-    tick.timeline().is_known_done(tick.n())
 }

@@ -12,7 +12,7 @@ use crate::core::paged::granules::{Owned, POOL, Purpose};
 use crate::history::{Action, FREE, Subject};
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
-use crate::types::{Request, StreamId, Use};
+use crate::types::{Recipient, Request, StreamId, Use};
 
 /// Deferred memory while the driver unmaps it.
 pub(crate) struct Recycling {
@@ -54,7 +54,7 @@ impl Core {
             paged.spares.extend(frames);
             Vec::new()
         };
-        self.note_mapping(Action::SegmentUnmap, POOL, stream, start, end - start);
+        self.note_mapping(Action::SegmentUnmap, Recipient { pool: POOL, stream }, start, end - start);
         self.counters.events.num_device_free += 1;
         self.account_for_granules();
         frames
@@ -143,7 +143,7 @@ impl Core {
         paged.owned.insert(base, Owned { stream: request.stream, tag: request.tag, ..Owned::default() });
         self.counters.events.num_device_alloc += 1;
         self.account_for_granules();
-        self.note_mapping(Action::SegmentMap, POOL, request.stream, base, request.size);
+        self.note_mapping(Action::SegmentMap, request.recipient(), base, request.size);
         self.set_owned(base, request.size, request.requested);
     }
 

@@ -2,13 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use aquifer_device::Tick;
 use aquifer_device::internal::StreamMap;
 
 use crate::core::Core;
 use crate::core::heap::{Block, State};
 use crate::core::policy::EVENT_SHARE;
 use crate::core::pools::Which;
-use crate::core::streams::Pending;
 use crate::core::waiting::Waiting;
 use crate::history::{Action, FREE};
 use crate::size_class::{self, PoolKind};
@@ -179,7 +179,7 @@ impl Core {
     }
 
     /// What waiting blocks of some pools wait for.
-    pub(crate) fn waited_for(&self, which: Which) -> Pending {
+    pub(crate) fn waited_for(&self, which: Which) -> Vec<Tick> {
         if let Which::All = which {
             return self.streams.not_done(self.waiting.uses.latest());
         }

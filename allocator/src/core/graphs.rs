@@ -10,15 +10,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use aquifer_device::internal::{LaunchOrder, Launches, Timeline, WaitMark};
-
-use crate::types::After;
+use aquifer_device::Tick;
+use aquifer_device::internal::{LaunchOrder, Launches, WaitMark};
 
 /// The work that must be done before memory that graphs used may go.
 #[derive(Debug, Default)]
 pub(crate) struct Launched {
-    /// Streams, each with the tick that its timeline must reach.
-    pub(crate) ticks: Vec<(Arc<Timeline>, After)>,
+    pub(crate) ticks: Vec<Tick>,
     /// For launches that are not seen here: a wait for the whole device.
     pub(crate) device: Option<WaitMark>,
 }
@@ -26,7 +24,7 @@ pub(crate) struct Launched {
 impl Launched {
     /// True if any of it is not known to be done.
     pub(crate) fn is_pending(&self) -> bool {
-        self.ticks.iter().any(is_pending) || self.is_device_pending()
+        self.ticks.iter().any(|tick| !tick.is_known_done()) || self.is_device_pending()
     }
 
     /// True if the device must be waited for.
@@ -127,9 +125,8 @@ impl Graphs {
     }
 
     /// The launches under way of all graphs that are seen here.
-    pub(crate) fn running(&self) -> impl Iterator<Item = (Arc<Timeline>, After)> + '_ {
-        let pending = self.ours.values().flat_map(|graph| graph.pending_here());
-        pending.map(|tick| (tick.timeline().clone(), After::tick(&tick))).filter(is_pending)
+    pub(crate) fn running(&self) -> impl Iterator<Item = Tick> + '_ {
+        self.ours.values().flat_map(|graph| graph.pending_here())
     }
 
     /// True if other libraries captured graphs, or captured launches of ours into their graphs.
@@ -137,11 +134,9 @@ impl Graphs {
         self.foreign || self.ours.values().any(|graph| graph.pending().is_none())
     }
 
-    /// The launches under way of graphs that are not launched any more: streams, each with the tick
-    /// that its timeline must reach.
-    pub(crate) fn last_launches(&self) -> impl Iterator<Item = (Arc<Timeline>, After)> + '_ {
-        let pending = self.ours.values().filter(|graph| graph.is_over()).flat_map(|graph| graph.pending_here());
-        pending.map(|tick| (tick.timeline().clone(), After::tick(&tick))).filter(is_pending)
+    /// The launches under way of graphs that are not launched any more.
+    pub(crate) fn last_launches(&self) -> impl Iterator<Item = Tick> + '_ {
+        self.ours.values().filter(|graph| graph.is_over()).flat_map(|graph| graph.pending_here())
     }
 
     #[cfg(all(test, not(aquifer_shuttle)))]
@@ -166,8 +161,4 @@ impl Graphs {
 /// True if a graph may still be launched, or runs, as far as this library sees.
 fn is_alive(graph: &Arc<Launches>) -> bool {
     !graph.is_over() || !graph.pending_here().is_empty()
-}
-
-fn is_pending((timeline, after): &(Arc<Timeline>, After)) -> bool {
-    !timeline.is_known_done(after.last_tick())
 }

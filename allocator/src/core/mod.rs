@@ -1,9 +1,10 @@
 //! What an allocator knows, and all that it decides: one value, [`Core`].
 //!
-//! A pure data structure: it knows no lock, driver, thread or clock. How far streams got it reads
-//! from their timelines ([`streams`]). Its parts are private to this folder; the rest of the
-//! allocator reads them, and changes them through its methods alone. Each is a decision or the
-//! account of what the driver did: [`Core::take_own`], [`Core::free`], [`Core::draft`],
+//! A data structure, which makes no driver call and knows no thread or clock. It reads how far
+//! streams got from the counters of their timelines ([`streams`]), and launches of graphs from
+//! their records, whose locks are leaves ([`graphs`]). Its parts are private to this folder; the
+//! rest of the allocator reads them, and changes them through its methods alone. Each is a decision
+//! or the account of what the driver did: [`Core::take_own`], [`Core::free`], [`Core::draft`],
 //! [`Core::plan`], [`Core::commit`].
 //!
 //! | file | what it is about |

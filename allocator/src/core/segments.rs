@@ -7,7 +7,7 @@ use crate::core::pools::{Private, Which};
 use crate::core::remap::donors::Donor;
 use crate::history::{Action, Subject};
 use crate::tags::Tag;
-use crate::types::{After, BlockId, PoolId, Request, StreamId};
+use crate::types::{After, BlockId, PoolId, Recipient, Request, StreamId};
 
 /// A segment out of the heap while the driver is asked to take it back.
 pub(crate) struct Releasing {
@@ -135,14 +135,14 @@ impl Core {
     /// Notes in the history that held memory is mapped or unmapped. Returns its pool.
     pub(crate) fn note_donor(&mut self, action: Action, donor: &Donor) -> PoolId {
         let region = self.heap.region_of(donor.block);
-        let (pool, stream) = (region.pool, region.stream);
-        self.note_mapping(action, pool, stream, donor.addr, donor.bytes);
-        pool
+        let of = Recipient { pool: region.pool, stream: region.stream };
+        self.note_mapping(action, of, donor.addr, donor.bytes);
+        of.pool
     }
 
-    pub(crate) fn note_mapping(&mut self, action: Action, pool: PoolId, stream: StreamId, addr: u64, bytes: u64) {
-        let pool = self.pools.history_id(pool);
-        let subject = Subject { addr, size: bytes, stream, tag: Tag::default(), pool };
+    pub(crate) fn note_mapping(&mut self, action: Action, of: Recipient, addr: u64, bytes: u64) {
+        let pool = self.pools.history_id(of.pool);
+        let subject = Subject { addr, size: bytes, stream: of.stream, tag: Tag::default(), pool };
         self.history.note(&[action], subject);
     }
 

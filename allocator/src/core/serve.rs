@@ -1,12 +1,13 @@
 //! Serving requests from free blocks.
 
+use aquifer_device::Tick;
 use aquifer_device::internal::StreamMap;
 
 use crate::core::Core;
 use crate::core::heap::Owner;
 use crate::core::heap::strays::LOOKS;
 use crate::core::pools::Which;
-use crate::core::streams::{Pending, Streams};
+use crate::core::streams::Streams;
 use crate::history::{Action, Subject};
 use crate::tags::Tag;
 use crate::types::{After, BlockId, Granted, PoolId, Request, StreamId, Use, latest_by_stream};
@@ -119,13 +120,13 @@ impl Core {
     }
 
     /// What free blocks of other streams that would serve a request wait for.
-    pub(crate) fn others_wait_for(&self, request: &Request) -> Pending {
+    pub(crate) fn others_wait_for(&self, request: &Request) -> Vec<Tick> {
         let uses = self.heap.ticks_of_others(request.stream, request.pool, request.size);
         self.streams.not_done(uses.into_iter())
     }
 
     /// What all strays of some pools wait for.
-    pub(crate) fn strays_wait_for(&self, which: Which) -> Pending {
+    pub(crate) fn strays_wait_for(&self, which: Which) -> Vec<Tick> {
         let strays = self.heap.ticks_of_strays(usize::MAX).filter(|&(_, pool)| self.pools.is_among(pool, which));
         self.streams.not_done(latest_by_stream(strays.map(|(last_use, _)| last_use)))
     }

@@ -4,14 +4,11 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use aquifer_device::Stream;
 use aquifer_device::internal::Timeline;
+use aquifer_device::{Stream, Tick};
 
 use crate::core::policy::{EVENT_SHARE, EVENT_SPACING, EVENTS_AT_START};
 use crate::types::{After, StreamId, Use};
-
-/// Timelines, each with the work that must be done for memory to become free.
-pub(crate) type Pending = Vec<(Arc<Timeline>, After)>;
 
 #[derive(Debug, Default)]
 pub(crate) struct Streams {
@@ -81,9 +78,13 @@ impl Streams {
     }
 
     /// Those of the uses that are not known done.
-    pub(crate) fn not_done(&self, uses: impl Iterator<Item = Use>) -> Pending {
-        let not_done = uses.filter(|&one| !self.is_done(one));
-        not_done.filter_map(|Use { stream, after }| Some((self.timeline(stream)?.clone(), after))).collect()
+    pub(crate) fn not_done(&self, uses: impl Iterator<Item = Use>) -> Vec<Tick> {
+        uses.filter(|&one| !self.is_done(one)).filter_map(|one| self.tick(one)).collect()
+    }
+
+    /// The tick at which a use ends; `None` if the stream is not known here.
+    pub(crate) fn tick(&self, Use { stream, after }: Use) -> Option<Tick> {
+        Some(self.timeline(stream)?.tick_at(after.last_tick()))
     }
 
     /// True if a stream of the device captures. Where no stream is known, nothing was allocated.
@@ -103,7 +104,7 @@ impl Streams {
 
     /// Chooses the stream that can free the most granules, counting up to `granules`, and the
     /// earliest tick by which it does.
-    pub(crate) fn first_enough(&self, not_done: &BTreeMap<Use, u64>, granules: u64) -> Option<(Arc<Timeline>, After)> {
+    pub(crate) fn first_enough(&self, not_done: &BTreeMap<Use, u64>, granules: u64) -> Option<Tick> {
         let mut sums: BTreeMap<StreamId, (u64, After)> = BTreeMap::new();
         for (&Use { stream, after }, &count) in not_done {
             let (sum, latest) = sums.entry(stream).or_default();
@@ -112,7 +113,7 @@ impl Streams {
             }
         }
         let (&stream, &(_, after)) = sums.iter().max_by_key(|(_, (sum, _))| *sum)?;
-        Some((self.timeline(stream)?.clone(), after))
+        self.tick(Use { stream, after })
     }
 }
 

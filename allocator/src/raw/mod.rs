@@ -218,10 +218,7 @@ fn wait_for_all_before(allocator: &Allocator, stream: &Stream) -> Result<(), All
     let pending =
         shared.streams.not_done(others.map(|other| Use { stream: other, after: After::ordered(&clock, other) }));
     drop(shared);
-    for (timeline, after) in pending {
-        timeline.synchronize(after.last_tick())?;
-    }
-    Ok(())
+    Ok(pending.iter().try_for_each(|tick| tick.timeline().synchronize(tick.n()))?)
 }
 
 /// The owner of a live raw allocation.

@@ -456,6 +456,6 @@ fn last_uses(core: &Core, device: &Device) -> Option<Vec<Tick>> {
         return None;
     }
     let launched = core.pools.awaited_launches(&device.wait_mark(), None);
-    let streams = core.streams.timelines().chain(launched.ticks.iter().map(|(timeline, _)| timeline));
-    (!launched.is_device_pending()).then(|| streams.map(Timeline::tick).collect())
+    let streams = core.streams.timelines().map(Timeline::tick);
+    (!launched.is_device_pending()).then(|| streams.chain(launched.ticks).collect())
 }

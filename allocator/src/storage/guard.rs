@@ -136,7 +136,7 @@ impl<'a> AccessGuard<'a> {
     ) -> Result<(), AllocError> {
         let mut first = memory.clone();
         let is_taken = match (memory.len(), first.next(), first.next()) {
-            (1, Some(one), _) => self.take_one(stream, one)?,
+            (1, Some((storage, kind)), _) => self.take_one(stream, storage, kind)?,
             (2, Some(one), Some(two)) => self.take_two(stream, one, two)?,
             _ => false,
         };
@@ -184,7 +184,8 @@ impl<'a> AccessGuard<'a> {
     fn take_one(
         &mut self,
         stream: &'a Stream,
-        (storage, kind): (&'a Arc<Storage>, AccessKind),
+        storage: &'a Arc<Storage>,
+        kind: AccessKind,
     ) -> Result<bool, AllocError> {
         if !is_plain(stream)? || !storage.is_plain_for(stream) {
             return Ok(false);

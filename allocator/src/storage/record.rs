@@ -74,9 +74,9 @@ impl AccessRecord {
 
     /// Forgets the accesses that are known to be done. Asks no driver.
     pub fn forget_done(&mut self) {
-        self.written.take_if(|tick| is_known_done(tick));
-        self.also.retain(|tick| !is_known_done(tick));
-        self.read.retain(|tick| !is_known_done(tick));
+        self.written.take_if(|tick| tick.is_known_done());
+        self.also.retain(|tick| !tick.is_known_done());
+        self.read.retain(|tick| !tick.is_known_done());
     }
 
     /// True if a reservation conflicts with an access of this kind.
@@ -104,10 +104,6 @@ impl AccessRecord {
 /// Puts a tick in the place of an earlier one of the same stream.
 fn replace(ticks: &mut Vec<Tick>, tick: Tick) {
     let stream = |tick: &Tick| (tick.timeline().id(), tick.timeline().device_id());
-    ticks.retain(|earlier| stream(earlier) != stream(&tick) && !is_known_done(earlier));
+    ticks.retain(|earlier| stream(earlier) != stream(&tick) && !earlier.is_known_done());
     ticks.push(tick);
-}
-
-fn is_known_done(tick: &Tick) -> bool {
-    tick.timeline().is_known_done(tick.n())
 }

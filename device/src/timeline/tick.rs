@@ -42,8 +42,13 @@ impl Tick {
         self.n
     }
 
-    /// True if the work is known to be done. Asks the driver about events recorded so far and
-    /// records none, so a tick that no event covers is never known to be done: call [`Tick::cover`]
+    /// True if the work is already known to be done. No driver call, no lock.
+    #[inline]
+    pub fn is_known_done(&self) -> bool {
+        self.timeline.is_known_done(self.n)
+    }
+
+    /// True if the work is done. Asks the driver about events recorded so far and records none, so a tick that no event covers is never known to be done: call [`Tick::cover`]
     /// first.
     ///
     /// # Errors
@@ -75,7 +80,7 @@ impl Tick {
 
 impl Uses for Vec<Tick> {
     fn are_known_done(&self) -> bool {
-        self.iter().all(|tick| tick.timeline.is_known_done(tick.n))
+        self.iter().all(Tick::is_known_done)
     }
 
     fn cover(&self) -> Result<()> {
@@ -83,8 +88,7 @@ impl Uses for Vec<Tick> {
     }
 
     fn ask(&self, asked: &mut BTreeSet<u32>) -> Result<()> {
-        let unknown =
-            self.iter().filter(|tick| !tick.timeline.is_known_done(tick.n) && asked.insert(tick.timeline.id()));
+        let unknown = self.iter().filter(|tick| !tick.is_known_done() && asked.insert(tick.timeline.id()));
         unknown.map(|tick| tick.is_done().map(drop)).fold(Ok(()), Result::and)
     }
 }

@@ -1,5 +1,5 @@
-//! Makes the driver calls of a remap, without a lock. The work was planned under locks (`plan.rs`),
-//! and is accounted for under locks afterwards.
+//! Makes the driver calls of a remap, without a lock. The remap was planned under locks
+//! (`core/remap/plan.rs`), and is committed under locks afterwards.
 //!
 //! Frames are created first, because that is the step which fails for lack of memory, and then
 //! nothing has to be undone. If a later call fails, frames that are unmapped already become spare,
@@ -16,7 +16,7 @@ use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, RawPhysical, Res
 use crate::core::paged::frames::{Frame, LooseFrames, granules_of};
 use crate::core::paged::layout::Layout;
 use crate::core::remap::commit::{Done, Filled};
-use crate::core::remap::plan::Work;
+use crate::core::remap::plan::{Remap, Work};
 use crate::recovery::hooks::Hooks;
 
 /// Up to this many granules are created without checking first that the device has that much
@@ -45,25 +45,25 @@ impl Stock {
 }
 
 /// Does the work until it is finished or a driver call fails.
-pub(crate) fn carry_out(device: &Device, hooks: &Hooks, mut work: Work) -> Done {
+pub(crate) fn carry_out(device: &Device, hooks: &Hooks, remap: &mut Remap) {
+    let Remap { work, done, .. } = remap;
     let reused = frames_of(&work.reused);
-    let layout = layout(&work, &reused);
-    let mut done = Done { spares: std::mem::take(&mut work.spares), ..Done::default() };
+    let layout = layout(work, &reused);
+    done.spares = std::mem::take(&mut work.spares);
     let mut stock = Stock { reused, spares: LooseFrames::default() };
-    let steps = create(device, &work, &layout.first, &mut done)
-        .and_then(|()| unmap(device, hooks, &work.unmap, &mut done))
-        .and_then(|()| break_frames(device, &work, &layout, &mut done))
+    let steps = create(device, work, &layout.first, done)
+        .and_then(|()| unmap(device, hooks, &work.unmap, done))
+        .and_then(|()| break_frames(device, work, &layout, done))
         .and_then(|()| {
             stock.spares = std::mem::take(&mut done.spares);
-            map(device, hooks, &work, &layout, &mut stock, &mut done)
+            map(device, hooks, work, &layout, &mut stock, done)
         });
     done.spares.extend(stock.spares.iter());
     done.error = steps.err();
-    done.still_mapped = work.unmap.into_iter().skip(done.unmapped).map(|(_, frames)| frames).collect();
+    done.still_mapped = work.unmap.drain(..).skip(done.unmapped).map(|(_, frames)| frames).collect();
     let unmoved: HashSet<RawPhysical> = stock.reused.iter().map(|frame| frame.physical).collect();
     let is_unmoved = |frame: &Frame| unmoved.contains(&frame.physical);
-    done.unmoved = work.reused.into_iter().map(|(_, frames)| frames.into_iter().filter(is_unmoved).collect()).collect();
-    done
+    done.unmoved = work.reused.drain(..).map(|(_, frames)| frames.into_iter().filter(is_unmoved).collect()).collect();
 }
 
 /// All frames of some ranges.
@@ -77,7 +77,7 @@ fn frames_of(ranges: &[(Range<u64>, Vec<Frame>)]) -> LooseFrames {
 fn layout(work: &Work, reused: &LooseFrames) -> Layout {
     let mut there = frames_of(&work.unmap);
     there.extend(work.spares.iter());
-    Layout::of(reused, &there, (&work.fill, work.granule), work.create, work.sizes)
+    Layout::of(reused, &there, &work.fill, work.granule, work.create, work.sizes)
 }
 
 /// Creates frames of these sizes. If one fails, releases those created before it.

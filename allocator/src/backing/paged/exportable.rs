@@ -134,7 +134,7 @@ fn alloc_segment(allocator: &Allocator, bytes: u64, stream: &Stream) -> Result<A
     let state = allocator.state();
     state.report_block(granted.block, ptr, bytes, Location::caller());
     let mark = if allocator.is_watched() { WATCHED } else { 0 };
-    Ok(Allocation::new((state, granted.block), stream.0 | mark, ptr, bytes))
+    Ok(Allocation::new(state, granted.block, stream.0 | mark, ptr, bytes))
 }
 
 fn can_export(allocator: &Allocator, kind: HandleKind) -> Result<(), AllocError> {

@@ -5,10 +5,8 @@
 //! whose last use is done, and the device.
 
 use std::ops::Range;
-use std::sync::Arc;
 
-use aquifer_device::ErrorKind;
-use aquifer_device::internal::Timeline;
+use aquifer_device::{ErrorKind, Tick};
 
 use crate::allocator::Allocator;
 use crate::backing::growth::{buyable, room};
@@ -19,11 +17,12 @@ use crate::backing::trim::take_stuck_back;
 use crate::core::Core;
 use crate::core::limits::Refusal;
 use crate::core::pools::{PoolKey, Which};
+use crate::core::remap::commit::Committed;
 use crate::core::remap::lend::LentMemory;
-use crate::core::streams::Pending;
+use crate::core::remap::plan::Sources;
 use crate::cross_stream::{poll, stall_for};
 use crate::error::AllocError;
-use crate::types::{After, BlockId, PoolId, Request, StreamId, latest_by_stream};
+use crate::types::{BlockId, Recipient, Request, latest_by_stream};
 
 /// Where memory is to be mapped.
 #[derive(Debug)]
@@ -42,8 +41,7 @@ enum Lacking {
         ranges: Vec<Range<u64>>,
     },
     Lent {
-        pool: PoolId,
-        stream: StreamId,
+        of: Recipient,
         holes: Vec<(BlockId, Range<u64>)>,
     },
     /// Another thread changes mappings there.
@@ -54,9 +52,9 @@ enum Lacking {
 enum Next {
     Finished(Result<(), Refusal>),
     /// Learn, without waiting, how far these streams got.
-    Ask(Pending),
-    /// Wait on the host until the timeline has got this far.
-    Wait(Arc<Timeline>, After),
+    Ask(Vec<Tick>),
+    /// Wait on the host until the work is done.
+    Wait(Tick),
     /// Wait until other threads have finished taking memory or changing mappings.
     AwaitOthers,
     /// The same for memory that is stuck.
@@ -82,8 +80,8 @@ pub(crate) fn try_fill(
                 may_ask = false;
                 poll(&ticks)?;
             }
-            Next::Wait(timeline, after) => {
-                if !stall_for(allocator, &timeline, after)? {
+            Next::Wait(tick) => {
+                if !stall_for(allocator, &tick)? {
                     break;
                 }
                 may_ask = true;
@@ -119,7 +117,7 @@ fn look(core: &mut Core, place: &Place) -> Result<Lacking, AllocError> {
         Place::Lent(key) => Ok(match core.lent_memory(*key) {
             LentMemory::Nothing => Lacking::Nothing,
             LentMemory::Changing => Lacking::Changing,
-            LentMemory::Holes { pool, stream, holes } => Lacking::Lent { pool, stream, holes },
+            LentMemory::Holes { of, holes } => Lacking::Lent { of, holes },
         }),
     }
 }
@@ -168,30 +166,25 @@ fn fill_step(allocator: &Allocator, request: &Request, place: &Place, may_ask: b
     if buy > buyable / granule {
         return Ok(match guard.streams.first_enough(&donors.not_done, buy - buyable / granule) {
             _ if room.is_uncertain(&guard, refusal) => Next::AwaitOthers,
-            Some((timeline, after)) => Next::Wait(timeline, after),
+            Some(tick) => Next::Wait(tick),
             None => Next::Finished(Err(refusal)),
         });
     }
-    let (work, remap) = match lacking {
-        Lacking::Lent { pool, stream, holes } => {
-            guard.plan_bringing_back((pool, stream), &holes, donors, (spares, buy))
-        }
-        Lacking::Dedicated { base, ranges } => {
-            guard.plan_dedicated((base, request.stream), ranges, donors, (spares, buy))
-        }
+    let sources = Sources { donors, spares, create: buy };
+    let mut remap = match lacking {
+        Lacking::Lent { of, holes } => guard.plan_bringing_back(of, &holes, sources),
+        Lacking::Dedicated { base, ranges } => guard.plan_dedicated(base, request.recipient(), ranges, sources),
         Lacking::Nothing | Lacking::Changing => return Ok(Next::Again),
     };
     drop(guard);
-    let mut done = carry_out(allocator.device(), allocator.hooks(), work);
+    carry_out(allocator.device(), allocator.hooks(), &mut remap);
     let mut guard = allocator.state().lock();
-    guard.commit(remap, &mut done);
+    let Committed { filled, error, .. } = guard.commit(remap);
     if !is_whole {
-        let back =
-            done.filled.iter().filter(|filled| filled.usable).map(|filled| filled.range.end - filled.range.start);
-        guard.counters.events.graph_bytes_returned += back.sum::<u64>();
+        guard.counters.events.graph_bytes_returned += filled;
     }
     drop(guard);
-    match done.error {
+    match error {
         None if is_whole => Ok(Next::Finished(Ok(()))),
         None => Ok(Next::Filled),
         Some(error) if error.is_out_of_memory() => Ok(Next::Finished(Err(Refusal::Device))),

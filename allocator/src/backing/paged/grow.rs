@@ -1,10 +1,7 @@
 //! Serves a request from mapped memory: drafts a remap, plans it, makes the driver calls, and
 //! accounts for the result. What is bought, moved or asked is decided in `policy.rs`.
 
-use std::sync::Arc;
-
-use aquifer_device::ErrorKind;
-use aquifer_device::internal::Timeline;
+use aquifer_device::{ErrorKind, Tick};
 
 use crate::allocator::Allocator;
 use crate::backing::growth::{Growth, buyable, room};
@@ -17,12 +14,11 @@ use crate::core::paged::layout::ALIGNMENT;
 use crate::core::pools::Which;
 use crate::core::remap::commit::Committed;
 use crate::core::remap::draft::Draft;
-use crate::core::remap::plan::{Plan, Purchase, Short};
-use crate::core::streams::Pending;
+use crate::core::remap::plan::{Purchase, Remap, Short};
 use crate::cross_stream::{poll, poll_waiting, stall_for};
 use crate::error::{AllocError, WhySegments};
 use crate::sync::RwLockReadGuard;
-use crate::types::{After, Request, latest_by_stream};
+use crate::types::{Request, latest_by_stream};
 
 /// How often a request is planned anew at most. It may have to be, because others may take the
 /// memory that it waited for.
@@ -40,15 +36,15 @@ struct Allowed {
 enum Next<'a> {
     Finished(Growth),
     /// Learn, without waiting, how far these streams got.
-    Ask(Pending),
-    /// Wait on the host until the timeline has got this far: the request is refused otherwise.
-    Wait(Arc<Timeline>, After),
+    Ask(Vec<Tick>),
+    /// Wait on the host until the work is done: the request is refused otherwise.
+    Wait(Tick),
     Reserve,
     /// Wait until other threads have finished taking memory or changing mappings: only then is it
     /// known how much there is.
     AwaitOthers,
-    /// Make the plan's driver calls. The gate is held from the decision to the accounting.
-    CarryOut(Box<Plan>, RwLockReadGuard<'a>),
+    /// Make the driver calls. The gate is held from the plan to the commit.
+    CarryOut(Box<Remap>, RwLockReadGuard<'a>),
 }
 
 /// Serves the request from memory that moves or that comes from the device.
@@ -65,8 +61,8 @@ pub(crate) fn grow_paged(allocator: &Allocator, request: &Request) -> Result<Gro
                 allowed.ask = false;
                 poll(&ticks)?;
             }
-            Next::Wait(timeline, after) => {
-                if !stall_for(allocator, &timeline, after)? {
+            Next::Wait(tick) => {
+                if !stall_for(allocator, &tick)? {
                     return Ok(Err(Refusal::Device));
                 }
                 poll_waiting(allocator)?;
@@ -78,8 +74,8 @@ pub(crate) fn grow_paged(allocator: &Allocator, request: &Request) -> Result<Gro
                 }
             }
             Next::AwaitOthers => allocator.gate()?.wait(),
-            Next::CarryOut(plan, gate) => {
-                if let Some(growth) = carry_out_plan(allocator, request, *plan, gate, &mut allowed.purchase)? {
+            Next::CarryOut(remap, gate) => {
+                if let Some(growth) = finish(allocator, request, *remap, gate, &mut allowed.purchase)? {
                     return Ok(growth);
                 }
             }
@@ -113,12 +109,12 @@ fn next_step<'a>(allocator: &'a Allocator, request: &Request, allowed: &Allowed)
         return Ok(next);
     }
     Ok(match guard.plan(request, draft, buyable, allowed.purchase >= Purchase::Ahead) {
-        Ok(plan) => Next::CarryOut(plan, gate),
+        Ok(remap) => Next::CarryOut(remap, gate),
         Err(_) if room.is_some_and(|room| room.is_uncertain(&guard, refusal)) || may_recycle(allocator, &mut guard) => {
             Next::AwaitOthers
         }
         Err(Short { missing, not_done }) => match guard.streams.first_enough(&not_done, missing) {
-            Some((timeline, after)) => Next::Wait(timeline, after),
+            Some(tick) => Next::Wait(tick),
             None => Next::Finished(Err(refusal)),
         },
     })
@@ -143,19 +139,19 @@ fn instead_of_buying(
     None
 }
 
-/// Makes a plan's driver calls and accounts for them. Returns `None` if the request should be
+/// Makes the driver calls of a remap and commits it. Returns `None` if the request should be
 /// planned anew, where `purchase` then says what may be taken from the device.
-fn carry_out_plan(
+fn finish(
     allocator: &Allocator,
     request: &Request,
-    plan: Plan,
+    mut remap: Remap,
     _gate: RwLockReadGuard<'_>,
     purchase: &mut Purchase,
 ) -> Result<Option<Growth>, AllocError> {
-    let Plan { work, remap, purchase: purchased } = plan;
-    let mut done = carry_out(allocator.device(), allocator.hooks(), work);
+    let purchased = remap.purchase;
+    carry_out(allocator.device(), allocator.hooks(), &mut remap);
     let mut guard = allocator.state().lock();
-    let Committed { window, moved } = guard.commit(remap, &mut done);
+    let Committed { window, moved, error, at_creation, .. } = guard.commit(remap);
     let granted = window.map(|window| guard.take(request, window));
     drop(guard);
     if moved > 0 {
@@ -165,12 +161,12 @@ fn carry_out_plan(
     if let Some(granted) = granted {
         return Ok(Some(Ok(granted)));
     }
-    match done.error {
+    match error {
         // A capture began, so a donor could not be unmapped. The next plan moves nothing: `donors`
         // chooses none during a capture.
         Some(error) if error.kind == ErrorKind::Capture => Ok(None),
         Some(error) if !error.is_out_of_memory() => Err(error.into()),
-        Some(_) if done.at_creation => {
+        Some(_) if at_creation => {
             allocator.state().shared().note_capacity(0);
             let Some(lower) = purchased.lower() else { return Ok(Some(Err(Refusal::Device))) };
             *purchase = lower;

@@ -256,11 +256,9 @@ impl Growable {
 
     /// Makes a stream's later work come after uses of memory.
     fn order_after(&self, stream: &Stream, uses: impl IntoIterator<Item = Use>) -> Result<(), AllocError> {
-        for Use { stream: user, after } in latest_by_stream(uses.into_iter()) {
-            let timeline = self.allocator().state().shared().streams.timeline(user).cloned();
-            if let Some(timeline) = timeline {
-                stream.timeline().wait_for(&timeline, after.last_tick())?;
-            }
+        for last_use in latest_by_stream(uses.into_iter()) {
+            let tick = self.allocator().state().shared().streams.tick(last_use);
+            tick.map_or(Ok(()), |tick| stream.timeline().wait_for(tick.timeline(), tick.n()))?;
         }
         Ok(())
     }

@@ -44,13 +44,13 @@ pub(crate) fn lend(allocator: &Allocator, bytes: u64, waits: bool) -> Result<u64
     // All of it where the device, or the limit, refused although there seems to be enough.
     let left = buyable(allocator, &guard, &room).0.min(free);
     let lacking = if left < bytes { bytes - left } else { bytes };
-    let Some((work, remap)) = guard.plan_lending(lacking) else { return Ok(0) };
+    let Some(mut remap) = guard.plan_lending(lacking) else { return Ok(0) };
     drop(guard);
-    let mut done = carry_out(allocator.device(), allocator.hooks(), work);
-    let Committed { moved, .. } = state.lock().commit(remap, &mut done);
+    carry_out(allocator.device(), allocator.hooks(), &mut remap);
+    let Committed { moved, error, .. } = state.lock().commit(remap);
     if moved > 0 {
         tracing::debug!(target: "aquifer::remap", bytes = moved, "idle graphs lent memory to a request");
     }
-    unless_capturing(done.error.map_or(Ok(()), Err))?;
+    unless_capturing(error.map_or(Ok(()), Err))?;
     Ok(moved)
 }

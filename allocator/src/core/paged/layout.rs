@@ -104,7 +104,8 @@ impl Layout {
     pub(crate) fn of(
         unbroken: &LooseFrames,
         there: &LooseFrames,
-        (fill, granule): (&[Range<u64>], u64),
+        fill: &[Range<u64>],
+        granule: u64,
         create: u64,
         sizes: FrameSizes,
     ) -> Layout {
@@ -266,8 +267,8 @@ mod tests {
     fn frames_lie_at_multiples_of_their_size() {
         for (start, end) in [(1, 7), (5, 37), (8, 16), (3, 4), (0, 21), (40, 48), (0, 0)] {
             let nothing = LooseFrames::default();
-            let layout =
-                Layout::of(&nothing, &nothing, (std::slice::from_ref(&(start..end)), 1), end - start, UP_TO_32);
+            let fill = start..end;
+            let layout = Layout::of(&nothing, &nothing, std::slice::from_ref(&fill), 1, end - start, UP_TO_32);
             let mut at = start;
             for size in layout.ranges.into_iter().flatten() {
                 assert_eq!(at % u64::from(size), 0, "{start}..{end}");

@@ -13,39 +13,45 @@ use crate::core::paged::granules::Stuck;
 use crate::core::remap::donors::Donor;
 use crate::core::remap::plan::{Remap, Target};
 use crate::history::Action;
-use crate::types::{After, BlockId, PoolId, StreamId};
+use crate::types::{After, BlockId, Recipient};
 
-/// What a remap came to.
+/// The outcome of a remap.
 pub(crate) struct Committed {
     /// The free block that the window became, if all went well.
     pub(crate) window: Option<BlockId>,
     /// Bytes that left their addresses.
     pub(crate) moved: u64,
+    /// Bytes of usable memory that were mapped.
+    pub(crate) filled: u64,
+    /// The error that stopped the work, if any.
+    pub(crate) error: Option<DeviceError>,
+    /// True if creating a frame failed.
+    pub(crate) at_creation: bool,
 }
 
 impl Core {
     /// Accounts for what the driver did, and releases the held memory to the heap.
-    pub(crate) fn commit(&mut self, remap: Remap, done: &mut Done) -> Committed {
-        let Remap { target, pool, stream, donors, reused, create, spares } = remap;
-        self.commit_donors(&donors, done);
+    pub(crate) fn commit(&mut self, remap: Remap) -> Committed {
+        let Remap { target, of, donors, reused, spares, work, mut done, .. } = remap;
+        self.commit_donors(&donors, &done);
         let unmapped = donors[..done.unmapped].iter().map(|donor| donor.bytes).sum::<u64>();
         let paged = &mut self.paged;
         paged.in_flight -= spares;
         paged.spares.extend(done.spares.iter());
         for filled in &done.filled {
             paged.put_all(filled.range.start, &filled.frames);
-            paged.mapped_bytes[pool.kind() as usize] += filled.range.end - filled.range.start;
+            paged.mapped_bytes[of.pool.kind() as usize] += filled.bytes();
         }
-        self.growing.end(create * paged.granule);
+        self.growing.end(work.create * paged.granule);
         self.counters.events.num_device_alloc += u64::from(done.created);
         let used_until = reused.iter().map(|donor| donor.after).max().unwrap_or_default();
         let ends = done.filled.first().zip(done.filled.last());
-        let filled = ends.map_or(0..0, |(first, last)| first.range.start..last.range.end);
-        let moved = unmapped + self.commit_reused(&filled, &reused, std::mem::take(&mut done.unmoved));
+        let window = ends.map_or(0..0, |(first, last)| first.range.start..last.range.end);
+        let moved = unmapped + self.commit_reused(&window, &reused, std::mem::take(&mut done.unmoved));
         self.note_moved(moved);
         let window = match target {
             Target::Window { pieces, peak, earns } => {
-                let free = self.commit_window(&pieces, (pool, stream), used_until, &done.filled);
+                let free = self.commit_window(&pieces, of, used_until, &done.filled);
                 // A request that is refused raises no peak.
                 if done.error.is_none() {
                     let paged = &mut self.paged;
@@ -56,7 +62,7 @@ impl Core {
                 free.filter(|_| done.error.is_none())
             }
             Target::Dedicated { base } => {
-                self.commit_dedicated(base, (pool, stream), &done.filled);
+                self.commit_dedicated(base, of, &done.filled);
                 None
             }
             Target::Spares => {
@@ -65,28 +71,29 @@ impl Core {
             }
         };
         self.account_for_granules();
-        Committed { window, moved }
+        let filled = done.filled.iter().filter(|filled| filled.usable).map(Filled::bytes).sum();
+        Committed { window, moved, filled, error: done.error, at_creation: done.at_creation }
     }
 
     /// Releases the pieces of a window to the heap. Returns the free block that the last one is in.
     fn commit_window(
         &mut self,
         pieces: &[BlockId],
-        of: (PoolId, StreamId),
+        of: Recipient,
         used_until: After,
         filled: &[Filled],
     ) -> Option<BlockId> {
         let (usable, stuck) = filled.iter().partition::<Vec<&Filled>, _>(|filled| filled.usable);
         // Memory that is mapped without access is of no use to a pool.
-        let bytes = stuck.iter().map(|filled| filled.range.end - filled.range.start).sum::<u64>();
-        self.paged.mapped_bytes[of.0.kind() as usize] -= bytes;
+        let bytes = stuck.iter().map(|filled| filled.bytes()).sum::<u64>();
+        self.paged.mapped_bytes[of.pool.kind() as usize] -= bytes;
         // The pieces merge as they are released, so the block of the last one is the whole window.
-        pieces.iter().filter_map(|&id| self.release_piece(of, (id, used_until), &usable, &stuck)).last()
+        pieces.iter().filter_map(|&id| self.release_piece(of, id, used_until, &usable, &stuck)).last()
     }
 
     /// Notes what is mapped at dedicated memory now. What cannot be used is retired: the next call
     /// that recycles tries again to unmap it.
-    fn commit_dedicated(&mut self, base: u64, (pool, stream): (PoolId, StreamId), filled: &[Filled]) {
+    fn commit_dedicated(&mut self, base: u64, of: Recipient, filled: &[Filled]) {
         for Filled { range, usable, .. } in filled {
             let paged = &mut self.paged;
             let granule = paged.granule;
@@ -94,7 +101,7 @@ impl Core {
                 paged.deferred_release.add(DeferredRelease::unusable(base, range.clone()));
             }
             for at in range.clone().step_by(usize::try_from(granule).unwrap_or(usize::MAX)) {
-                self.note_mapping(Action::SegmentMap, pool, stream, at, granule);
+                self.note_mapping(Action::SegmentMap, of, at, granule);
             }
         }
     }
@@ -128,8 +135,9 @@ impl Core {
     /// if it is in one.
     fn release_piece(
         &mut self,
-        (pool, stream): (PoolId, StreamId),
-        (id, used_until): (BlockId, After),
+        of: Recipient,
+        id: BlockId,
+        used_until: After,
         usable: &[&Filled],
         stuck: &[&Filled],
     ) -> Option<BlockId> {
@@ -152,7 +160,7 @@ impl Core {
             return None;
         }
         let free = self.heap.unhold_as_used(id, used_until);
-        self.note_mapping(Action::SegmentMap, pool, stream, block.addr, block.size);
+        self.note_mapping(Action::SegmentMap, of, block.addr, block.size);
         Some(free)
     }
 }
@@ -187,4 +195,10 @@ pub(crate) struct Filled {
     pub(crate) frames: Vec<Frame>,
     /// False if the driver neither gave access to them nor unmapped them again.
     pub(crate) usable: bool,
+}
+
+impl Filled {
+    fn bytes(&self) -> u64 {
+        self.range.end - self.range.start
+    }
 }

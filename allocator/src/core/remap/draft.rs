@@ -7,7 +7,7 @@ use crate::core::policy::{Facts, SLOT_SHARE};
 use crate::core::pools::Which;
 use crate::core::remap::donors::Donors;
 use crate::core::remap::plan::Purchase;
-use crate::core::remap::window::{self, Of, Window};
+use crate::core::remap::window::{self, Window};
 use crate::size_class::PoolKind;
 use crate::types::{PoolId, Request};
 
@@ -55,8 +55,7 @@ impl Core {
             with_reserve.slot_and_frame(request.size, request.size.max(mapped), granule, paged.frame)
         };
         let slots = Slots { granule, bytes: slot };
-        let of = Of { pool: request.pool, stream: request.stream };
-        let window = window::cheapest(&self.heap, of, request.size, slots)?;
+        let window = window::cheapest(&self.heap, request.recipient(), request.size, slots)?;
         let donors = Donors::default();
         let (spares, need) = (window.lacks.min(at_hand), window.lacks.saturating_sub(at_hand));
         let mut draft =

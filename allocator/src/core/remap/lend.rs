@@ -11,10 +11,10 @@ use crate::core::Core;
 use crate::core::heap::State;
 use crate::core::paged::layout::FrameSizes;
 use crate::core::pools::{PoolKey, Private, Which};
-use crate::core::remap::donors::{Donor, Donors};
-use crate::core::remap::plan::{Remap, Target, Work};
+use crate::core::remap::donors::Donor;
+use crate::core::remap::plan::{Remap, Sources, Target, Work};
 use crate::core::sleep::{outside, united, within};
-use crate::types::{BlockId, PoolId, StreamId};
+use crate::types::{BlockId, PoolId, Recipient};
 
 /// What a pool has lent.
 #[derive(Debug)]
@@ -24,7 +24,7 @@ pub(crate) enum LentMemory {
     /// Other threads change mappings there, or the driver refused to take one back.
     Changing,
     /// Holes of one region, with what they are parts of, from the high end down.
-    Holes { pool: PoolId, stream: StreamId, holes: Vec<(BlockId, Range<u64>)> },
+    Holes { of: Recipient, holes: Vec<(BlockId, Range<u64>)> },
 }
 
 impl Core {
@@ -58,7 +58,7 @@ impl Core {
 
     /// Plans to take frames of about `bytes` from the free memory of idle graphs. `None` if none
     /// may go.
-    pub(crate) fn plan_lending(&mut self, bytes: u64) -> Option<(Work, Remap)> {
+    pub(crate) fn plan_lending(&mut self, bytes: u64) -> Option<Remap> {
         let paged = &self.paged;
         let granule = paged.granule;
         let shared: u64 = paged.old_mappings.iter().map(|one| (one.window.end - one.window.start) / granule).sum();
@@ -80,9 +80,8 @@ impl Core {
             let lent = std::mem::take(&mut private.lent).into_iter().chain([range_of(donor)]);
             private.lent = united(lent.collect());
         }
-        let (target, pool, stream) = (Target::Spares, PoolId::LARGE, StreamId::default());
-        let mut remap = Remap { target, pool, stream, donors, reused: Vec::new(), create: 0, spares: 0 };
-        Some((self.work_of(&mut remap, Vec::new(), FrameSizes::GRANULE), remap))
+        let work = Work { sizes: FrameSizes::GRANULE, ..Work::default() };
+        Some(self.begin(Remap::new(Target::Spares, Recipient::default(), donors, 0, work)))
     }
 
     /// Accounts for what was lent: the memory of the first `unmapped` donors. The others have
@@ -121,28 +120,26 @@ impl Core {
             }
             if first.is_none() && !holes.is_empty() {
                 holes.reverse();
-                first = Some((region.pool, region.stream, holes));
+                first = Some((Recipient { pool: region.pool, stream: region.stream }, holes));
             }
         }
         if let Some(private) = self.pools.find_mut(key) {
             private.lent = united(lacking);
         }
         match first {
-            Some((pool, stream, holes)) => LentMemory::Holes { pool, stream, holes },
+            Some((of, holes)) => LentMemory::Holes { of, holes },
             None if changes => LentMemory::Changing,
             None => LentMemory::Nothing,
         }
     }
 
-    /// Plans to map memory at lent addresses of one region: the frames of `donors`, `spares`
-    /// granules of spare frames, and `create` new granules.
+    /// Plans to map memory at lent addresses of one region.
     pub(crate) fn plan_bringing_back(
         &mut self,
-        (pool, stream): (PoolId, StreamId),
+        of: Recipient,
         holes: &[(BlockId, Range<u64>)],
-        donors: Donors,
-        (spares, create): (u64, u64),
-    ) -> (Work, Remap) {
+        from: Sources,
+    ) -> Remap {
         let (mut pieces, mut fill) = (Vec::new(), Vec::new());
         // The rest of the hole that the last part was cut from.
         let mut below: Option<(BlockId, Option<BlockId>)> = None;
@@ -153,11 +150,11 @@ impl Core {
             pieces.push(holding.id);
             fill.push(range.clone());
         }
-        let donors = self.hold_all(donors.into_joined());
+        let donors = self.hold_all(from.donors.into_joined());
         let target = Target::Window { pieces, peak: 0, earns: false };
-        let mut remap = Remap { target, pool, stream, donors, reused: Vec::new(), create, spares };
         // As small as they can be, because memory is scarce where some was lent.
-        (self.work_of(&mut remap, fill, FrameSizes::SMALL), remap)
+        let work = Work { create: from.create, sizes: FrameSizes::SMALL, fill, ..Work::default() };
+        self.begin(Remap::new(target, of, donors, from.spares, work))
     }
 
     /// Forgets what was lent within an address range that goes.

@@ -1,4 +1,4 @@
-//! The plan of a remap: what the driver is to do, and what is held meanwhile.
+//! The plan of a remap: the driver's work, and the memory that is held meanwhile.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -10,10 +10,11 @@ use crate::core::Core;
 use crate::core::heap::{Holding, State};
 use crate::core::paged::frames::{Frame, LooseFrames};
 use crate::core::paged::layout::FrameSizes;
+use crate::core::remap::commit::Done;
 use crate::core::remap::donors::{Donor, Donors};
 use crate::core::remap::draft::Draft;
 use crate::core::remap::window::Window;
-use crate::types::{After, BlockId, PoolId, Request, StreamId, Use};
+use crate::types::{After, BlockId, Recipient, Request, Use};
 
 /// What a plan takes from the device. If the device refuses, the next plan takes less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -40,29 +41,21 @@ impl Purchase {
     }
 }
 
-/// A remap that was decided: the driver's work, and the memory held meanwhile.
-#[derive(Debug)]
-pub(crate) struct Plan {
-    pub(crate) work: Work,
-    pub(crate) remap: Remap,
-    /// What it takes from the device.
-    pub(crate) purchase: Purchase,
-}
-
-/// A remap under way: what is held while the driver is at work, so that no other operation takes
-/// it. [`Core::commit`] ends it, whatever the driver did.
+/// A remap that was decided. What takes part is held, so that no other operation takes it, until
+/// [`Core::commit`] ends the remap, whatever the driver did.
 #[derive(Debug)]
 pub(crate) struct Remap {
     pub(super) target: Target,
-    pub(super) pool: PoolId,
-    pub(super) stream: StreamId,
+    pub(super) of: Recipient,
     pub(super) donors: Vec<Donor>,
     /// Donors that stay mapped where they are until the device is done with them.
     pub(super) reused: Vec<Donor>,
-    /// Number of granules to create.
-    pub(super) create: u64,
     /// Number of granules of spare frames that take part.
     pub(super) spares: u64,
+    /// What it takes from the device.
+    pub(crate) purchase: Purchase,
+    pub(crate) work: Work,
+    pub(crate) done: Done,
 }
 
 /// Where memory comes to be.
@@ -75,6 +68,23 @@ pub(crate) enum Target {
     Dedicated { base: u64 },
     /// Nowhere: the frames become spare, and the donors' pools have lent them.
     Spares,
+}
+
+/// Where memory comes from that is mapped at given addresses.
+#[derive(Debug)]
+pub(crate) struct Sources {
+    pub(crate) donors: Donors,
+    /// Number of granules of spare frames, and of granules to create.
+    pub(crate) spares: u64,
+    pub(crate) create: u64,
+}
+
+impl Remap {
+    /// A remap that reuses nothing.
+    pub(super) fn new(target: Target, of: Recipient, donors: Vec<Donor>, spares: u64, work: Work) -> Remap {
+        let (reused, purchase, done) = (Vec::new(), Purchase::Needed, Done::default());
+        Remap { target, of, donors, reused, spares, purchase, work, done }
+    }
 }
 
 /// What a plan lacks.
@@ -95,7 +105,7 @@ impl Core {
         draft: Draft,
         buyable: u64,
         may_buy_ahead: bool,
-    ) -> Result<Box<Plan>, Short> {
+    ) -> Result<Box<Remap>, Short> {
         let captured = self.pools.keeps_for_graphs(request.pool);
         let granule = draft.slots.granule;
         let buyable = buyable / granule;
@@ -121,38 +131,40 @@ impl Core {
         // Private pools have no choice.
         let earns = facts.has_room() && !request.pool.is_private();
         let target = Target::Window { pieces, peak: facts.peak, earns };
-        let (pool, stream) = (request.pool, request.stream);
-        let mut remap = Remap { target, pool, stream, donors, reused, create, spares };
-        let work = self.work_of(&mut remap, fill, sizes);
-        Ok(Box::new(Plan { work, remap, purchase }))
+        let work = Work { create, sizes, fill, ..Work::default() };
+        let done = Done::default();
+        Ok(Box::new(self.begin(Remap {
+            target,
+            of: request.recipient(),
+            donors,
+            reused,
+            spares,
+            purchase,
+            work,
+            done,
+        })))
     }
 
-    /// Plans to map memory at the ranges `fill` of dedicated memory: the frames of `donors`,
-    /// `spares` granules of spare frames, and `create` new granules. It can shrink by a granule, so
+    /// Plans to map memory at the ranges `fill` of dedicated memory. It can shrink by a granule, so
     /// frames are no larger.
-    pub(crate) fn plan_dedicated(
-        &mut self,
-        (base, stream): (u64, StreamId),
-        fill: Vec<Range<u64>>,
-        donors: Donors,
-        (spares, create): (u64, u64),
-    ) -> (Work, Remap) {
-        let donors = self.hold_all(donors.into_joined());
-        let target = Target::Dedicated { base };
-        let mut remap = Remap { target, pool: PoolId::LARGE, stream, donors, reused: Vec::new(), create, spares };
-        (self.work_of(&mut remap, fill, FrameSizes::GRANULE), remap)
+    pub(crate) fn plan_dedicated(&mut self, base: u64, of: Recipient, fill: Vec<Range<u64>>, from: Sources) -> Remap {
+        let donors = self.hold_all(from.donors.into_joined());
+        let work = Work { create: from.create, sizes: FrameSizes::GRANULE, fill, ..Work::default() };
+        self.begin(Remap::new(Target::Dedicated { base }, of, donors, from.spares, work))
     }
 
-    /// The driver's work for a remap, whose frames are to fill ranges.
-    pub(super) fn work_of(&mut self, remap: &mut Remap, fill: Vec<Range<u64>>, sizes: FrameSizes) -> Work {
+    /// Takes all frames of a remap that was planned, and completes the driver's work.
+    pub(super) fn begin(&mut self, mut remap: Remap) -> Remap {
         let (unmap, reused) = (self.mappings_of(&remap.donors), self.mappings_of(&remap.reused));
         let paged = &mut self.paged;
         let spares = paged.spares.take(remap.spares);
         remap.spares = spares.granules();
         paged.in_flight += remap.spares;
-        let (granule, options, access, create) = (paged.granule, paged.options, paged.access.clone(), remap.create);
+        let Work { create, sizes, fill, .. } = remap.work;
+        let (granule, options, access) = (paged.granule, paged.options, paged.access.clone());
         self.growing.begin(create * granule);
-        Work { granule, options, access, create, sizes, unmap, reused, spares, fill }
+        remap.work = Work { granule, options, access, create, sizes, unmap, reused, spares, fill };
+        remap
     }
 
     /// Takes the frames of donors out of the table of what is mapped where.

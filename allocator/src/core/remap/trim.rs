@@ -3,12 +3,13 @@
 
 use std::ops::Range;
 
+use aquifer_device::Tick;
+
 use crate::core::Core;
 use crate::core::paged::frames::{Frame, LooseFrames, OldMapping, granules_of};
 use crate::core::paged::granules::Stuck;
 use crate::core::pools::Which;
 use crate::core::remap::donors::Donor;
-use crate::core::streams::Pending;
 use crate::history::Action;
 use crate::types::{BlockId, Use, latest_by_stream};
 
@@ -26,7 +27,7 @@ pub(crate) struct Trim {
 
 impl Core {
     /// What free memory in some pools, and old mappings, wait for.
-    pub(crate) fn free_not_done(&mut self, which: Which) -> Pending {
+    pub(crate) fn free_not_done(&mut self, which: Which) -> Vec<Tick> {
         let free = self.donors(u64::MAX, None, which).not_done;
         let may_unmap = which.has_default() && !self.streams.any_captures();
         let old = if may_unmap { self.old_mappings_not_done() } else { Vec::new() };

@@ -11,14 +11,7 @@ use std::ops::Range;
 
 use crate::core::heap::{Block, Heap, Owner, State};
 use crate::core::paged::layout::{Slots, parts};
-use crate::types::{BlockId, PoolId, StreamId};
-
-/// The regions that windows are looked for in.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Of {
-    pub(crate) pool: PoolId,
-    pub(crate) stream: StreamId,
-}
+use crate::types::{BlockId, Recipient};
 
 /// A window: a stretch of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -79,7 +72,7 @@ const LARGE_SHARE: u64 = 8;
 /// out takes a look at their neighbours' records. So windows beside large free blocks are looked
 /// for first. A cheaper window without large blocks would have to hold several small ones that
 /// holes separate. Figures in docs/notes/2026-11-26-mapped-memory.md.
-pub(crate) fn cheapest(heap: &Heap, of: Of, size: u64, slots: Slots) -> Option<Window> {
+pub(crate) fn cheapest(heap: &Heap, of: Recipient, size: u64, slots: Slots) -> Option<Window> {
     let large = size.div_ceil(LARGE_SHARE);
     let good = ((size - large) / slots.granule).max(1).next_multiple_of(slots.bytes / slots.granule);
     let near = runs_of(heap, of, beside_large_blocks(heap, of, large));
@@ -89,7 +82,7 @@ pub(crate) fn cheapest(heap: &Heap, of: Of, size: u64, slots: Slots) -> Option<W
 
 /// The holes beside free blocks of at least `least` bytes, by address. Empty if there are more such
 /// blocks than holes.
-fn beside_large_blocks(heap: &Heap, of: Of, least: u64) -> Vec<BlockId> {
+fn beside_large_blocks(heap: &Heap, of: Recipient, least: u64) -> Vec<BlockId> {
     let (mut found, mut looked_at) = (Vec::new(), 0);
     let Some(free) = heap.index(of.pool, Owner::in_own_regions(of.stream)) else { return found };
     free.iter_from(least).take(heap.holes().len()).for_each(|key| {
@@ -105,7 +98,7 @@ fn beside_large_blocks(heap: &Heap, of: Of, least: u64) -> Vec<BlockId> {
 }
 
 /// The runs that some holes belong to. The holes are given by ascending address.
-fn runs_of(heap: &Heap, of: Of, holes: Vec<BlockId>) -> impl Iterator<Item = Extent> {
+fn runs_of(heap: &Heap, of: Recipient, holes: Vec<BlockId>) -> impl Iterator<Item = Extent> {
     let mut seen_to = 0;
     holes.into_iter().filter_map(move |hole| {
         let extent = (heap.block(hole).addr >= seen_to).then(|| Extent::around(heap, of, hole))?;
@@ -116,7 +109,7 @@ fn runs_of(heap: &Heap, of: Of, holes: Vec<BlockId>) -> impl Iterator<Item = Ext
 
 /// All runs with a hole in a pool, by ascending address. Reads no record of a block beside a run: a
 /// search takes most of its time waiting for records.
-fn all_runs(heap: &Heap, of: Of) -> impl Iterator<Item = Extent> {
+fn all_runs(heap: &Heap, of: Recipient) -> impl Iterator<Item = Extent> {
     let mut holes = heap.holes().of(of.pool, of.stream).peekable();
     let free_block = move |id: BlockId| of.is_free(heap, id).then(|| heap.block(id));
     std::iter::from_fn(move || {
@@ -139,7 +132,13 @@ fn all_runs(heap: &Heap, of: Of) -> impl Iterator<Item = Extent> {
 }
 
 /// The cheapest window in runs that are given by ascending address.
-fn cheapest_in(heap: &Heap, of: Of, runs: impl Iterator<Item = Extent>, size: u64, slots: Slots) -> Option<Window> {
+fn cheapest_in(
+    heap: &Heap,
+    of: Recipient,
+    runs: impl Iterator<Item = Extent>,
+    size: u64,
+    slots: Slots,
+) -> Option<Window> {
     let mut best: Option<(u64, u64)> = None;
     let mut best_run = None;
     for extent in runs {
@@ -171,7 +170,7 @@ struct Extent {
     free: u64,
 }
 
-impl Of {
+impl Recipient {
     /// True if a block in such a region is free and the stream's.
     fn is_free(self, heap: &Heap, id: BlockId) -> bool {
         heap.is_free(id) && heap.block(id).owner == self.stream
@@ -184,7 +183,7 @@ impl Of {
 }
 
 impl Extent {
-    fn around(heap: &Heap, of: Of, id: BlockId) -> Extent {
+    fn around(heap: &Heap, of: Recipient, id: BlockId) -> Extent {
         let piece = |id: BlockId| of.is_piece(heap, id).then(|| heap.block(id));
         let hole = heap.block(id);
         let (mut first, mut start, mut below) = (id, hole.addr, hole.prev);
@@ -203,7 +202,7 @@ impl Extent {
 }
 
 impl Run {
-    fn of(heap: &Heap, of: Of, extent: &Extent, slots: Slots) -> Run {
+    fn of(heap: &Heap, of: Recipient, extent: &Extent, slots: Slots) -> Run {
         let next = |&id: &BlockId| Some(heap.block(id).next).filter(|&id| of.is_piece(heap, id));
         let mut holes_before = 0;
         let pieces = std::iter::successors(Some(extent.first), next).map(|id| {
@@ -280,12 +279,12 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::types::{StreamId, ticks};
+    use crate::types::{PoolId, StreamId, ticks};
 
     const G: u64 = 4096;
     const SLOTS: Slots = Slots { granule: G, bytes: G };
     const BASE: u64 = 1 << 20;
-    const OF: Of = Of { pool: PoolId::SMALL, stream: StreamId(0) };
+    const OF: Recipient = Recipient { pool: PoolId::SMALL, stream: StreamId(0) };
 
     /// A region of a map, a letter for each granule: `.` a hole, `f` free, `l` live.
     fn heap(map: &str) -> Heap {
