@@ -41,11 +41,12 @@ pub fn on(backing: Backing, options: &str) -> String {
 #[derive(Debug)]
 pub struct Readme;
 
-/// The examples of the page about hosts.
+/// The examples of pages that are not part of `aquifer`'s documentation.
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/embedding.md")]
+#[doc = include_str!("../../docs/remapping.md")]
 #[derive(Debug)]
-pub struct Embedding;
+pub struct Pages;
 
 /// The examples in the READMEs of the packages.
 #[cfg(doctest)]

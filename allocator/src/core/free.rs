@@ -9,6 +9,7 @@ use crate::core::Core;
 use crate::core::heap::{Block, State};
 use crate::core::policy::EVENT_SHARE;
 use crate::core::pools::Which;
+use crate::core::tick_index::TickIndex;
 use crate::core::waiting::Waiting;
 use crate::history::{Action, FREE};
 use crate::size_class::{self, PoolKind};
@@ -151,14 +152,15 @@ impl Core {
         // Read before the blocks are looked at, so that progress of a stream meanwhile leads to
         // another look.
         list.streams.iter_mut().for_each(|(&stream, waited_for)| waited_for.seen = streams.known_done(stream));
-        list.uses.advance(|stream| streams.known_done(stream));
-        let mut free = list.uses.done().clone();
-        if let Some((owner, clock)) = ordered
-            && let Some(of_owner) = list.owners.get_mut(&owner)
-        {
-            of_owner.uses.advance(|stream| streams.known_done(stream).max(After::ordered(clock, stream)));
-            free.extend(of_owner.uses.done());
+        let mut free = Vec::new();
+        for (&owner, of_owner) in &mut list.owners {
+            let clock = ordered.filter(|(of, _)| *of == owner).map(|(_, clock)| clock);
+            let ordered = |stream| clock.map_or(After::NOTHING, |clock| After::ordered(clock, stream));
+            of_owner.advance(|stream| streams.known_done(stream).max(ordered(stream)));
+            free.extend(of_owner.done());
         }
+        // In the order in which they were given back.
+        free.sort_unstable();
         for number in free {
             let waiting = self.waiting.take(number);
             waiting.into_iter().for_each(|waiting| self.end_wait(&waiting));
@@ -181,7 +183,8 @@ impl Core {
     /// What waiting blocks of some pools wait for.
     pub(crate) fn waited_for(&self, which: Which) -> Vec<Tick> {
         if let Which::All = which {
-            return self.streams.not_done(self.waiting.uses.latest());
+            let latest = self.waiting.owners.values().flat_map(TickIndex::latest);
+            return self.streams.not_done(latest_by_stream(latest));
         }
         let waiting = self.waiting.blocks.values().filter(|waiting| self.pools.is_among(waiting.block.pool, which));
         self.streams.not_done(latest_by_stream(waiting.flat_map(|waiting| waiting.uses.iter().copied())))

@@ -13,7 +13,7 @@ use crate::types::{After, StreamId, Use};
 #[derive(Debug)]
 pub(crate) struct TickIndex<K> {
     ticks: BTreeMap<Use, Listed<K>>,
-    /// How many ticks an entry still waits for, where there are any.
+    /// How many ticks an entry still waits for, where there are several.
     left: BTreeMap<K, usize>,
     /// Entries that wait for nothing.
     done: BTreeSet<K>,
@@ -33,6 +33,10 @@ impl<K> Default for TickIndex<K> {
 }
 
 impl<K: Copy + Ord> TickIndex<K> {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.ticks.is_empty() && self.done.is_empty()
+    }
+
     /// Adds an entry, which is not listed yet.
     pub(crate) fn insert(&mut self, entry: K, weight: u64, uses: &[Use]) {
         let mut left = 0;
@@ -43,19 +47,19 @@ impl<K: Copy + Ord> TickIndex<K> {
                 left += 1;
             }
         }
-        if left > 0 {
-            self.left.insert(entry, left);
-        } else {
-            self.done.insert(entry);
+        match left {
+            0 => _ = self.done.insert(entry),
+            1 => {}
+            _ => _ = self.left.insert(entry, left),
         }
     }
 
     /// Removes an entry, which was added with this weight and these uses.
     pub(crate) fn remove(&mut self, entry: K, weight: u64, uses: &[Use]) {
-        self.done.remove(&entry);
-        if self.left.remove(&entry).is_none() {
+        if self.done.remove(&entry) {
             return;
         }
+        self.left.remove(&entry);
         for tick in uses {
             let Some(listed) = self.ticks.get_mut(tick) else { continue };
             if listed.entries.remove(&entry) {
@@ -84,11 +88,12 @@ impl<K: Copy + Ord> TickIndex<K> {
     }
 
     fn waits_less(&mut self, entry: K) {
-        let Some(left) = self.left.get_mut(&entry) else { return };
-        *left -= 1;
-        if *left == 0 {
-            self.left.remove(&entry);
-            self.done.insert(entry);
+        match self.left.get_mut(&entry) {
+            Some(left) if *left > 1 => *left -= 1,
+            _ => {
+                self.left.remove(&entry);
+                self.done.insert(entry);
+            }
         }
     }
 
@@ -155,6 +160,7 @@ mod tests {
                 let waits = |one: &&Use| one.after > reached[one.stream.index()];
                 let done = list.iter().filter(|(_, uses)| !uses.iter().any(|tick| waits(&tick)));
                 prop_assert!(index.done().iter().eq(done.map(|(entry, _)| entry)));
+                prop_assert_eq!(index.is_empty(), list.is_empty());
                 let mut ticks: BTreeMap<Use, u64> = BTreeMap::new();
                 for (&entry, uses) in &list {
                     let distinct: BTreeSet<Use> = uses.iter().filter(waits).copied().collect();

@@ -28,20 +28,11 @@ pub(crate) struct WaitingList {
     /// Bytes of all of them, and the bytes that were requested.
     pub(super) bytes: u64,
     requested: u64,
-    /// The blocks by the ticks of their uses: a block is free once these are done.
-    pub(super) uses: TickIndex<u64>,
-    pub(super) owners: BTreeMap<StreamId, OfOwner>,
+    /// The blocks of each owner by the ticks of their uses: a block is free once these are done, and
+    /// to its owner once the owner's later work is ordered after them.
+    pub(super) owners: BTreeMap<StreamId, TickIndex<u64>>,
     pub(super) streams: BTreeMap<StreamId, WaitedFor>,
     pause: Pause,
-}
-
-/// The blocks of one owner.
-#[derive(Debug, Default)]
-pub(super) struct OfOwner {
-    /// The blocks by the ticks of their uses: a block is free to its owner once the owner's later
-    /// work is ordered after these.
-    pub(super) uses: TickIndex<u64>,
-    blocks: usize,
 }
 
 /// How many more allocations do not ask how far streams got.
@@ -115,10 +106,7 @@ impl WaitingList {
         self.next += 1;
         self.bytes += waiting.block.size;
         self.requested += waiting.block.requested;
-        self.uses.insert(number, waiting.block.size, &waiting.uses);
-        let of_owner = self.owners.entry(waiting.block.owner).or_default();
-        of_owner.uses.insert(number, waiting.block.size, &waiting.uses);
-        of_owner.blocks += 1;
+        self.owners.entry(waiting.block.owner).or_default().insert(number, waiting.block.size, &waiting.uses);
         waiting.uses.iter().for_each(|one| self.streams.entry(one.stream).or_default().blocks += 1);
         self.blocks.insert(number, waiting);
     }
@@ -127,11 +115,9 @@ impl WaitingList {
         let waiting = self.blocks.remove(&number)?;
         self.bytes -= waiting.block.size;
         self.requested -= waiting.block.requested;
-        self.uses.remove(number, waiting.block.size, &waiting.uses);
         if let Some(of_owner) = self.owners.get_mut(&waiting.block.owner) {
-            of_owner.uses.remove(number, waiting.block.size, &waiting.uses);
-            of_owner.blocks -= 1;
-            if of_owner.blocks == 0 {
+            of_owner.remove(number, waiting.block.size, &waiting.uses);
+            if of_owner.is_empty() {
                 self.owners.remove(&waiting.block.owner);
             }
         }
