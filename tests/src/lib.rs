@@ -44,6 +44,7 @@ pub struct Readme;
 /// The examples of pages that are not part of `aquifer`'s documentation.
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/embedding.md")]
+#[doc = include_str!("../../docs/from-vpmm.md")]
 #[doc = include_str!("../../docs/remapping.md")]
 #[derive(Debug)]
 pub struct Pages;
