@@ -73,6 +73,12 @@ void *aquifer_malloc(size_t size,
                      int device,
                      void *stream);
 
+// Allocates memory that work of every stream may use, as `cudaMalloc` does. The host waits only before memory would run out. Returns NULL for
+// `size` 0, and after an error.
+//
+// Before `aquifer_free`, wait for all work that uses the memory, as `cudaFree` does. `aquifer_free_on` frees in the order of a stream.
+void *aquifer_malloc_ready(size_t size, int device);
+
 // Frees memory from this library. It may be called while work that uses the memory is enqueued: the memory is reused after that work. Work on
 // other streams than that of the allocation counts if `aquifer_record_stream` was called.
 //

@@ -79,6 +79,15 @@ pub extern "C" fn aquifer_malloc(size: usize, device: c_int, stream: *mut c_void
     })
 }
 
+/// Allocates memory that work of every stream may use, as `cudaMalloc` does. The host waits only before memory would run out. Returns NULL for
+/// `size` 0, and after an error.
+///
+/// Before `aquifer_free`, wait for all work that uses the memory, as `cudaFree` does. `aquifer_free_on` frees in the order of a stream.
+#[unsafe(no_mangle)]
+pub extern "C" fn aquifer_malloc_ready(size: usize, device: c_int) -> *mut c_void {
+    guarded(null_mut(), || Ok(Gpu::of(device)?.memory.alloc_raw_ready(size as u64)?.0 as *mut c_void))
+}
+
 /// Frees memory from this library. It may be called while work that uses the memory is enqueued: the memory is reused after that work. Work on
 /// other streams than that of the allocation counts if `aquifer_record_stream` was called.
 ///
