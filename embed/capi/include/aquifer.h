@@ -142,6 +142,13 @@ uint64_t aquifer_allocation_size(void *ptr,
 // Bytes held from the device; 0 after an error.
 uint64_t aquifer_memory_reserved(int device);
 
+// Bytes that can still be allocated, in all, once a graph keeps `graph_bytes`; 0 after an error. For engines that size a cache by what is left,
+// as `cudaMemGetInfo` leaves out the unused memory held here. 0 for `graph_bytes` gives what can be allocated now.
+//
+// What a capture will keep is known from a pass of its work outside of the capture: call `aquifer_reset_peak` and `aquifer_memory_allocated`
+// before, `aquifer_max_memory_allocated` afterwards, and subtract.
+uint64_t aquifer_available_after(int device, uint64_t graph_bytes);
+
 // Peak of `aquifer_memory_allocated` since the start, or the last `aquifer_reset_peak`; 0 after an error.
 uint64_t aquifer_max_memory_allocated(int device);
 

@@ -221,6 +221,16 @@ pub extern "C" fn aquifer_memory_reserved(device: c_int) -> u64 {
     guarded(0, || Ok(Gpu::of(device)?.memory.memory_reserved()))
 }
 
+/// Bytes that can still be allocated, in all, once a graph keeps `graph_bytes`; 0 after an error. For engines that size a cache by what is left,
+/// as `cudaMemGetInfo` leaves out the unused memory held here. 0 for `graph_bytes` gives what can be allocated now.
+///
+/// What a capture will keep is known from a pass of its work outside of the capture: call `aquifer_reset_peak` and `aquifer_memory_allocated`
+/// before, `aquifer_max_memory_allocated` afterwards, and subtract.
+#[unsafe(no_mangle)]
+pub extern "C" fn aquifer_available_after(device: c_int, graph_bytes: u64) -> u64 {
+    guarded(0, || Ok(Gpu::of(device)?.memory.available()?.saturating_sub(graph_bytes)))
+}
+
 /// Peak of `aquifer_memory_allocated` since the start, or the last `aquifer_reset_peak`; 0 after an error.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_max_memory_allocated(device: c_int) -> u64 {

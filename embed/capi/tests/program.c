@@ -164,6 +164,8 @@ static void threads(void)
         pthread_join(threads[i], NULL);
     CHECK(aquifer_memory_allocated(0) == 0);
     CHECK(aquifer_memory_reserved(0) > 0 && aquifer_max_memory_allocated(0) > 0);
+    CHECK(aquifer_available_after(0, 0) > 100 << 20);
+    CHECK(aquifer_available_after(0, 40 << 20) == aquifer_available_after(0, 0) - (40 << 20));
     CHECK(aquifer_empty_cache(-1) == AQUIFER_OK && aquifer_memory_reserved(0) == 0);
 }
 

@@ -28,6 +28,7 @@ import torch
 
 __all__ = [
     "Error",
+    "available_after",
     "empty_cache",
     "enable",
     "is_enabled",
@@ -224,6 +225,15 @@ def max_memory_reserved(device=None):
     return stats(device)["reserved_bytes.all.peak"]
 
 
+def available_after(graph_bytes=0, device=None):
+    """Bytes that tensors can still take, in all, once a CUDA graph keeps `graph_bytes`: to size a cache before the capture.
+
+    `torch.cuda.mem_get_info()` leaves out the unused memory held here. What a graph will keep is `max_memory_allocated()` after one pass of its
+    work without a capture, less `memory_allocated()` before it, with `reset_peak_memory_stats()` in between.
+    """
+    return _enabled().aquifer_available_after(_index(device), graph_bytes)
+
+
 def reset_peak_memory_stats(device=None):
     """Makes peaks start from now."""
     _status(_enabled().aquifer_reset_peak(_index(device)))
@@ -242,6 +252,7 @@ def _declare(library):
         "stats_json": size,
         "last_error": ctypes.c_char_p,
         "on_oom": None,
+        "available_after": number,
     }
     arguments = {
         "last_error": [],
@@ -249,6 +260,7 @@ def _declare(library):
         "on_oom": [_OOM_CALLBACK, pointer],
         "stats_json": [ctypes.c_int, ctypes.c_char_p, size],
         "save_snapshot": [ctypes.c_int, ctypes.c_char_p],
+        "available_after": [ctypes.c_int, number],
         "trim_to": [ctypes.c_int, number],
         "set_limit": [ctypes.c_int, number],
     }

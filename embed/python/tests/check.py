@@ -66,6 +66,9 @@ def statistics():
         assert all(theirs[name] == ours[name] for name in ours if name in theirs) and len(theirs) > 100
         assert "Allocated memory" in torch.cuda.memory_summary()
         assert torch.cuda.get_allocator_backend() == "aquifer"
+    available = aquifer_torch.available_after()
+    assert aquifer_torch.available_after(30 * MIB) == available - 30 * MIB
+    assert torch.cuda.mem_get_info()[0] <= available < torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(1e-4)
     raises(torch.OutOfMemoryError, lambda: torch.empty(64 * MIB, dtype=torch.uint8, device="cuda"))
     torch.cuda.set_per_process_memory_fraction(1.0)
