@@ -69,6 +69,14 @@ pub(crate) struct Entry {
 
 const _: () = assert!(size_of::<Entry>() == 40, "an entry has no room to spare");
 
+impl Entry {
+    /// The entry of an action that happens at `stamp`.
+    pub(crate) fn new(action: Action, subject: Subject, stamp: Stamp) -> Entry {
+        let Subject { addr, size, stream, tag, pool } = subject;
+        Entry { addr, size, stamp, stream, tag, pool, action }
+    }
+}
+
 /// Options of [`Allocator::record_history`](crate::Allocator::record_history).
 ///
 /// ```
@@ -147,9 +155,8 @@ impl History {
         // Stamps that two processors took at nearly the same moment may be the wrong way round;
         // then the later entry has the time of the earlier one.
         self.latest = self.latest.max(Stamp::now());
-        let Subject { addr, size, stream, tag, pool } = subject;
         for &action in actions.iter().filter(|&&action| self.skipped & bit(action) == 0) {
-            let entry = Entry { addr, size, stamp: self.latest, stream, tag, pool, action };
+            let entry = Entry::new(action, subject, self.latest);
             match self.ring.get_mut(self.next) {
                 Some(place) => *place = entry,
                 None => self.ring.push(entry),

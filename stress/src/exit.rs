@@ -17,7 +17,8 @@ use aquifer_trace::input::InputError;
 pub const CODES: &str = "\
 Exit codes (if several apply, the last one in this list):
   0  success
-  3  out of memory: a request of a replayed program was refused, or no device is large enough
+  3  out of memory: a request of a replayed program was refused, or no device is large enough;
+     explain, advise and report end with 0 then, because it is the answer to what they are asked
   4  an input file cannot be read or is damaged; the other files were processed all the same
   1  a failure at run time: a device that cannot be opened, a driver that fails, output that cannot
      be written, memory that `oom` found damaged or could not get back

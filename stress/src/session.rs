@@ -76,11 +76,14 @@ impl Session {
     /// # Errors
     /// When there is no such device.
     pub fn resizable(global: &Global, command: &str) -> Result<Session, Failure> {
-        if global.device.is_some() {
-            return Session::new(global);
-        }
         let reason = format!("{command} simulates devices of several sizes");
-        Session::of(global, SIMULATED.parse()?).announced(&reason)
+        match &global.device {
+            Some(device) if matches!(device.spec, DeviceSpec::Sim(_)) => {
+                Session::of(global, device.clone()).announced(&format!("as asked for with --device; {reason}"))
+            }
+            Some(_) => Session::new(global),
+            None => Session::of(global, SIMULATED.parse()?).announced(&reason),
+        }
     }
 
     /// The same for a command without a device: none is opened, and none is reported.
@@ -180,12 +183,12 @@ impl Session {
         Ok(Some(Lagged::new(sim.clone(), lag)))
     }
 
-    /// The same session on the default simulated device.
+    /// The same session on the default simulated device, as if the user named none.
     ///
     /// # Errors
     /// When it cannot be opened.
-    pub fn simulated(&self) -> Result<Session, Failure> {
-        Session::new(&Global { device: Some(SIMULATED.parse()?), ..self.global.clone() })
+    pub fn simulated(&self, command: &str) -> Result<Session, Failure> {
+        Session::resizable(&Global { device: None, ..self.global.clone() }, command)
     }
 
     /// The same session on a simulated device without memory of other programs. `None` if there is

@@ -280,7 +280,8 @@ pub struct Config {
     /// A file to which a snapshot of the memory is saved when a request is first refused for lack
     /// of memory; `None`, the default, is off. Its ending names the format, as for
     /// [`Snapshot::save`](crate::Snapshot::save). The file names of devices other than the first
-    /// have their ordinal before the ending. With `history`, the snapshot has the time before.
+    /// have their ordinal before the ending. The snapshot has the refused request, and with `history`
+    /// the time before; [`OomReport::snapshot`](crate::OomReport::snapshot) says whether it was saved.
     /// Option `oom_snapshot`.
     pub oom_snapshot: Option<PathBuf>,
     /// Where names of allocations come from. Option `tags`.

@@ -9,7 +9,7 @@ use crate::allocator::Allocator;
 use crate::core::Core;
 use crate::core::heap::{self, Passed, State};
 use crate::core::paged::granules::POOL;
-use crate::history::{Action, Entry, History, Subject};
+use crate::history::{Action, Entry, History, Stamp, Subject};
 use crate::size_class::PoolKind;
 use crate::tags::Tag;
 use crate::types::StreamId;
@@ -59,6 +59,16 @@ impl Allocator {
             host_segments: &[],
             host_traces: &[],
         }
+    }
+}
+
+impl Snapshot {
+    /// Adds a request that was just refused, unless a refusal is in the history.
+    pub(crate) fn with_refusal(mut self, refused: Subject) -> Snapshot {
+        let trace = self.device_traces.last_mut().filter(|trace| trace.iter().all(|entry| entry.action != Action::Oom));
+        let entry = Entry::new(Action::Oom, refused, Stamp::now());
+        trace.into_iter().for_each(|trace| trace.push(trace_entry(&entry, &mut Names::default())));
+        self
     }
 }
 

@@ -1,13 +1,11 @@
 //! `advise`: what would help a recorded program.
 
-use aquifer_trace::profile::Profile;
-
 use crate::cli::AdviseArgs;
 use crate::commands::story::Story;
 use crate::commands::study::advice::advise;
 use crate::commands::study::answers::{headline_of, of_recording};
 use crate::commands::study::rows::Advice;
-use crate::commands::study::{Case, Study, asked_bytes};
+use crate::commands::study::{Asked, Case, Study};
 use crate::commands::{all_programs, failed, on_simulator};
 use crate::exit::{Failure, Outcome};
 use crate::map::Style;
@@ -25,13 +23,15 @@ pub fn run(session: &Session, args: &AdviseArgs) -> Result<Outcome, Failure> {
     let session = simulated.as_ref().unwrap_or(session);
     let mut outcome = Outcome::Done;
     for (name, program) in &all_programs(session, &args.recordings.files, &mut outcome) {
-        match Study::of(session, name, program, Profile::of(program), 0) {
+        let study = Asked::of(session, program).and_then(|asked| Study::of(session, name, program, asked, 0));
+        match study {
             Ok(study) => {
                 let advice = advise(session, name, program, &study);
-                let profile = &study.profile;
-                let answers = of_recording(program, profile, asked_bytes(session));
-                session.show(format_args!("{name} {}\n", headline_of(program, profile)))?;
-                Story::new(session, true).answers(&answers[..if program.recorded.oom().is_some() { 3 } else { 1 }])?;
+                let (profile, asked) = (&study.profile, study.asked.as_ref());
+                let answers = of_recording(program, profile, asked);
+                session.show(format_args!("{name} {}\n", headline_of(program, profile, asked)))?;
+                let is_refused = program.recorded.oom().is_some() || asked.is_some_and(|asked| asked.refused.is_some());
+                Story::new(session, true).answers(&answers[..if is_refused { 3 } else { 1 }])?;
                 for advice in &advice {
                     session.row(&Advised { trace: name.clone(), advice: advice.clone() })?;
                 }

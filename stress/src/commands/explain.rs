@@ -12,7 +12,7 @@ use crate::commands::story::Story;
 use crate::commands::study::advice::advise;
 use crate::commands::study::answers::{headline_of, of_recording, of_replays, too_large};
 use crate::commands::study::rows::{Advice, Allocator, Answer, Oom};
-use crate::commands::study::{Case, Exhausted, SPLITTING, Study, asked_bytes, more_than, tight};
+use crate::commands::study::{Asked, Case, Exhausted, SPLITTING, Study, more_than, tight};
 use crate::commands::{failed, jobs, on_simulator, ratio};
 use crate::exit::{Failure, Outcome};
 use crate::row::{Row, row};
@@ -42,11 +42,11 @@ pub fn run(session: &Session, args: &ExplainArgs) -> Result<Outcome, Failure> {
                 session.show(format_args!("{name} never uses memory.\n"))?;
                 continue;
             }
-            let profile = Profile::of(program);
-            if let [_] = &programs[..] {
-                usage(&story, name, program, &profile)?;
+            let known = Asked::of(session, program);
+            if let ([_], Ok((profile, asked))) = (&programs[..], &known) {
+                usage(&story, name, program, profile, asked.as_ref())?;
             }
-            match Study::of(session, name, program, profile, 0) {
+            match known.and_then(|known| Study::of(session, name, program, known, 0)) {
                 Ok(study) => studies.push((&**name, program, study)),
                 Err(failure) => failed(session, name, &failure, &mut outcome),
             }
@@ -70,7 +70,7 @@ row! {
         trace: String => ["program"],
         /// allocations, frees and uses on other streams
         events: u64,
-        /// number of streams
+        /// number of streams that it uses
         streams: usize,
         /// in a sentence each: what ran out, when, who held it, where in the code, what is not recorded, and
         /// then what replays say: what fits, what to change, what a step costs, which card
@@ -82,7 +82,8 @@ row! {
         peak_event: u64,
         /// the blocks live then
         peak_blocks: u64,
-        /// groups of these blocks, or of those that were live when the recorded request was refused
+        /// groups of these blocks, or of those that were live when a request was refused: on the device
+        /// of --device, or else in the recording
         alive: Vec<Alive>,
         /// what allocators make of the program
         allocators: Vec<Allocator>,
@@ -126,13 +127,13 @@ pub(crate) fn help() -> String {
     [Explained::help(), Answer::help(), Alive::help(), Allocator::help(), Oom::help(), Owned::help()].join("\n")
 }
 
-fn row(session: &Session, name: &str, program: &Program, study: &Study) -> Explained {
+fn row(name: &str, program: &Program, study: &Study) -> Explained {
     let Peak { event, bytes, blocks, .. } = study.profile.peak;
     Explained {
         trace: name.to_owned(),
         events: study.profile.buckets.events,
-        streams: program.streams.len(),
-        answers: of_recording(program, &study.profile, asked_bytes(session)),
+        streams: program.streams_used(),
+        answers: of_recording(program, &study.profile, study.asked.as_ref()),
         peak_requested_bytes: bytes,
         peak_event: event,
         peak_blocks: blocks,
@@ -172,8 +173,7 @@ fn alive(grouping: &Grouping, peak: u64) -> impl Iterator<Item = Alive> {
 /// Prints the programs of a file or folder, which are the ranks of a job: all in a table, and the
 /// one that needs most in detail. `with_usage` is false if what it uses was already printed.
 fn job(story: &Story<'_>, studies: &[(&str, &Program, Study)], with_usage: bool) -> Result<(), Failure> {
-    let mut rows: Vec<Explained> =
-        studies.iter().map(|(name, program, study)| row(story.session, name, program, study)).collect();
+    let mut rows: Vec<Explained> = studies.iter().map(|(name, program, study)| row(name, program, study)).collect();
     let needs = |row: &Explained| (row.usual_device.unwrap_or(u64::MAX), row.peak_requested_bytes);
     let Some(most) = (0..rows.len()).max_by_key(|&index| needs(&rows[index])) else { return Ok(()) };
     let (name, program, study) = &studies[most];
@@ -190,7 +190,7 @@ fn job(story: &Story<'_>, studies: &[(&str, &Program, Study)], with_usage: bool)
     }
     rows.iter().try_for_each(|row| story.session.row(row))?;
     if with_usage {
-        usage(story, name, program, &study.profile)?;
+        usage(story, name, program, &study.profile, study.asked.as_ref())?;
     }
     detail(story, program, study, &rows[most], &replayed)
 }
@@ -237,13 +237,20 @@ fn detail(
 }
 
 /// What the recording says, and what lay where at the end of a snapshot.
-fn usage(story: &Story<'_>, name: &str, program: &Program, profile: &Profile) -> Result<(), Failure> {
-    story.heading(&format!("{name} {}", headline_of(program, profile)))?;
+fn usage(
+    story: &Story<'_>,
+    name: &str,
+    program: &Program,
+    profile: &Profile,
+    asked: Option<&Asked>,
+) -> Result<(), Failure> {
+    story.heading(&format!("{name} {}", headline_of(program, profile, asked)))?;
     if let Some((_, what)) = program.headers.iter().find(|(key, _)| key == "what") {
         story.say(&format!("It is {what}."))?;
     }
-    story.answers(&of_recording(program, profile, asked_bytes(story.session)))?;
-    story.session.show(if program.recorded.oom().is_some() { "Live at the refusal:" } else { "Live then:" })?;
+    story.answers(&of_recording(program, profile, asked))?;
+    let is_refused = program.recorded.oom().is_some() || asked.is_some_and(|asked| asked.refused.is_some());
+    story.session.show(if is_refused { "Live at the refusal:" } else { "Live then:" })?;
     let bytes = profile.moment.bytes;
     profile.groups.iter().try_for_each(|grouping| list(story, grouping, bytes))?;
     if program.memory.is_empty() {

@@ -173,8 +173,7 @@ fn on_simulator(session: &Session, command: &str) -> Result<Option<Session>, Fai
     if session.sim().is_some() {
         return Ok(None);
     }
-    session.message(format_args!("{command} simulates devices of several sizes"));
-    Ok(Some(session.simulated()?.for_measuring()))
+    Ok(Some(session.simulated(command)?.for_measuring()))
 }
 
 /// The files in a folder, by name, where numbers in names are in numerical order, without hidden

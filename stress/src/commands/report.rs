@@ -4,17 +4,16 @@
 use std::path::Path;
 
 use aquifer_trace::input::Program;
-use aquifer_trace::profile::{Buckets, Grouping, Peak, Profile, Range};
+use aquifer_trace::profile::{Buckets, Grouping, Peak, Range};
 use aquifer_trace::{Figures, Map};
 use serde::Serialize;
 
 use crate::cli::ReportArgs;
 use crate::commands::study::advice::advise;
 use crate::commands::study::answers::{headline_of, of_recording, of_replays, too_large};
-use crate::commands::study::asked_bytes;
 use crate::commands::study::rows::{self, Advice, Answer};
 use crate::commands::study::sampled::Space;
-use crate::commands::study::{Exhausted, Study};
+use crate::commands::study::{Asked, Exhausted, Study};
 use crate::commands::{failed, jobs, on_simulator};
 use crate::exit::{Failure, Outcome};
 use crate::output;
@@ -39,9 +38,6 @@ const REFUSALS: usize = 1000;
 struct Data<'a> {
     format: u32,
     title: &'a str,
-    subtitle: &'a str,
-    answers: Vec<Answer>,
-    headline: String,
     facts: Vec<(&'static str, String)>,
     notes: Vec<&'a String>,
     buckets: &'a Buckets,
@@ -52,7 +48,6 @@ struct Data<'a> {
     groups: &'a [Grouping],
     allocators: Vec<Allocator<'a>>,
     oom: Option<Oom<'a>>,
-    advice: &'a [Advice],
 }
 
 #[derive(Debug, Serialize)]
@@ -115,30 +110,70 @@ pub(super) fn write(session: &Session, programs: &[Program], path: &Path) -> Res
     Ok(outcome)
 }
 
-/// The page of these programs, whose data are JSON texts.
-fn page(programs: &[String]) -> String {
-    // No text in the data can end the script that holds them.
-    let data = format!("[{}]", programs.join(",")).replace('<', "\\u003c");
+/// The page of these programs, of which each has a head as HTML and data as JSON.
+fn page(programs: &[(String, String)]) -> String {
+    let (heads, data): (Vec<&str>, Vec<&str>) = programs.iter().map(|(head, data)| (&**head, &**data)).unzip();
+    // No text in the data can end the script that holds them, or be the place of the heads.
+    let data = format!("[{}]", data.join(",")).replace('<', "\\u003c");
     let charts = CHARTS.iter().fold(PAGE.to_owned(), |page, (place, text)| page.replacen(place, text, 1));
-    charts.replacen("/*DATA*/", &data, 1)
+    charts.replacen("/*DATA*/", &data, 1).replacen("<!--HEADS-->", &heads.join("\n"), 1)
 }
 
-/// The data of a program, as JSON.
-fn data(session: &Session, program: &Program) -> Result<String, Failure> {
+/// The head of a program: what it is, answers and advice. It is read without JavaScript, too.
+fn head(title: &str, subtitle: &str, answers: &[Answer], advice: &[Advice]) -> String {
+    let [title, subtitle] = [title, subtitle].map(html);
+    let answers = answers.iter().map(|Answer { question, answer }| {
+        format!("<div><dt>{}</dt><dd>{}</dd></div>\n", html(question), html(answer))
+    });
+    let answers: String = answers.collect();
+    let advice = advice.iter().map(|Advice { title, text, saves, .. }| {
+        let saves = saves.filter(|&bytes| bytes > 0);
+        let saves = saves.map(|bytes| format!(" <span class=\"soft\">({} less held)</span>", Bytes(bytes)));
+        format!("<li><b>{}</b><br>{}{}</li>\n", html(title), html(text), saves.unwrap_or_default())
+    });
+    let advice: String = advice.collect();
+    let list =
+        if advice.is_empty() { advice } else { format!("<h2>Advice</h2>\n<ul class=\"advice\">\n{advice}</ul>\n") };
+    format!(
+        "<header>\n<h1>{title}</h1>\n<p class=\"soft\">{subtitle}</p>\n<dl class=\"answers\">\n{answers}</dl>\n{list}</header>"
+    )
+}
+
+/// A text as HTML, with code between backquotes. Long options may break.
+fn html(text: &str) -> String {
+    let (mut html, mut in_code, mut chars) = (String::new(), false, text.chars().peekable());
+    while let Some(char) = chars.next() {
+        match char {
+            '&' => html.push_str("&amp;"),
+            '<' => html.push_str("&lt;"),
+            '`' => {
+                html.push_str(if in_code { "</code>" } else { "<code>" });
+                in_code = !in_code;
+            }
+            _ => html.push(char),
+        }
+        if "_:,=".contains(char) && chars.peek().is_some_and(|next| next.is_alphanumeric()) {
+            html.push_str("<wbr>");
+        }
+    }
+    html + if in_code { "</code>" } else { "" }
+}
+
+/// The head of a program, and its data as JSON.
+fn data(session: &Session, program: &Program) -> Result<(String, String), Failure> {
     let name = &program.name;
-    let study = Study::of(session, name, program, Profile::of(program), MAPS)?;
+    let study = Study::of(session, name, program, Asked::of(session, program)?, MAPS)?;
     let advice = if program.has_history { advise(session, name, program, &study) } else { Vec::new() };
-    let mut answers = of_recording(program, &study.profile, asked_bytes(session));
+    let mut answers = of_recording(program, &study.profile, study.asked.as_ref());
     answers.extend(of_replays(program, &study, &advice));
     let header = |key: &str| program.headers.iter().find(|(known, _)| known == key).map_or("", |(_, value)| value);
+    let title = format!("{name} {}", headline_of(program, &study.profile, study.asked.as_ref()));
+    let head = head(&title, header("what"), &answers, &advice);
     let none = Range::default();
     let recorded = (!program.memory.is_empty()).then(|| recorded(program, &study, &none));
     let data = Data {
         format: 1,
         title: name,
-        subtitle: header("what"),
-        answers,
-        headline: headline_of(program, &study.profile),
         facts: facts(program, &study),
         notes: program.notes.iter().chain(&study.notes).collect(),
         buckets: &study.profile.buckets,
@@ -162,9 +197,9 @@ fn data(session: &Session, program: &Program) -> Result<String, Failure> {
             .chain(recorded)
             .collect(),
         oom: study.exhausted.as_ref().map(|exhausted| oom(&study, exhausted)),
-        advice: &advice,
     };
-    serde_json::to_string(&data).map_err(|error| Failure::Output(error.into()))
+    let data = serde_json::to_string(&data).map_err(|error| Failure::Output(error.into()))?;
+    Ok((head, data))
 }
 
 /// The allocator of a snapshot, of which only the end is known.
@@ -191,7 +226,7 @@ fn facts(program: &Program, study: &Study) -> Vec<(&'static str, String)> {
     let mut facts = vec![
         ("Events", study.profile.buckets.events.to_string()),
         ("Allocations", program.allocs().to_string()),
-        ("Streams", program.streams.len().to_string()),
+        ("Streams", program.streams_used().to_string()),
         ("Most requested", Bytes(study.profile.peak.bytes).to_string()),
     ];
     facts.extend(program.refused().map(|bytes| ("Refused at the end, counted as served", Bytes(bytes).to_string())));
@@ -229,7 +264,7 @@ mod tests {
 
     #[test]
     fn the_page_holds_the_data_and_nothing_in_them_ends_it() {
-        let text = "# name: </script><b>\na 1 5000000 0\na 2 3000000 3\nf 1 0\nf 2 3\n";
+        let text = "# name: </script><b>/*DATA*/\na 1 5000000 0\na 2 3000000 3\nf 1 0\nf 2 3\n";
         let program = &input::read("p.trace".as_ref(), text.as_bytes()).unwrap()[0];
         let session = Session::new(&Global { device: Some("sim:1GiB".parse().unwrap()), ..Global::default() }).unwrap();
         let data = data(&session.for_measuring(), program).unwrap();
@@ -237,11 +272,14 @@ mod tests {
         for (place, _) in CHARTS {
             assert!(!page.contains(place), "{place}");
         }
-        assert!(!page.contains("/*DATA*/") && !page.contains("</script><b>"));
+        assert!(!page.contains("</script><b>") && !page.contains("<!--HEADS-->"));
+        let (shown, _) = page.split_once("<script").unwrap();
+        assert_eq!(shown.matches("<h1>&lt;/script>&lt;b>/*DATA*/ uses at most 7.63 MiB").count(), 2);
+        assert_eq!(shown.matches("<dt>").count(), 2 * 9, "the nine answers of both stand in the page itself");
         let from = page.find("id=\"data\">").unwrap() + "id=\"data\">".len();
         let to = from + page[from..].find("</script>").unwrap();
         let read: serde_json::Value = serde_json::from_str(&page[from..to]).unwrap();
-        assert_eq!(read[1]["title"], "</script><b>");
+        assert_eq!(read[1]["title"], "</script><b>/*DATA*/");
         assert_eq!(read[0]["peak"]["bytes"], 8_000_000);
         assert_eq!(read[0]["allocators"].as_array().unwrap().len(), 3);
         assert_eq!(read[0]["allocators"][0]["space"]["rows"][1].as_str().unwrap().len(), 1536);

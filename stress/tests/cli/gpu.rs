@@ -53,6 +53,10 @@ fn commands_with_devices_of_several_sizes_simulate_them_by_default() {
     let output = driver.run(&["demo", "--device", "cuda:0"]);
     assert_eq!(output.status.code(), Some(0), "{}", errors(&output));
     assert!(errors(&output).contains("demo simulates devices"), "{}", errors(&output));
+    // The default size is no device that was asked for.
+    let row = &rows_of(0, &driver.run(&["explain", "--json", "--device", "cuda:0", &file]))[0];
+    let answer = row["answers"][0]["answer"].as_str().unwrap();
+    assert!(answer.starts_with("In the recording, no request was refused."), "{answer}");
 }
 
 /// A GPU has one size, so limits replace smaller ones. The result is that of simulated devices.

@@ -75,6 +75,10 @@ fn a_snapshot_of_several_runs_is_refused() {
             &[&["replay", &trace][..], &both].concat(),
             "--snapshot takes one program and one --config, not 2 of --config",
         ),
+        (
+            &["replay", &trace, "--config", "backing:pytorch"],
+            "--snapshot saves what Aquifer has, and --config 'backing:pytorch' asks for a model of PyTorch's allocator: ",
+        ),
         (&["oom"], "--snapshot takes one --way, not 9"),
     ] {
         let output = stress(&[args, &["--device", "sim:8GiB", "--snapshot", out.to_str().unwrap()]].concat());

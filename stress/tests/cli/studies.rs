@@ -131,6 +131,14 @@ fn advice_for_a_device_that_nothing_fits_on_says_so() {
     assert!(advised(&rows(0, &args)).is_empty());
     let text = String::from_utf8(stress(&args).stdout).unwrap();
     assert!(text.contains("No option of an allocator helps: more is live at once"), "{text}");
+    // A program that does not fit is no failure of the commands that say so.
+    let page = Scratch::new("large.html", b"");
+    for command in [&["report", "-o", page.path()][..], &["explain"]] {
+        let output = stress(&[command, &args[1..]].concat());
+        assert_eq!(output.status.code(), Some(0), "{}", errors(&output));
+        let named = "(as asked for with --device; ";
+        assert!(errors(&output).contains(&format!("{named}{} simulates", command[0])), "{}", errors(&output));
+    }
 }
 
 #[test]
@@ -216,6 +224,28 @@ fn files_that_cannot_be_used_are_errors() {
     assert!(errors(&output).contains("missing/page.html"), "{}", errors(&output));
 }
 
+/// As the option `oom_snapshot` saves it.
+#[test]
+fn a_snapshot_without_history_tells_what_was_refused() {
+    let block = |mib: u64, state: &str| format!("{{\"size\": {}, \"state\": \"{state}\"}}", mib << 20);
+    let blocks = [block(40, "active_allocated"), block(24, "inactive")].join(", ");
+    let text = format!(
+        "{{\"segments\": [{{\"device\": 0, \"address\": 512, \"blocks\": [{blocks}]}}], \"entries_overwritten\": 0, \
+         \"device_traces\": [[{{\"action\": \"oom\", \"device_free\": 0, \"size\": {}, \"stream\": 0}}]]}}",
+        30 << 20
+    );
+    let file = Scratch::new("first.json", text.as_bytes());
+    let text = words(&stress(&["explain", "--ascii", file.path()]));
+    for part in [
+        "was refused 30.00 MiB on 64.00 MiB",
+        "6.00 MiB were lacking, even with all that was free in one piece.",
+        "When At the refusal, when the snapshot was taken: what came before is not known.",
+        "Who held it 40.00 MiB in 1 block. By size: 40.00 MiB in blocks of 32 MiB to 64 MiB.",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+}
+
 #[test]
 fn a_snapshot_without_history_shows_its_segments() {
     let folder = folder("no_history");
@@ -269,7 +299,7 @@ fn refused(name: &str, more: &str) -> Scratch {
         entry("alloc", at(1200, 300)),
         entry("free_requested", at(1200, 300)),
         entry("free_completed", at(1200, 300)),
-        entry("oom", format!("\"device_free\": 0, \"size\": {}", mib(500))),
+        entry("oom", format!("\"device_free\": 0, \"size\": {}, \"user_metadata\": \"scores\"", mib(500))),
     ];
     let block =
         |size, state| format!("{{\"size\": {}, \"state\": \"{state}\", \"user_metadata\": \"model11\"}}", mib(size));
@@ -309,12 +339,24 @@ fn a_recorded_refusal_comes_first_with_advice_for_the_allocator_that_recorded_it
         }
         assert!(!explained.contains("made up") && !explained.contains("without a tag"), "{explained}");
         assert!(explained.contains("Not recorded Other programs on the device, and the time"), "{explained}");
+        assert!(explained.contains("The refused request has the tag scores."), "{explained}");
+        // On a larger device nothing need change.
+        let larger = words(&stress(&["explain", "--ascii", "--device", "sim:2GiB", file.path()]));
+        for part in [
+            "was refused 500.00 MiB on 512.00 MiB, and finishes on 2.00 GiB",
+            "nothing on a device of 2.00 GiB. In the recording, the program was refused 500.00 MiB on a device with",
+            "What to change Nothing: it finishes on 2.00 GiB with ",
+        ] {
+            assert!(larger.contains(part), "{part}: {larger}");
+        }
+        assert!(!larger.contains("Free at least"), "{larger}");
         let row = &rows(0, &["explain", file.path()])[0];
         let questions = row["answers"].as_array().unwrap().iter().map(|answer| answer["question"].as_str().unwrap());
         let asked =
             ["What ran out", "When", "Who held it", "Where in the code", "Not recorded", "What fits", "What to change"];
         assert!(questions.eq(asked.into_iter().chain(["What a step costs", "Which card"])), "{row}");
         assert_eq!((bytes(&row["oom"], "device_bytes"), &row["oom"]["is_made_up"]), (512 << 20, &false.into()));
+        assert_eq!(row["streams"], 1);
         let page = Scratch::new("refused.html", b"");
         assert_eq!(stress(&["report", "-o", page.path(), file.path()]).status.code(), Some(0));
         assert!(std::fs::read_to_string(page.path()).unwrap().contains("64.00 MiB were lacking"));
@@ -335,21 +377,31 @@ fn a_newcomer_finds_each_answer_once() {
     };
     assert_eq!(answers.len(), 9);
     // Blocks without a tag hold most: that is no name.
-    assert!(answer("Where in the code").ends_with("The tag with most memory is tag 30."));
+    assert!(answer("What ran out").starts_with("As replayed with PyTorch, the program was refused 172.00 MiB on a"));
+    assert!(answer("What ran out").contains("Enough was free, but not for this request"));
+    assert_eq!(answer("When"), "At event 1312 of 1679.");
+    assert!(answer("Where in the code").ends_with("The tag with most memory is tag 24."));
     assert!(answer("Who held it").ends_with("The program itself names memory by numbers, as of its steps."));
     assert!(answer("Not recorded").starts_with("The size of the device; "));
     let change = answer("What to change");
     assert!(change.contains("The smallest device has ") && change.contains(" instead of "), "{change}");
     let fits = answer("What fits");
     assert!(fits.contains(" GiB with PyTorch; ") && fits.contains("On 7.13 GiB it finishes with "), "{fits}");
-    assert!(answer("What a step costs").ends_with(" with that change."), "PyTorch refused a request: {row}");
+    let costs = answer("What a step costs");
+    assert!(costs.starts_with("Driver calls take, as modelled on a simulated H100 7.13 GiB: "), "{costs}");
+    assert!(costs.contains(" in each later one with PyTorch, expandable segments. A pass is one run"), "{costs}");
 }
 
 #[test]
 fn a_program_that_is_too_large_is_told_by_how_much() {
     let file = data("fsdp_start.trace");
     let text = words(&stress(&["explain", "--ascii", "--device", "sim:1GiB", &file]));
-    assert!(text.contains("6.89 GiB are live at once, 5.89 GiB more than the device of 1.00 GiB has"), "{text}");
+    for part in [
+        "6.89 GiB are live at once, 5.89 GiB more than the device of 1.00 GiB has",
+        "When At event 11 of 1680, in iteration 0. Who held it 965.04 MiB in 10 blocks.",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
     let replayed = stress(&["replay", "--device", "sim:1GiB", "--repeat", "1", "--config", "backing:pytorch", &file]);
     assert!(
         errors(&replayed).contains("5.89 GiB more than the device of 1.00 GiB has. By size: "),

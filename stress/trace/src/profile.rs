@@ -71,7 +71,7 @@ impl Buckets {
 }
 
 /// A moment of a program, as that when it had requested most.
-#[derive(Debug, Clone, Copy, Default, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[expect(missing_docs, reason = "named by the type")]
 pub struct Peak {
     pub bucket: usize,
@@ -114,6 +114,15 @@ pub struct Grouping {
     pub rows: Vec<Group>,
 }
 
+impl Grouping {
+    /// Whether all names that the program gave are numbers, as of its steps.
+    pub fn has_numbers(&self) -> bool {
+        let is_number = |name: &str| name.strip_prefix(NUMBER).is_some_and(|rest| rest.parse::<f64>().is_ok());
+        let mut names = self.rows.iter().map(|row| &*row.name).filter(|&name| name != OTHERS && name != WITHOUT_TAG);
+        self.by == Tags::BY && names.all(is_number)
+    }
+}
+
 /// A program's own use of memory.
 #[derive(Debug, Clone, Serialize)]
 pub struct Profile {
@@ -123,10 +132,9 @@ pub struct Profile {
     pub requested: Range,
     /// Where it is highest, with requests that were refused at the end.
     pub peak: Peak,
-    /// When groups are compared: at the refusal that the recording tells of, without the refused
-    /// request, or else at the peak.
+    /// When groups are compared: at a refusal, without the refused request, or else at the peak.
     pub moment: Peak,
-    /// The groupings that say something about this program.
+    /// The groupings that say something about this program, the one that says most first.
     pub groups: Vec<Grouping>,
 }
 
@@ -136,14 +144,24 @@ fn events(program: &Program) -> impl Iterator<Item = &Event> {
 }
 
 impl Profile {
-    /// The profile of a program.
+    /// The profile of a program. Its moment is the refusal that the recording tells of, if there is
+    /// one.
     pub fn of(program: &Program) -> Profile {
+        Profile::with(program, program.recorded.oom(), None)
+    }
+
+    /// The same with the moment before an event, which is numbered from 1.
+    pub fn before(program: &Program, event: u64) -> Profile {
+        Profile::with(program, None, Some(event))
+    }
+
+    fn with(program: &Program, oom: Option<&RecordedOom>, before: Option<u64>) -> Profile {
         let mut buckets = Buckets::new(program);
         let mut requested = Range::new(buckets.n);
         let mut iterations = vec![0; buckets.n];
         let (mut sizes, mut live, mut blocks, mut iteration, mut event) = (vec![0; program.slots as usize], 0, 0, 0, 0);
         let mut peak = Peak::default();
-        let (oom, mut moment) = (program.recorded.oom(), None);
+        let mut moment = None;
         for found in &program.events {
             match *found {
                 Event::Alloc { slot, bytes, .. } => {
@@ -175,8 +193,11 @@ impl Profile {
                 let replayed = if *is_last { (*bytes, 1) } else { (0, 0) };
                 moment = Some(Peak { bytes: live - replayed.0, blocks: blocks - replayed.1, ..now });
             }
+            if before == Some(event + 1) {
+                moment = Some(now);
+            }
         }
-        let moment = if oom.is_some() { moment.unwrap_or_default() } else { peak };
+        let moment = if oom.is_some() || before.is_some() { moment.unwrap_or_default() } else { peak };
         if moment.event > 0 && moment.bucket != peak.bucket {
             buckets.at[moment.bucket] = moment.event;
         }
@@ -184,14 +205,17 @@ impl Profile {
             buckets.iteration = Some(iterations);
         }
         let mut groups = Vec::new();
-        if program.sites.iter().any(|site| site.tag != 0) {
-            groups.push(grouping(program, &buckets, moment, &Tags(&program.labels)));
-        }
         if program.sites.iter().any(|site| site.stack != 0) {
             groups.push(grouping(program, &buckets, moment, &Stacks(&program.labels)));
         }
+        if program.sites.iter().any(|site| site.tag != 0) {
+            let tags = grouping(program, &buckets, moment, &Tags(&program.labels));
+            // Names that the program gave say more than places in its code, and numbers less.
+            let place = if tags.has_numbers() { groups.len() } else { 0 };
+            groups.insert(place, tags);
+        }
         groups.push(grouping(program, &buckets, moment, &Sizes));
-        if program.streams.len() > 1 {
+        if program.streams_used() > 1 {
             groups.push(grouping(program, &buckets, moment, &Streams(&program.streams)));
         }
         Profile { buckets, requested, peak, moment, groups }
@@ -214,6 +238,9 @@ trait Key {
     }
 }
 
+/// What stands before a tag that is a number, which alone would be read as a figure.
+const NUMBER: &str = "tag ";
+
 struct Tags<'a>(&'a Labels);
 struct Stacks<'a>(&'a Labels);
 struct Sizes;
@@ -229,8 +256,7 @@ impl Key for Tags<'_> {
 
     fn names(&self, keys: &[u64]) -> Vec<String> {
         let text = |key: u64| u32::try_from(key).ok().and_then(|tag| self.0.text(tag));
-        // A number alone would be read as a figure.
-        let name = |text: &str| if text.parse::<f64>().is_ok() { format!("tag {text}") } else { text.to_owned() };
+        let name = |text: &str| if text.parse::<f64>().is_ok() { format!("{NUMBER}{text}") } else { text.to_owned() };
         keys.iter().map(|&key| text(key).map_or_else(|| WITHOUT_TAG.to_owned(), name)).collect()
     }
 }
@@ -490,6 +516,32 @@ mod tests {
         let named = |names: &[&str]| distinct(names.iter().map(|&name| name.to_owned()).collect());
         assert_eq!(named(&["a", "b", "a", "a (2)", "a"]), ["a", "b", "a (2)", "a (2) (2)", "a (3)"]);
         assert_eq!(named(&[]), [""; 0]);
+    }
+
+    #[test]
+    fn names_come_before_places_and_numbers_after_them() {
+        let groups = |tag: &str| {
+            let frame = r#"{"name": "forward", "filename": "train.py", "line": 7}"#;
+            let text = format!(
+                r#"{{"device_traces": [[{{"action": "alloc", "addr": 512, "size": 100, "frames": [{frame}],
+                "user_metadata": "{tag}"}}, {{"action": "alloc", "addr": 1024, "size": 100}}]]}}"#
+            );
+            let profile = Profile::of(&input::read("p.json".as_ref(), text.as_bytes()).unwrap()[0]);
+            profile.groups.iter().map(|group| (group.by, group.has_numbers())).collect::<Vec<_>>()
+        };
+        assert_eq!(groups("weights"), [("tag", false), ("stack", false), ("size", false)]);
+        assert_eq!(groups("12"), [("stack", false), ("tag", true), ("size", false)]);
+    }
+
+    #[test]
+    fn the_moment_may_be_that_before_an_event() {
+        let text = "i 1\na 1 1000 0\na 2 3000 7\nf 2 7\na 3 500 0\n";
+        let programs = input::read("p.trace".as_ref(), text.as_bytes()).unwrap();
+        let profile = Profile::before(&programs[0], 4);
+        assert_eq!((profile.peak.event, profile.moment.event, profile.moment.bytes), (2, 3, 1000));
+        assert_eq!(profile.groups[0].rows.iter().map(|row| row.peak_bytes).sum::<u64>(), 1000);
+        assert_eq!(Profile::before(&programs[0], 1).moment, Peak::default(), "nothing was live");
+        assert_eq!((programs[0].streams.len(), programs[0].streams_used()), (2, 2));
     }
 
     #[test]

@@ -266,12 +266,12 @@ fn the_first_refusal_saves_a_snapshot_if_asked_to() {
     let asked = folder.join(&name).with_extension("json");
     let bench = Bench::new(64 * MIB, &format!("history:100,oom_snapshot:{}", asked.display()));
     let path = match bench.device.info().ordinal {
-        0 => asked,
+        0 => asked.clone(),
         ordinal => folder.join(format!("{name}.{ordinal}.json")),
     };
     let held = bench.alloc(40 * MIB);
     let refuse = || bench.allocator.alloc_bytes(40 * MIB, bench.device.default_stream()).unwrap_err();
-    assert!(refuse().is_out_of_memory());
+    says(refuse().report().unwrap(), &format!("snapshot: saved as {}", path.display()));
     let saved = std::fs::read_to_string(&path).unwrap();
     assert!(
         saved.contains("\"action\":\"oom\"") && saved.contains(&format!("\"requested_size\":{}", 40 * MIB)),
@@ -282,9 +282,30 @@ fn the_first_refusal_saves_a_snapshot_if_asked_to() {
     assert!(!path.exists(), "only the first");
     drop(held);
     bench.assert_returned();
-    // A file that cannot be written changes nothing about the error.
+    // The refused request stands there without a history, too.
+    let bench = Bench::new(64 * MIB, &format!("oom_snapshot:{}", asked.display()));
+    let held = bench.alloc(40 * MIB);
+    let scope = TagScope::new("scores");
+    assert!(bench.allocator.alloc_bytes(30 * MIB, bench.device.default_stream()).unwrap_err().is_out_of_memory());
+    drop(scope);
+    let saved = std::fs::read_to_string(&path).unwrap();
+    let (entry, _) = saved.split_once("\"action\":\"oom\"").unwrap().1.split_once('}').unwrap();
+    assert!(entry.contains(&format!("\"size\":{}", 30 * MIB)) && entry.contains("\"scores\""), "{entry}");
+    std::fs::remove_file(&path).unwrap();
+    drop(held);
+    bench.assert_returned();
+    // The report tells of a file that cannot be written.
     let bench = Bench::new(64 * MIB, "oom_snapshot:/nowhere/at/all.pickle");
-    assert!(bench.allocator.alloc_bytes(GIB, bench.device.default_stream()).unwrap_err().report().is_some());
+    let observed = Arc::new(Mutex::new(String::new()));
+    let _observer = bench.allocator.observe_oom({
+        let observed = observed.clone();
+        move |report| *observed.lock().unwrap() = report.to_string()
+    });
+    let report = refused(&bench, GIB);
+    assert!(matches!(&report.snapshot, Some(Err(aquifer_allocator::snapshot::SaveError::Create { .. }))), "{report}");
+    says(&report, "snapshot: cannot save a snapshot as /nowhere/at/all");
+    assert_eq!(*observed.lock().unwrap(), report.to_string());
+    assert!(refused(&bench, GIB).snapshot.is_none(), "only the first");
     let held = bench.alloc(40 * MIB);
     drop(held);
     bench.assert_returned();

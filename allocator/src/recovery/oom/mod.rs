@@ -2,7 +2,7 @@
 //! from it (`seen.rs`), and the words of what helps (`advice.rs`).
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use aquifer_device::MemoryInfo;
@@ -19,6 +19,7 @@ use crate::error::AllocError;
 use crate::history::{Action, Subject};
 use crate::open::trim_others;
 use crate::size_class;
+use crate::snapshot::SaveError;
 use crate::types::Request;
 
 pub(crate) mod advice;
@@ -157,26 +158,30 @@ pub(crate) fn out_of_memory(allocator: &Allocator, request: &Request, tried: Tri
     report.advise(from_blocks, &held, allocator.config().fail_fast);
     let OomReport { stream_id: stream, requested, allocated, reserved, .. } = report;
     tracing::debug!(target: "aquifer::oom", stream, requested, allocated, reserved, "out of memory");
-    allocator.hooks().notify(&report);
     if let Some(path) = &allocator.config().oom_snapshot
         && allocator.hooks().is_first_refusal()
     {
-        save_snapshot(allocator, path, report.device);
+        report.snapshot = Some(save_snapshot(allocator, path, report.device, subject));
     }
+    allocator.hooks().notify(&report);
     AllocError::OutOfMemory(Box::new(report))
 }
 
-/// Saves a snapshot for the option `oom_snapshot`. A failure is only reported to `tracing`: the
-/// caller has an error already.
-fn save_snapshot(allocator: &Allocator, path: &Path, device: u32) {
+/// Saves a snapshot for the option `oom_snapshot`, with the refused request. Returns the path of
+/// the file.
+fn save_snapshot(allocator: &Allocator, path: &Path, device: u32, refused: Subject) -> Result<PathBuf, SaveError> {
     let path = match path.extension() {
         Some(ending) if device > 0 => path.with_extension(format!("{device}.{}", ending.to_string_lossy())),
         _ => path.to_owned(),
     };
-    match allocator.snapshot().save(&path) {
+    match allocator.snapshot().with_refusal(refused).save(&path) {
         Ok(()) => tracing::info!(target: "aquifer::oom", path = %path.display(), "snapshot saved"),
-        Err(error) => tracing::warn!(target: "aquifer::oom", %error, "the snapshot could not be saved"),
+        Err(error) => {
+            tracing::warn!(target: "aquifer::oom", %error, "the snapshot could not be saved");
+            return Err(error);
+        }
     }
+    Ok(path)
 }
 
 /// Advice to let streams reuse each other's blocks, if another one has a free block for the

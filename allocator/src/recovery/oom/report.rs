@@ -1,6 +1,7 @@
 //! The report: facts about the request and the memory at that time, and how they are written.
 
 use std::fmt;
+use std::path::PathBuf;
 
 use aquifer_device::MemoryInfo;
 
@@ -8,6 +9,7 @@ use crate::accounting::attribution::{Attribution, write_holders};
 use crate::core::limits::Refusal;
 use crate::format::{Bytes, Exactly};
 use crate::recovery::oom::advice::Advice;
+use crate::snapshot::SaveError;
 
 /// Why a request could not be served. All sizes are bytes.
 ///
@@ -105,6 +107,9 @@ pub struct OomReport {
     pub launched_pool: Option<(u64, u64)>,
     /// Bytes that idle graphs have lent, in all.
     pub lent_by_graphs: u64,
+    /// The file of the snapshot that the option `oom_snapshot` saved, or why it was not saved; `None`
+    /// unless this is the first refused request.
+    pub snapshot: Option<Result<PathBuf, SaveError>>,
     /// What helps, most helpful first. Where one alone gives too little, several together may give
     /// enough.
     pub advice: Vec<Advice>,
@@ -214,6 +219,11 @@ impl OomReport {
                 Some(tag) => write!(f, "\n  live: {} {tag:?}", Bytes(*bytes))?,
                 None => write!(f, "\n  live: {} (without a tag)", Bytes(*bytes))?,
             }
+        }
+        match &self.snapshot {
+            Some(Ok(path)) => write!(f, "\n  snapshot: saved as {}", path.display())?,
+            Some(Err(error)) => write!(f, "\n  snapshot: {error}")?,
+            None => {}
         }
         for advice in &self.advice {
             write!(f, "\n  try: {advice}")?;

@@ -35,8 +35,7 @@ const SPARE_PERCENT: u64 = 2;
 /// standard output cannot be written.
 pub fn run(session: &Session, args: &DemoArgs) -> Result<Outcome, Failure> {
     if session.sim().is_none() {
-        session.message("demo simulates devices of several sizes");
-        return run(&session.simulated()?, args);
+        return run(&session.simulated("demo")?, args);
     }
     if let Some(alone) = session.without_other_programs() {
         // The devices are as large as the demonstration needs, so memory of other programs would

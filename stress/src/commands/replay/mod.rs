@@ -39,6 +39,13 @@ pub fn run(session: &Session, args: &ReplayArgs) -> Result<Outcome, Failure> {
         let given = if files > 1 { format!("{files} files") } else { format!("{configs} of --config") };
         return Err(Failure::Usage(format!("--snapshot takes one program and one --config, not {given}")));
     }
+    if let Some(config) = session.configs().iter().find(|config| args.snapshot.is_some() && config.pytorch.is_some()) {
+        return Err(Failure::Usage(format!(
+            "--snapshot saves what Aquifer has, and --config '{}' asks for a model of PyTorch's allocator: use --snapshot \
+             with options of Aquifer, or leave it out; report makes a page of what PyTorch's allocator holds",
+            config.text
+        )));
+    }
     let beside = Beside { yardstick: args.yardstick, driver_pool: args.driver_pool };
     let mut outcome = Outcome::Done;
     let programs = all_programs(session, &args.recordings.files, &mut outcome);
@@ -230,7 +237,7 @@ row! {
 /// device on which it does.
 fn larger(session: &Session, job: Job<'_>) -> Result<String, Failure> {
     let (name, default) = (job.name, session.device_text());
-    let simulated = if session.sim().is_none() { Some(session.simulated()?.for_measuring()) } else { None };
+    let simulated = if session.sim().is_none() { Some(session.simulated("fit")?.for_measuring()) } else { None };
     let config = job.config.clone().trial();
     let fit = fit_all(simulated.as_ref().unwrap_or(session), &[Job { config: &config, ..job }]).pop().transpose();
     Ok(match fit {

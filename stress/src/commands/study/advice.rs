@@ -38,6 +38,7 @@ const SHOWN_US: f64 = 1e3;
 
 fn figures(case: &Case, before: &Case) -> Option<Figures> {
     Some(Figures {
+        title: case.manager.title(),
         config: case.manager.config.text.clone(),
         options: case.manager.options.clone(),
         peak_reserved_bytes: case.sampled.peak_reserved,
@@ -58,7 +59,8 @@ pub fn advise(session: &Session, name: &str, program: &Program, study: &Study) -
     // What PyTorch's options would do says nothing about a program on another allocator.
     let is_pytorch = matches!(program.recorder, Recorder::PyTorch | Recorder::Unknown);
     let pytorch = PYTORCH_OPTIONS.iter().filter(|_| is_pytorch);
-    let pytorch = pytorch.filter_map(|options| Manager::pytorch(options, "PyTorch", options).ok());
+    let pytorch =
+        pytorch.filter_map(|options| Manager::pytorch(options, &format!("PyTorch with {options}"), options).ok());
     // They would replace the user's options.
     let is_default = study.own().is_some_and(|own| own.manager.options.is_empty());
     let own = OWN_OPTIONS.iter().filter(|_| is_default);
@@ -153,7 +155,7 @@ fn driver_time(case: &Case, usual: &Case) -> Option<String> {
 
 /// What a program that is too large for its device has to free, if there is a device.
 fn free_some(program: &Program, study: &Study) -> Option<Advice> {
-    let oom = program.recorded.oom();
+    let oom = program.recorded.oom().filter(|_| study.asked.is_none());
     let (on, lacks, before) = match (oom, &study.exhausted) {
         (Some(oom), _) => (oom.capacity_bytes()?, lacking(oom, study.profile.moment.bytes)?, Some(oom.bytes)),
         (None, Some(Exhausted { oom, .. })) => {
@@ -414,6 +416,7 @@ fn many_sizes(program: &Program, usual: &Case, pytorch: &[&Case]) -> Option<Advi
 
 #[cfg(test)]
 mod tests {
+    use super::super::Asked;
     use super::super::sampled::sample;
     use super::*;
     use crate::cli::Global;
@@ -424,7 +427,7 @@ mod tests {
         let session =
             Session::new(&Global { device: Some("sim:64GiB".parse().unwrap()), ..Global::default() }).unwrap();
         let session = session.for_measuring();
-        let study = Study::of(&session, "p", program, Profile::of(program), 0).unwrap();
+        let study = Study::of(&session, "p", program, Asked::of(&session, program).unwrap(), 0).unwrap();
         advise(&session, "p", program, &study)
     }
 

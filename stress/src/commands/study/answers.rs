@@ -1,13 +1,13 @@
 //! Answers to what a newcomer asks, each in one line: first what the recording says, then what
 //! replays say.
 
-use aquifer_trace::input::{Program, RecordedOom, Recorder};
-use aquifer_trace::profile::{OTHERS, Profile};
+use aquifer_trace::input::{Event, Program, RecordedOom, Recorder, Site};
+use aquifer_trace::profile::{Grouping, OTHERS, Profile};
 use aquifer_trace::{WITHOUT_STACK, WITHOUT_TAG, headline};
 
 use super::advice::{instead, needs};
 use super::rows::{Advice, Answer};
-use super::{Case, Study};
+use super::{Asked, Case, Study};
 use crate::cards::smallest_card;
 use crate::text::{Bytes, plural};
 
@@ -29,22 +29,27 @@ pub(super) fn room_of(bytes: u64) -> Bytes {
     Bytes(if bytes < GIB { bytes } else { up.max(bytes) })
 }
 
-/// A sentence about the groups that hold most at the profile's moment.
+/// Sentences about the groups that hold most at the profile's moment: by call stack and by tag, or
+/// else by size.
 pub fn held_by(profile: &Profile) -> String {
-    let Some(grouping) = profile.groups.first() else { return String::new() };
-    let mut live: Vec<_> = grouping.rows.iter().filter(|group| group.peak_bytes > 0 && group.name != OTHERS).collect();
-    live.sort_by_key(|group| std::cmp::Reverse(group.peak_bytes));
-    let named = live.iter().take(NAMED).map(|group| match (grouping.by, Bytes(group.peak_bytes)) {
-        ("size", bytes) => format!("{bytes} in blocks of {}", group.name),
-        (_, bytes) => format!("{} {bytes}", group.name),
-    });
-    let named = named.collect::<Vec<_>>().join("; ");
-    let numbers = if grouping.by == "tag" && live.iter().any(|group| group.name.starts_with("tag ")) {
-        " The program itself names memory by numbers, as of its steps."
-    } else {
-        ""
+    let is_place = |grouping: &&Grouping| ["stack", "tag"].contains(&grouping.by);
+    let (places, others): (Vec<_>, Vec<_>) = profile.groups.iter().partition(is_place);
+    let by = |grouping: &&Grouping| {
+        let mut live: Vec<_> =
+            grouping.rows.iter().filter(|group| group.peak_bytes > 0 && group.name != OTHERS).collect();
+        live.sort_by_key(|group| std::cmp::Reverse(group.peak_bytes));
+        let named = live.iter().take(NAMED).map(|group| match (grouping.by, Bytes(group.peak_bytes)) {
+            ("size", bytes) => format!("{bytes} in blocks of {}", group.name),
+            (_, bytes) => format!("{} {bytes}", group.name),
+        });
+        let named = named.collect::<Vec<_>>().join("; ");
+        let numbers =
+            if grouping.has_numbers() { " The program itself names memory by numbers, as of its steps." } else { "" };
+        (!live.is_empty()).then(|| format!("By {}: {named}.{numbers}", grouping.title.to_lowercase()))
     };
-    if named.is_empty() { "Nothing was live.".to_owned() } else { format!("By {}: {named}.{numbers}", grouping.by) }
+    let said = if places.is_empty() { others.iter().take(1) } else { places.iter().take(2) };
+    let said = said.filter_map(by).collect::<Vec<_>>();
+    if said.is_empty() { "Nothing was live.".to_owned() } else { said.join(" ") }
 }
 
 /// Says that a program that has `peak` bytes live at once is too large for a device.
@@ -55,29 +60,49 @@ pub fn too_large(peak: u64, device_bytes: u64) -> Option<String> {
 }
 
 /// The first line: what the program used, or what it was refused.
-pub fn headline_of(program: &Program, profile: &Profile) -> String {
+pub fn headline_of(program: &Program, profile: &Profile, asked: Option<&Asked>) -> String {
     let (peak, recorded) = (Bytes(profile.peak.bytes), &program.recorded);
-    match recorded.oom() {
-        Some(oom) => {
-            let capacity = oom.capacity_bytes();
-            let on = capacity.map_or_else(String::new, |bytes| format!(" on {}", Bytes(bytes)));
-            format!("was refused {}{on}", Bytes(oom.bytes))
-        }
-        None if !program.has_history => format!("had {peak} live when the snapshot was taken"),
-        None if recorded.begins_late => format!("uses at least {peak}"),
-        None => format!("uses at most {peak}"),
-    }
+    let refused = |oom: &RecordedOom| {
+        let on = oom.capacity_bytes().map_or_else(String::new, |bytes| format!(" on {}", Bytes(bytes)));
+        format!("refused {}{on}", Bytes(oom.bytes))
+    };
+    let finishes = asked.filter(|asked| asked.finishes().is_some());
+    let finishes = finishes.map(|asked| format!(", and finishes on {}", Bytes(asked.device_bytes)));
+    let said = match (asked.and_then(|asked| asked.refused.as_ref()), recorded.oom()) {
+        (Some(oom), _) => format!("is {}", refused(oom)),
+        (None, Some(oom)) => format!("was {}", refused(oom)),
+        _ if !program.has_history => format!("had {peak} live when the snapshot was taken"),
+        _ if recorded.begins_late => format!("uses at least {peak}"),
+        _ => format!("uses at most {peak}"),
+    };
+    said + &finishes.unwrap_or_default()
 }
 
-/// What the recording says, and whether the program is too large for the user's device.
-pub fn of_recording(program: &Program, profile: &Profile, device_bytes: Option<u64>) -> Vec<Answer> {
+/// What the recording says, and what becomes of the program on the device that the user named.
+pub fn of_recording(program: &Program, profile: &Profile, asked: Option<&Asked>) -> Vec<Answer> {
     let (recorded, moment) = (&program.recorded, profile.moment);
     let live = moment.bytes;
-    let mut what = match (recorded.oom(), device_bytes.and_then(|bytes| too_large(profile.peak.bytes, bytes))) {
-        (Some(oom), _) => refusal(oom, live),
-        (None, Some(too_large)) => format!("{too_large}. No request was refused in the recording."),
-        (None, None) if !program.has_history => "Whether a request was refused is not recorded.".to_owned(),
-        (None, None) => "No request was refused in the recording.".to_owned(),
+    let refused = asked.and_then(|asked| asked.refused.as_ref());
+    let said = match recorded.oom() {
+        // Groups are compared at another moment then.
+        Some(oom) if refused.is_some() => format!("In the recording, the program was refused {}.", Bytes(oom.bytes)),
+        Some(oom) => format!("In the recording, {}", refusal(oom, live)),
+        None if program.has_history => "In the recording, no request was refused.".to_owned(),
+        None => "Whether a request was refused is not recorded.".to_owned(),
+    };
+    let mut what = match asked {
+        None => said,
+        Some(Asked { device_bytes, manager, .. }) => {
+            let with =
+                manager.as_ref().map_or_else(String::new, |manager| format!("As replayed with {}, ", manager.title()));
+            let here = match refused {
+                Some(oom) => with + &refusal(oom, live),
+                None if manager.is_some() => format!("{with}nothing on a device of {}.", Bytes(*device_bytes)),
+                None => String::new(),
+            };
+            let too_large = too_large(profile.peak.bytes, *device_bytes).map_or_else(String::new, |text| text + ".");
+            [here, too_large, said].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join(" ")
+        }
     };
     let others = recorded.ooms.len().saturating_sub(1) as u64;
     let more = |count: u64, noun: &str, text: &str| (count > 0).then(|| format!(" {} {text}.", plural(count, noun)));
@@ -94,11 +119,16 @@ pub fn of_recording(program: &Program, profile: &Profile, device_bytes: Option<u
     } else {
         String::new()
     };
-    let when = match recorded.oom() {
-        _ if !program.has_history => "When the snapshot was taken: what came before is not known.".to_owned(),
-        Some(oom) if oom.is_last => format!("At its last request, event {}{iteration}.", moment.event),
-        Some(_) => format!("At event {} of {}{iteration}.", moment.event, profile.buckets.events),
-        None => format!("Most is in use after event {} of {}{iteration}.", moment.event, profile.buckets.events),
+    let (event, events) = (moment.event, profile.buckets.events);
+    let when = match (refused, recorded.oom()) {
+        (Some(oom), _) => format!("At event {} of {events}{iteration}.", oom.event),
+        (_, oom) if !program.has_history => {
+            let when = if oom.is_some() { "At the refusal, when" } else { "When" };
+            format!("{when} the snapshot was taken: what came before is not known.")
+        }
+        (_, Some(oom)) if oom.is_last => format!("At its last request, event {event}{iteration}."),
+        (_, Some(_)) => format!("At event {event} of {events}{iteration}."),
+        (_, None) => format!("Most is in use after event {event} of {events}{iteration}."),
     };
     let least = if recorded.begins_late && program.has_history { "At least " } else { "" };
     let held = format!("{least}{} in {}. {}", Bytes(live), plural(moment.blocks, "block"), held_by(profile));
@@ -106,7 +136,7 @@ pub fn of_recording(program: &Program, profile: &Profile, device_bytes: Option<u
         ("What ran out", what),
         ("When", when),
         ("Who held it", held),
-        ("Where in the code", place(program, profile)),
+        ("Where in the code", place(program, profile, refused.or(recorded.oom()))),
         ("Not recorded", unknown(program)),
     ]
     .map(|(question, answer)| Answer { question, answer })
@@ -130,25 +160,32 @@ fn refusal(oom: &RecordedOom, live: u64) -> String {
         None => "What was free on the device was not recorded.".to_owned(),
     };
     format!(
-        "The program was refused {}{on}: {} were live, {cached} free in the cache{on_device}. {lacks}",
+        "the program was refused {}{on}: {} were live, {cached} free in the cache{on_device}. {lacks}",
         Bytes(bytes),
         Bytes(live)
     )
 }
 
-/// Where memory comes from.
-fn place(program: &Program, profile: &Profile) -> String {
-    let refused = program.recorded.oom().filter(|oom| oom.site.stack > 0);
-    let refused = refused.map(|oom| format!("The refused request: {}.", headline(&program.labels, oom.site.stack)));
+/// Where memory comes from, and the refused request.
+fn place(program: &Program, profile: &Profile, oom: Option<&RecordedOom>) -> String {
+    let Site { stack, tag } = oom.map_or(Site::default(), |oom| oom.site);
+    let tag = program.labels.text(tag);
+    let refused = match ((stack > 0).then(|| headline(&program.labels, stack)), tag) {
+        (Some(place), Some(tag)) => Some(format!("The refused request: {place}, with the tag {tag}.")),
+        (Some(place), None) => Some(format!("The refused request: {place}.")),
+        (None, Some(tag)) => Some(format!("The refused request has the tag {tag}.")),
+        (None, None) => None,
+    };
     let by = |by| {
         let grouping = profile.groups.iter().find(|grouping| grouping.by == by)?;
         let is_named = |name: &str| ![OTHERS, WITHOUT_STACK, WITHOUT_TAG].contains(&name);
         grouping.rows.iter().find(|group| group.peak_bytes > 0 && is_named(&group.name))
     };
     let largest = by("stack").map(|group| format!("What holds most: {}.", group.name));
-    let tag =
-        by("tag").map(|group| format!("Call stacks were not recorded. The tag with most memory is {}.", group.name));
+    let tag = by("tag").map(|group| format!("The tag with most memory is {}.", group.name));
+    let without = (stack == 0 && largest.is_none()).then(|| "Call stacks were not recorded.".to_owned());
     let found: Vec<String> = refused.into_iter().chain(largest.or(tag)).collect();
+    let found: Vec<String> = without.into_iter().filter(|_| !found.is_empty()).chain(found.clone()).collect();
     match program.recorder {
         _ if !found.is_empty() => found.join(" "),
         Recorder::Aquifer => "Not recorded: give memory names with TagScope, or aquifer_tag in C.".to_owned(),
@@ -175,6 +212,16 @@ fn unknown(program: &Program) -> String {
     format!("{}{}.", missing[..1].to_uppercase(), &missing[1..])
 }
 
+/// A time of driver calls, in microseconds.
+fn driver_ms(us: f64) -> String {
+    match us / 1e3 {
+        0.0 => "0 ms".to_owned(),
+        ms if ms < 0.1 => "less than 0.1 ms".to_owned(),
+        ms if ms < 10.0 => format!("{ms:.1} ms"),
+        ms => format!("{ms:.0} ms"),
+    }
+}
+
 /// What replays say. `advice` has the best first.
 pub fn of_replays(program: &Program, study: &Study, advice: &[Advice]) -> Vec<Answer> {
     let Some(usual) = study.usual() else { return Vec::new() };
@@ -190,55 +237,85 @@ pub fn of_replays(program: &Program, study: &Study, advice: &[Advice]) -> Vec<An
         [] => format!(" It finishes with none of them on {}.", Bytes(oom.device_bytes)),
         names => format!(" On {} it finishes with {}.", Bytes(oom.device_bytes), names.join("; ")),
     });
-    let change = advice.first().map_or_else(
-        || "Nothing that was tried helps.".to_owned(),
-        |first| {
-            let more = (advice.len() - 1) as u64;
-            let more = if more > 0 {
-                format!(" See also the {} of advice.", plural(more, "other piece"))
-            } else {
-                String::new()
-            };
-            let figures = first.figures.as_ref().map_or_else(String::new, |figures| {
-                let needs = needs(figures.smallest_device_bytes, figures.smallest_device_bytes_before);
-                let before = figures.peak_reserved_bytes_before;
-                let held = before.map(|before| format!(" It holds {}.", instead(figures.peak_reserved_bytes, before)));
-                format!(" {needs}{}", held.unwrap_or_default())
-            });
-            format!("{}.{figures}{more}", first.title)
-        },
-    );
-    let ms = |us: f64| format!("{:.1} ms", us / 1e3);
+    [
+        ("What fits", format!("The smallest device on which it finishes: {sizes}.{here}")),
+        ("What to change", change(study, advice)),
+        ("What a step costs", costs(program, study, usual, advice)),
+        ("Which card", cards(study, usual)),
+    ]
+    .map(|(question, answer)| Answer { question, answer })
+    .into()
+}
+
+/// What to change so that the program finishes, or else what helps most.
+fn change(study: &Study, advice: &[Advice]) -> String {
+    let more = |said: usize| match advice.len().saturating_sub(said) {
+        0 => String::new(),
+        1 => " See also the other piece of advice.".to_owned(),
+        more => format!(" See also the {more} other pieces of advice."),
+    };
+    if let Some(asked) = &study.asked
+        && let Some(manager) = asked.finishes()
+    {
+        let (size, more) = (Bytes(asked.device_bytes), more(0).replace(" other", ""));
+        return format!("Nothing: it finishes on {size} with {}.{more}", manager.title());
+    }
+    let Some(first) = advice.first() else { return "Nothing that was tried helps.".to_owned() };
+    let figures = first.figures.as_ref().map_or_else(String::new, |figures| {
+        let needs = needs(figures.smallest_device_bytes, figures.smallest_device_bytes_before);
+        let before = figures.peak_reserved_bytes_before;
+        let held = before.map(|before| format!(" It holds {}.", instead(figures.peak_reserved_bytes, before)));
+        format!(" {needs}{}", held.unwrap_or_default())
+    });
+    format!("{}.{figures}{}", first.title, more(1))
+}
+
+/// The time of driver calls, with the usual allocator and with what is advised.
+fn costs(program: &Program, study: &Study, usual: &Case, advice: &[Advice]) -> String {
+    let steps = program.events.iter().filter(|event| matches!(event, Event::Iteration(_))).count() as u64;
     let cost = |with: &str, first: Option<f64>, later: Option<f64>| {
-        let later = later.map_or_else(String::new, |later| format!(" and {} in each later one", ms(later)));
-        first.map(|first| format!("{} in the first pass{later} with {with}", ms(first)))
+        #[expect(clippy::cast_precision_loss, reason = "a share is shown")]
+        let each =
+            |us: f64| if steps > 1 { format!(" ({} a step)", driver_ms(us / steps as f64)) } else { String::new() };
+        let later = later
+            .map_or_else(String::new, |later| format!(" and {} in each later one{}", driver_ms(later), each(later)));
+        first.map(|first| format!("{} in the first pass{later} with {with}", driver_ms(first)))
     };
     let changed = advice.first().and_then(|first| first.figures.as_ref());
-    let changed = changed
-        .and_then(|figures| cost("that change", figures.driver_time_modelled_us, figures.warm_driver_time_modelled_us));
+    let changed = changed.and_then(|figures| {
+        cost(&figures.title, figures.driver_time_modelled_us, figures.warm_driver_time_modelled_us)
+    });
     let before = cost(&usual.manager.title(), usual.driver_us(), usual.sampled.later_us);
-    let costs = before.into_iter().chain(changed).collect::<Vec<_>>().join("; ");
-    let steps =
-        program.events.iter().filter(|event| matches!(event, aquifer_trace::Event::Iteration(_))).count() as u64;
-    let steps = if steps > 0 { format!(" A pass has {}.", plural(steps, "step")) } else { String::new() };
-    let costs = match &*costs {
-        "" => format!("Not known: {} refused a request.", usual.manager.title()),
-        _ => format!("Driver calls take, as modelled, {costs}.{steps}"),
+    let said = before.into_iter().chain(changed).collect::<Vec<_>>().join("; ");
+    if said.is_empty() {
+        return format!("Not known: {} refused a request.", usual.manager.title());
+    }
+    let pass = match steps {
+        0 => "A pass is one run of the recording, which does not tell where steps begin.".to_owned(),
+        steps => format!("A pass is one run of the recording, of {}.", plural(steps, "step")),
     };
+    format!("Driver calls take, as modelled on {}: {said}. {pass}", study.tried_on)
+}
+
+/// The smallest common card, with the usual allocator and with the one that needs least.
+fn cards(study: &Study, usual: &Case) -> String {
     let card = |case: &Case| case.smallest_device.and_then(smallest_card);
     let named = |case: &Case| format!("{}, with {}", card(case).unwrap_or("No common card"), case.manager.title());
     let least =
         study.cases.iter().filter(|case| case.smallest_device.is_some()).min_by_key(|case| case.smallest_device);
-    let cards = match least {
+    match least {
         Some(least) if card(least) != card(usual) => format!("{}; {}.", named(usual), named(least)),
         _ => format!("{}.", named(usual)),
-    };
-    [
-        ("What fits", format!("The smallest device on which it finishes: {sizes}.{here}")),
-        ("What to change", change),
-        ("What a step costs", costs),
-        ("Which card", cards),
-    ]
-    .map(|(question, answer)| Answer { question, answer })
-    .into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_have_units() {
+        let shown = [0.0, 99.0, 740.0, 9960.0, 23_600.0].map(driver_ms);
+        assert_eq!(shown, ["0 ms", "less than 0.1 ms", "0.7 ms", "10.0 ms", "24 ms"]);
+    }
 }

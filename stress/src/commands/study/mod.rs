@@ -8,7 +8,7 @@ pub mod sampled;
 
 use aquifer_sim::CAPACITY_BYTES_MAX;
 use aquifer_trace::FirstRefusal;
-use aquifer_trace::input::{Program, Recorder};
+use aquifer_trace::input::{Program, RecordedOom, Recorder};
 use aquifer_trace::profile::Profile;
 
 use crate::cards::smallest_card;
@@ -220,11 +220,62 @@ pub fn more_than(peak: u64, device_bytes: u64) -> String {
     format!("{} more{share}", Bytes(more))
 }
 
+/// A program with its options of recording, or else PyTorch's, on the device of --device.
+#[derive(Debug, Clone)]
+#[expect(missing_docs, reason = "named by the type")]
+pub struct Asked {
+    pub device_bytes: u64,
+    /// The allocator with which it is replayed; `None` for a program without a history.
+    pub manager: Option<Manager>,
+    /// The first request that is refused.
+    pub refused: Option<RecordedOom>,
+}
+
+impl Asked {
+    /// Replays a program, if the user named a device. Its profile has the moment of the refusal
+    /// there.
+    ///
+    /// # Errors
+    /// When the allocator fails for another reason than lack of memory.
+    pub fn of(session: &Session, program: &Program) -> Result<(Profile, Option<Asked>), Failure> {
+        let profile = Profile::of(program);
+        let Some(device_bytes) = asked_bytes(session) else { return Ok((profile, None)) };
+        let all = if program.has_history { managers(session, program, &mut Vec::new()) } else { Vec::new() };
+        let usual = all.iter().find(|manager| manager.is_recorded).or(all.first());
+        let mut asked = Asked { device_bytes, manager: usual.cloned(), refused: None };
+        let Some(usual) = usual else { return Ok((profile, Some(asked))) };
+        let sampled = sample(session, program, &usual.config, &profile.buckets, None)?;
+        let Some(FirstRefusal { event, refusal, map }) = sampled.first_refusal else {
+            return Ok((profile, Some(asked)));
+        };
+        let figures = map.figures();
+        asked.refused = Some(RecordedOom {
+            event,
+            bytes: refusal.bytes,
+            held_bytes: figures.live + figures.free + figures.waiting,
+            device_free_bytes: Some(map.free_on_device()),
+            stream: 0,
+            site: program.site_of(event),
+            is_last: false,
+        });
+        Ok((Profile::before(program, event), Some(asked)))
+    }
+
+    /// Whether every request is served there; `None` if that is not known.
+    pub fn finishes(&self) -> Option<&Manager> {
+        self.manager.as_ref().filter(|_| self.refused.is_none())
+    }
+}
+
 /// A program under several allocators.
 #[derive(Debug, Clone)]
 #[expect(missing_docs, reason = "named by the type")]
 pub struct Study {
     pub profile: Profile,
+    /// What becomes of it on the device of --device.
+    pub asked: Option<Asked>,
+    /// The device on which the allocators were tried.
+    pub tried_on: String,
     /// PyTorch's default, the options of the recording, expandable segments, and this project's.
     pub cases: Vec<Case>,
     /// How the program runs out of memory in the usual case.
@@ -234,8 +285,9 @@ pub struct Study {
 }
 
 impl Study {
-    /// Tries a program with this profile, after a message that says how long that takes. Maps are
-    /// taken when most is held and in at most `maps` buckets.
+    /// Tries a program, after a message that says how long that takes. Maps are taken when most is
+    /// held and in at most `maps` buckets. The profile and what becomes of the program on the user's
+    /// device are of [`Asked::of`].
     ///
     /// # Errors
     /// When PyTorch's default allocator fails for another reason than lack of memory.
@@ -243,7 +295,7 @@ impl Study {
         session: &Session,
         name: &str,
         program: &Program,
-        profile: Profile,
+        (profile, asked): (Profile, Option<Asked>),
         maps: usize,
     ) -> Result<Study, Failure> {
         let mut notes = Vec::new();
@@ -258,7 +310,8 @@ impl Study {
             ));
         }
         let mut cases = Vec::new();
-        for tried in try_all(session, &roomy(session, program), program, &profile, managers, Some(maps)) {
+        let roomy = roomy(session, program);
+        for tried in try_all(session, &roomy, program, &profile, managers, Some(maps)) {
             match tried {
                 Ok(case) => cases.push(case),
                 Err((_, failure)) if cases.is_empty() => return Err(failure),
@@ -274,7 +327,8 @@ impl Study {
             |case: &Case| (case.smallest_device, case.sampled.peak_reserved, case.sampled.refused_at.len()),
         );
         notes.iter().for_each(|note| session.message(format_args!("note: {name}: {note}")));
-        let mut study = Study { profile, cases, exhausted: None, notes };
+        let tried_on = format!("a {}", roomy.open()?.info().name.replacen("Simulated", "simulated", 1));
+        let mut study = Study { profile, asked, tried_on, cases, exhausted: None, notes };
         study.exhausted = exhausted(session, program, &study)?;
         Ok(study)
     }
@@ -464,7 +518,7 @@ mod tests {
         let program = Program { options: options.map(str::to_owned), ..program };
         let device = device.map(|device| device.parse().unwrap());
         let session = Session::new(&Global { device, ..Global::default() }).unwrap().for_measuring();
-        Study::of(&session, "p", &program, Profile::of(&program), 4).unwrap()
+        Study::of(&session, "p", &program, Asked::of(&session, &program).unwrap(), 4).unwrap()
     }
 
     fn names(study: &Study) -> Vec<&str> {

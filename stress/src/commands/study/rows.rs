@@ -90,6 +90,8 @@ row! {
 row! {
     /// What a program takes with some options, with which it finishes, and before
     pub struct Figures {
+        #[serde(skip)]
+        pub(crate) title: String,
         /// for options: as for --config
         pub config: String,
         /// the same as for the environment variable that the title names

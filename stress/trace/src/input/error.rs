@@ -208,6 +208,9 @@ pub enum Reason {
          call torch.cuda.memory._record_memory_history() before the program runs, then take the snapshot"
     )]
     NoHistory,
+    /// A recording that does not name blocks by their addresses.
+    #[error("the recording has no addresses of blocks; take a snapshot with a history")]
+    NoAddresses,
 }
 
 impl Reason {

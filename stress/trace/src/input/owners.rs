@@ -34,7 +34,7 @@ pub struct Owner {
 /// The blocks that had an address, by device, oldest first, as a snapshot tells.
 ///
 /// # Errors
-/// As [`super::load`]; a recording that is no snapshot has no addresses.
+/// As [`super::load`], and for a recording without addresses.
 pub fn owners(path: &Path, address: u64) -> Result<Vec<Owner>, InputError> {
     let read = || {
         let allowance = Allowance::default();
@@ -49,9 +49,14 @@ pub fn owners(path: &Path, address: u64) -> Result<Vec<Owner>, InputError> {
         let (top, mut arena) = match format {
             Format::Pickle => unpickle::run(content, &allowance)?,
             Format::Json => json::parse(content, &allowance)?,
-            _ => return Err(Fault::file(Reason::NotASnapshot { found: "a recording without addresses".into() })),
+            _ => return Err(Fault::file(Reason::NoAddresses)),
         };
-        Ok(owners_in(&structure::snapshot(top, &mut arena, &allowance)?, address))
+        let snapshot = structure::snapshot(top, &mut arena, &allowance)?;
+        let known = snapshot.traces.iter().flatten().filter_map(|entry| entry.addr);
+        if known.chain(snapshot.segments.iter().map(|segment| segment.address)).all(|address| address == 0) {
+            return Err(Fault::file(Reason::NoAddresses));
+        }
+        Ok(owners_in(&snapshot, address))
     };
     read().map_err(|fault| fault.at(path))
 }
@@ -129,8 +134,12 @@ mod tests {
         assert_eq!(said(8192), [(8192, false, [None, Some(1), Some(5)])]);
         assert_eq!([said(4607), said(4608)], [vec![(4096, false, [None; 3])], vec![]]);
         assert_eq!(said(12799), [(12288, true, [Some(3), None, None])]);
-        std::fs::write(&path, "a 0 512 0\n").unwrap();
-        assert!(owners(&path, 0).unwrap_err().to_string().contains("without addresses"));
+        let block = r#"{"size": 512, "state": "active_allocated"}"#;
+        let bare = format!(r#"{{"segments": [{{"device": 0, "blocks": [{block}]}}], "device_traces": [[]]}}"#);
+        for text in [&bare, "a 0 512 0\n"] {
+            std::fs::write(&path, text).unwrap();
+            assert!(owners(&path, 0).unwrap_err().to_string().contains("no addresses"), "{text}");
+        }
         std::fs::remove_file(path).unwrap();
     }
 }

@@ -86,6 +86,26 @@ impl Program {
         }
     }
 
+    /// The number of streams that it allocates for or uses memory on.
+    pub fn streams_used(&self) -> usize {
+        let mut used = vec![false; self.streams.len()];
+        for event in &self.events {
+            if let Event::Alloc { stream, .. } | Event::RecordStream { stream, .. } = *event {
+                used[usize::from(stream)] = true;
+            }
+        }
+        used.into_iter().filter(|&used| used).count()
+    }
+
+    /// Where the request of an event came from, which is numbered from 1 without beginnings of
+    /// iterations.
+    pub fn site_of(&self, event: u64) -> Site {
+        let counted = self.events.iter().filter(|event| !matches!(event, Event::Iteration(_)));
+        let index = usize::try_from(event.saturating_sub(1)).unwrap_or(usize::MAX);
+        let allocs = counted.take(index).filter(|event| matches!(event, Event::Alloc { .. })).count();
+        self.sites.get(allocs).copied().unwrap_or_default()
+    }
+
     /// The number of allocations.
     pub fn allocs(&self) -> u64 {
         self.events.iter().filter(|event| matches!(event, Event::Alloc { .. })).count() as u64

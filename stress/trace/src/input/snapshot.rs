@@ -31,6 +31,8 @@ pub(super) struct Snapshot {
 #[derive(Debug)]
 pub(super) struct Segment {
     pub(super) device: u64,
+    /// The first address; 0 if it has none.
+    pub(super) address: u64,
     pub(super) stream: u64,
     /// The pool's id; (0, 0) is the default pool.
     pub(super) pool: (u64, u64),
@@ -92,12 +94,14 @@ impl Action {
 const WAIT_US: u64 = 10;
 
 /// The programs of all devices with a history.
-/// With `states`, also those of devices without, which only allocate what was live.
+/// With `states`, also those of devices without, which only allocate what was live, and end with a
+/// request that was refused.
 pub(super) fn programs(snapshot: Snapshot, name: &str, states: bool) -> Result<Vec<Program>, Fault> {
     let trace = |device: u32| snapshot.traces.get(device as usize).map_or(&[][..], |trace| trace);
     let with_state = snapshot.segments.iter().filter(|segment| states && !segment.allocated.is_empty());
     let with_state = with_state.filter_map(|segment| u32::try_from(segment.device).ok());
-    let with_history = (0..).zip(&snapshot.traces).filter(|(_, trace)| !trace.is_empty()).map(|(device, _)| device);
+    let told = |trace: &[Entry]| if states { !trace.is_empty() } else { has_history(trace) };
+    let with_history = (0..).zip(&snapshot.traces).filter(|(_, trace)| told(trace)).map(|(device, _)| device);
     let devices: BTreeSet<u32> = with_history.chain(with_state).collect();
     let mut programs = Vec::new();
     for &device in &devices {
@@ -105,6 +109,11 @@ pub(super) fn programs(snapshot: Snapshot, name: &str, states: bool) -> Result<V
         programs.push(program(name, device, trace(device), &snapshot)?);
     }
     if programs.is_empty() { Err(Fault::file(Reason::NoHistory)) } else { Ok(programs) }
+}
+
+/// Whether entries are a history. Aquifer's snapshots have a refused request without a history, too.
+fn has_history(trace: &[Entry]) -> bool {
+    trace.iter().any(|entry| entry.action != Action::Oom)
 }
 
 /// A granule of Aquifer's mapped memory, which snapshots do not tell. Segments begin with one.
@@ -122,6 +131,13 @@ fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> R
     let allocated = segments().flat_map(|segment| &segment.allocated).map(|&(_, size, _)| size);
     let end = end(trace, kinds.requested, allocated.fold(0, u64::saturating_add));
     let mut held = Held::before(trace, segments().flat_map(|segment| &segment.blocks).map(|&(bytes, _)| bytes));
+    // A limit leaves less than what is free on the device.
+    let limit_mb = snapshot
+        .options
+        .iter()
+        .flat_map(|options| options.split(','))
+        .find_map(|option| option.strip_prefix("limit_mb:")?.parse::<u64>().ok());
+    let limit = limit_mb.map_or(u64::MAX, |mb| mb.saturating_mul(1 << 20));
     let has_segments = trace.iter().any(|entry| matches!(entry.action, Action::SegmentAlloc | Action::SegmentFree));
     let begins_late = (has_segments && held.now > 0) || snapshot.overwritten.is_some_and(|lost| lost > 0);
     for (index, entry) in trace.iter().enumerate() {
@@ -163,7 +179,8 @@ fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> R
                 let size = entry.size.filter(|size| size.cast_signed() >= 0);
                 let is_last = index >= end && size.is_some_and(|size| size <= LARGEST);
                 if let Some(bytes) = size {
-                    let (device_free_bytes, held_bytes) = (entry.device_free, held.now);
+                    let held_bytes = held.now;
+                    let device_free_bytes = entry.device_free.map(|free| free.min(limit.saturating_sub(held_bytes)));
                     let Entry { stream, site, .. } = *entry;
                     let oom = RecordedOom { event: 0, bytes, held_bytes, device_free_bytes, stream, site, is_last };
                     recording.builder.refuse(oom).map_err(fault)?;
@@ -188,7 +205,7 @@ fn program(name: String, device: u32, trace: &[Entry], snapshot: &Snapshot) -> R
             recording.found(addr, size, segment.stream).map_err(Fault::file)?;
         }
     }
-    if trace.is_empty() {
+    if !has_history(trace) {
         recording.builder.remark("the snapshot has no history: only what was live in the end is known".into());
     } else {
         kinds.note(trace.len(), &mut recording.builder);

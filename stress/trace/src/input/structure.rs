@@ -136,20 +136,21 @@ fn segment(arena: &mut Arena, number: usize, value: Value) -> Result<Segment, Fa
     let Value::Dict(dict) = value else { return Err(fault(Reason::Structure("a segment is not a dictionary"))) };
     let number_in = |arena: &Arena, key| int(arena, dict, key).map(|number| number.unwrap_or(0)).map_err(fault);
     let (device, stream) = (number_in(arena, Word::Device)?, number_in(arena, Word::Stream)?);
-    let mut address = number_in(arena, Word::Address)?;
+    let address = number_in(arena, Word::Address)?;
+    let mut end = address;
     let (mut allocated, mut blocks) = (Vec::new(), Vec::new());
     for (index, value) in list(arena, dict, Word::Blocks).map_err(fault)?.into_iter().enumerate() {
         let at = Location::Block { segment: number, block: index };
-        let block = block(arena, value, address).map_err(|reason| Fault::new(at, reason))?;
+        let block = block(arena, value, end).map_err(|reason| Fault::new(at, reason))?;
         allocated.extend(block.requested.map(|requested| (block.address, requested, block.site)));
         blocks.push((block.end.wrapping_sub(block.address), block.is));
-        address = block.end;
+        end = block.end;
     }
     let pool = match list(arena, dict, Word::SegmentPoolId).map_err(fault)?[..] {
         [Value::Int(first), Value::Int(second)] => (first, second),
         _ => (0, 0),
     };
-    Ok(Segment { device, stream, pool, allocated, blocks })
+    Ok(Segment { device, address, stream, pool, allocated, blocks })
 }
 
 /// A block of a segment.

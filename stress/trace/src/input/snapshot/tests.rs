@@ -36,7 +36,7 @@ fn blocks_from_before_the_history_come_first() {
     ];
     let segment = |device, allocated: Vec<(u64, u64)>| {
         let allocated = allocated.into_iter().map(|(addr, size)| (addr, size, Site::default())).collect();
-        Segment { device, stream: 3, pool: (0, 0), allocated, blocks: Vec::new() }
+        Segment { device, address: 0, stream: 3, pool: (0, 0), allocated, blocks: Vec::new() }
     };
     let program = events(trace, vec![segment(1, vec![(2 << 20, 22), (6 << 20, 60)]), segment(0, vec![(1 << 20, 11)])]);
     assert_eq!(program.device, 1);
@@ -188,6 +188,24 @@ fn refused_requests_are_noted() {
 }
 
 #[test]
+fn a_refusal_alone_is_no_history() {
+    let refused = Entry { addr: None, size: Some(70), ..entry(Action::Oom, 0, 0, 0, 0) };
+    let snapshot = |options: &str| Snapshot {
+        traces: vec![vec![Entry { device_free: Some(5 << 20), ..refused }]],
+        options: Some(options.to_owned()),
+        overwritten: Some(0),
+        ..Snapshot::default()
+    };
+    assert!(programs(snapshot(""), "p", false).is_err());
+    let program = |options| programs(snapshot(options), "p", true).unwrap().remove(0);
+    let capacity = |options| program(options).recorded.oom().unwrap().capacity_bytes();
+    assert_eq!([capacity("tags:span"), capacity("tags:span,limit_mb:2")], [Some(5 << 20), Some(2 << 20)]);
+    let program = program("");
+    assert_eq!((program.has_history, program.refused()), (false, Some(70)));
+    assert!(program.notes[0].contains("no history"), "{:?}", program.notes);
+}
+
+#[test]
 fn the_request_that_ended_the_program_is_replayed() {
     let refused = |size| Entry { addr: Some(3), size, ..entry(Action::Oom, 0, 0, 0, 0) };
     let block = |action| Entry { size: Some(40), ..entry(action, 1, 0, 0, 0) };
@@ -263,6 +281,7 @@ fn what_was_held_and_refused_is_told() {
     let block = |addr: u64, bytes| (addr << 20, bytes, Site::default());
     let segment = |allocated: Vec<_>, bytes| Segment {
         device: 1,
+        address: 0,
         stream: 0,
         pool: (0, 0),
         allocated,
@@ -300,6 +319,7 @@ fn what_was_held_and_refused_is_told() {
 fn a_history_that_begins_late_or_has_one_entry_says_so() {
     let live = || Segment {
         device: 1,
+        address: 0,
         stream: 0,
         pool: (0, 3),
         allocated: vec![(9 << 20, 90, Site::default())],
