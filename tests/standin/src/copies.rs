@@ -284,11 +284,14 @@ abi! {
     4000 cuMemcpyPeerAsync(call, dst: u64, to: Handle, src: u64, from: Handle, bytes: usize, stream: Handle) {
         let life = call.guarded_life()?;
         let (to, from) = (life_of(to)?, life_of(from)?);
-        if !Arc::ptr_eq(&to, &life) {
+        // A stream that has a handle of its own need not be of the current context.
+        let is_there = |own: &Life| stream > RawStream::PER_THREAD.0 && own.streams.facts(stream).is_ok();
+        if !Arc::ptr_eq(&to, &life) && !is_there(&to) {
             return Err(Code::NOT_SUPPORTED);
         }
+        to.forbid_in_capture()?;
         let (dst, src) = (DevicePtr(dst), DevicePtr(src));
-        life.sim.copy_peer(dst, &*from.sim, src, bytes as u64, RawStream(stream)).map_err(code)
+        to.sim.copy_peer(dst, &*from.sim, src, bytes as u64, RawStream(stream)).map_err(code)
     }
 
     /// Enqueues a copy of rows.

@@ -13,7 +13,7 @@ const NON_BLOCKING: u32 = 1;
 
 /// What a stream was created with.
 #[derive(Clone, Copy, Debug, Default)]
-struct Facts {
+pub(crate) struct Facts {
     flags: u32,
     priority: i32,
 }
@@ -28,7 +28,7 @@ impl StreamTable {
         self.0.lock().len()
     }
 
-    fn facts(&self, handle: Handle) -> Answer<Facts> {
+    pub(crate) fn facts(&self, handle: Handle) -> Answer<Facts> {
         match handle {
             0..=2 => Ok(Facts::default()),
             _ => self.0.lock().get(&handle).copied().ok_or(Code::INVALID_HANDLE),

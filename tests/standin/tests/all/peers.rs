@@ -44,6 +44,11 @@ fn copies_with_a_wrong_side_are_refused() {
     assert_eq!(call!(cuMemcpyPeerAsync(dst, to, 0, from, 8, stream)), 1);
     assert_eq!(call!(cuStreamWaitEvent(source.stream, source.event, 0)), 400, "a stream of the other device");
     assert_eq!(call!(cuEventQuery(source.event)), 400, "only waits take events of others");
+    source.card.context.bind_to_thread().unwrap();
+    assert_eq!(call!(cuMemcpyPeerAsync(dst, to, source.ptr, from, 8, std::ptr::null_mut())), 801);
+    assert_eq!(call!(cuMemcpyPeerAsync(dst, to, source.ptr, from, 8, stream)), 0, "the stream names the device");
+    target.context.bind_to_thread().unwrap();
+    assert_eq!(call!(cuStreamSynchronize(stream)), 0);
     let (event, card) = (source.event, source.card);
     drop(card);
     target.context.bind_to_thread().unwrap();
