@@ -221,23 +221,17 @@ impl Allocator {
         Ok(GraphPlan { pool_bytes, output_bytes: outlived.bytes() })
     }
 
-    /// Bytes that can still be allocated, in all, once the planned graphs are captured: what the
-    /// device has free, within limit and headroom, and what is cached here. Where memory is mapped,
-    /// up to two granules ([`Config::granule`](crate::memory::Config::granule)) more or less may be
-    /// left; where it comes in segments, less if graphs share a pool. What the driver takes
-    /// for graphs is not known before
+    /// Bytes that can still be allocated ([`available`](aquifer_allocator::Allocator::available))
+    /// once the planned graphs are captured. Where memory is mapped, up to two granules
+    /// ([`Config::granule`](crate::memory::Config::granule)) more or less may be left, and less by
+    /// the rest of the frames in which outputs end; where it comes in segments, less if graphs share
+    /// a pool. What the driver takes for graphs is not known before
     /// ([`Attribution::graphs`](crate::memory::Attribution::graphs)).
     ///
     /// # Errors
     /// Errors of the driver.
     pub fn available_after(&self, plan: &GraphPlan) -> Result<u64, Error> {
-        let free = self.device().memory_info()?.free.saturating_sub(self.headroom());
-        let allowed = self.limit().map_or(u64::MAX, |limit| limit.saturating_sub(self.memory_reserved()));
-        let segments = self.snapshot().segments;
-        let spare = self.memory_reserved().saturating_sub(segments.iter().map(|segment| segment.total_size).sum());
-        let default = segments.iter().filter(|segment| segment.segment_pool_id == (0, 0));
-        let cached: u64 = default.map(|segment| segment.total_size.saturating_sub(segment.active_size)).sum();
-        Ok((free.min(allowed) + spare + cached).saturating_sub(plan.bytes()))
+        Ok(self.available()?.saturating_sub(plan.bytes()))
     }
 
     /// Bytes of the device that this allocator does not hold.

@@ -186,7 +186,7 @@ fn a_plan_tells_what_graphs_leave() {
         let left = memory.available_after(&GraphPlan::default()).unwrap();
         // Several graphs in segments need more than the largest, and segments that are partly in
         // use serve no large request.
-        let (about, pieces) = if config == "backing:segments" { (planned / 100, 4 << 30) } else { (4 * MIB, 64 * MIB) };
+        let (about, pieces) = if config == "backing:segments" { (planned / 100, 4 << 30) } else { (12 * MIB, 2 * MIB) };
         assert!(planned.abs_diff(left) <= about, "{config:?}: {planned} planned, {left} left");
         let rest = memory.alloc::<u8>(usize::try_from(left - pieces).unwrap(), stream);
         assert!(rest.is_ok(), "{config:?}: {rest:?}");

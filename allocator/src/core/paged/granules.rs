@@ -348,6 +348,11 @@ impl Paged {
         united(picked.map(|(at, _)| at..at + reserved.granule).collect())
     }
 
+    /// Bytes outside of heaps that their owners gave up.
+    pub(crate) fn given_up_bytes(&self) -> u64 {
+        self.dedicated().map(|(range, owned)| range.end - range.start - owned.size).sum()
+    }
+
     /// The contiguous ranges of memory outside of heaps. Each comes with its owner's record, whose
     /// `size` is the part that the owner has, from the first address on. Memory counts even while
     /// it sleeps.
