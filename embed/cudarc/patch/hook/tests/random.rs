@@ -25,8 +25,8 @@ struct Slice {
 }
 
 enum Graph {
-    /// Its launches are seen.
     Cudarc(CudaGraph),
+    /// Its launches are seen.
     Announced(aquifer_cudarc::Graph),
     Raw(Raw),
 }
