@@ -220,7 +220,7 @@ fn clones_and_executables_keep_the_memory_of_a_graph() {
         assert_unharmed(&others);
         assert_eq!(value_of(&output), 3);
     };
-    [&graph, &clone].map(launch_and_check);
+    [&graph, &clone].into_iter().for_each(launch_and_check);
     drop(graph);
     clone.destroy_graph();
     launch_and_check(&clone);
