@@ -5,26 +5,21 @@ use std::sync::Arc;
 
 use aquifer_allocator::{GraphUses, PoolOptions, PrivatePool};
 use aquifer_device::fork::Mutex;
-use aquifer_device::{DeviceError, DevicePtr, Stream};
+use aquifer_device::{DevicePtr, Stream};
 use aquifer_transfer::HostUses;
 
 use crate::allocator::Allocator;
 use crate::error::Error;
-use crate::graph;
 
-/// The memory of a graph whose driver calls another library makes, some of them unseen: for
-/// adapters. The driver keeps this until the graph is gone, with its clones, its executables and
-/// all their launches.
+/// The memory of a graph whose driver calls another library makes: for adapters. The driver keeps
+/// this until the graph is gone, with its clones, its executables and all their launches.
 ///
-/// Some launches are not seen, so the graph's pool serves no other graph, and lends nothing. What it
+/// Launches are not seen, so the graph's pool serves no other graph, and lends nothing. What it
 /// gets during the capture is fresh, or known done, or was freed in the capture by the same stream
 /// (edges of other libraries are not seen): so launches need not come after earlier work.
 #[derive(Debug)]
 pub struct FollowedGraph {
     pool: PrivatePool,
-    uses: Arc<GraphUses>,
-    host: Option<Arc<HostUses>>,
-    memory: Allocator,
     /// Memory from outside of the capture, to be freed with the graph. It may be another
     /// allocator's.
     dropped: Mutex<Vec<(Allocator, DevicePtr)>>,
@@ -51,8 +46,10 @@ impl Allocator {
             return Ok(Some(known));
         }
         let pool = self.create_pool(PoolOptions::default())?;
-        let (uses, host) = (GraphUses::collect(&pool, stream)?, HostUses::collect(stream));
-        let graph = Arc::new(FollowedGraph { pool, uses, host, memory: self.clone(), dropped: Mutex::default() });
+        // The graph keeps them.
+        GraphUses::collect(&pool, stream)?;
+        HostUses::collect(stream);
+        let graph = Arc::new(FollowedGraph { pool, dropped: Mutex::default() });
         let kept: Arc<dyn Any + Send + Sync> = graph.clone();
         launches.keep(&kept);
         Ok(Some(graph))
@@ -74,16 +71,6 @@ impl FollowedGraph {
         memory.record_stream_raw(ptr, stream)?;
         self.dropped.lock().push((memory.clone(), ptr));
         Ok(())
-    }
-
-    /// Enqueues a launch that the adapter sees: `enqueue` makes the driver call. It comes after
-    /// earlier work on the buffers that the graph uses, and later work after it.
-    ///
-    /// # Errors
-    /// As [`Graph::launch`](crate::Graph::launch).
-    #[track_caller]
-    pub fn launch(&self, stream: &Stream, enqueue: impl FnOnce() -> Result<(), DeviceError>) -> Result<(), Error> {
-        graph::launch(&self.memory, &self.uses, self.host.as_ref(), stream, enqueue)
     }
 }
 

@@ -2,7 +2,6 @@
 //! allocations and copies are real and kernels are not.
 #![cfg(all(target_os = "linux", feature = "candle"))]
 
-use candle_core::backend::BackendDevice as _;
 use candle_core::{CudaDevice, DType, Device, Tensor};
 
 #[test]

@@ -2,7 +2,12 @@
 //! detector.
 #![cfg(target_os = "linux")]
 
+mod support;
+
+use std::thread;
+
 use cudarc::driver::{CudaContext, DriverError, sys};
+use support::{Gpu, filled, value_of};
 
 #[test]
 fn slices_come_from_aquifer_and_go_back_in_order() {
@@ -88,4 +93,31 @@ fn graphs_of_cudarc_have_memory_of_their_own() {
     memory.empty_cache().unwrap();
     assert_eq!((memory.memory_allocated(), memory.memory_reserved()), (0, 0), "{}", memory.summary());
     assert_eq!(standin.violations(), Vec::<String>::new());
+}
+
+#[test]
+fn slices_may_be_dropped_on_threads_without_a_context() {
+    let gpu = Gpu::new();
+    let stream = gpu.stream();
+    for _ in 0..3 {
+        let slice = filled(&stream, 200 << 20, 1);
+        thread::spawn(|| drop(slice)).join().unwrap();
+        gpu.context.check_err().unwrap();
+    }
+    gpu.assert_all_is_back();
+}
+
+#[test]
+fn slices_are_copied_between_devices() {
+    let (one, two) = (Gpu::new(), Gpu::new());
+    let (from, to) = (one.stream(), two.stream());
+    for value in 1..5 {
+        let slice = filled(&from, 100 << 20, value);
+        let copy = to.clone_dtod(&slice).unwrap();
+        assert_eq!(value_of(&copy), value);
+        drop(slice);
+    }
+    assert!(one.memory.memory_reserved() < 200 << 20, "each has memory of its own");
+    one.assert_all_is_back();
+    two.assert_all_is_back();
 }

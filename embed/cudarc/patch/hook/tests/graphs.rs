@@ -1,5 +1,5 @@
-//! Graphs of programs that begin or end captures with the driver's functions: nobody announces that
-//! to Aquifer, nor sees the launches.
+//! Graphs of programs that begin captures with cudarc's function or the driver's: nothing announces
+//! their ends, nor launches.
 #![cfg(target_os = "linux")]
 
 mod support;
@@ -7,6 +7,9 @@ mod support;
 use std::sync::Arc;
 use std::thread;
 
+use cudarc::driver::sys::CUstreamCaptureMode::{
+    CU_STREAM_CAPTURE_MODE_GLOBAL as GLOBAL, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL as THREAD_LOCAL,
+};
 use cudarc::driver::{CudaSlice, CudaStream, DriverError, sys};
 use support::{FLAGS, Gpu, RELAXED, Raw, address, begin_raw, fill, filled, value_of};
 
@@ -101,6 +104,82 @@ fn slices_dropped_in_a_broken_capture_that_was_never_seen_are_served_again() {
     gpu.assert_all_is_back();
 }
 
+/// Calls before the first request of the capture.
+#[test]
+fn requests_elsewhere_do_not_break_a_capture_that_cudarc_begins() {
+    for mode in [GLOBAL, THREAD_LOCAL, RELAXED] {
+        for is_by_another_thread in [false, true] {
+            let gpu = Gpu::new();
+            let (stream, other) = (gpu.stream(), gpu.stream());
+            let input = filled(&stream, N, 3);
+            // Work on the memory of both is under way.
+            let cached: Vec<_> = (0..30).map(|at| filled([&stream, &other][at % 2], 8 * MIB, 1)).collect();
+            drop(cached);
+            stream.begin_capture(mode).unwrap();
+            let requests = || {
+                assert!(other.alloc_zeros::<u8>(1 << 30).is_err());
+                drop(other.alloc_zeros::<u8>(100 * MIB).unwrap());
+                gpu.memory.empty_cache().unwrap();
+                assert!(gpu.memory.device().synchronize().is_err(), "this would break the capture");
+                gpu.context.trim().unwrap();
+                gpu.context.mem_get_info().unwrap();
+                drop(filled(&other, 8 * MIB, 2));
+            };
+            if is_by_another_thread {
+                thread::scope(|scope| scope.spawn(requests).join()).unwrap();
+            } else {
+                requests();
+            }
+            let mut output = stream.alloc_zeros(N).unwrap();
+            stream.memcpy_dtod(&input, &mut output).unwrap();
+            requests();
+            let graph = stream.end_capture(FLAGS).unwrap().unwrap();
+            graph.launch().unwrap();
+            assert_eq!(value_of(&output), 3);
+            drop((graph, input, output));
+            gpu.assert_all_is_back();
+        }
+    }
+}
+
+#[test]
+fn captures_that_cudarc_begins_and_waits_of_other_threads_exclude_each_other() {
+    let gpu = Gpu::new();
+    let stream = gpu.stream();
+    let mut slice = filled(&stream, N, 1);
+    thread::scope(|scope| {
+        let captures = scope.spawn(|| {
+            for _ in 0..100 {
+                stream.begin_capture(GLOBAL).unwrap();
+                (0..20).for_each(|value| fill(&stream, &mut slice, value));
+                drop(Raw::end(&stream).unwrap());
+            }
+        });
+        while !captures.is_finished() {
+            drop(gpu.memory.device().synchronize());
+        }
+        captures.join().unwrap();
+    });
+    drop(slice);
+    gpu.assert_all_is_back();
+}
+
+/// A capture without a request: its end is found out when a call needs that.
+#[test]
+fn captures_that_request_nothing_are_over_once_they_ended() {
+    let gpu = Gpu::new();
+    let (stream, other) = (gpu.stream(), gpu.stream());
+    for _ in 0..3 {
+        let slices: Vec<_> = (0..5).map(|_| filled(&other, 40 * MIB, 1)).collect();
+        stream.begin_capture(GLOBAL).unwrap();
+        drop(slices);
+        drop(Raw::end(&stream).unwrap());
+        // It moves memory.
+        assert_eq!(value_of(&filled(&other, 200 * MIB, 2)), 2);
+        gpu.assert_all_is_back();
+    }
+}
+
 #[test]
 fn a_graph_may_be_replaced_while_the_old_one_lives() {
     for begin in WAYS {
@@ -141,7 +220,7 @@ fn clones_and_executables_keep_the_memory_of_a_graph() {
         assert_unharmed(&others);
         assert_eq!(value_of(&output), 3);
     };
-    [&graph, &clone].map(launch_and_check);
+    [&graph, &clone].into_iter().for_each(launch_and_check);
     drop(graph);
     clone.destroy_graph();
     launch_and_check(&clone);

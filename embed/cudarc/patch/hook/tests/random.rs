@@ -25,8 +25,8 @@ struct Slice {
 }
 
 enum Graph {
-    /// Its launches are seen.
     Cudarc(CudaGraph),
+    /// Its launches are seen.
     Announced(aquifer_cudarc::Graph),
     Raw(Raw),
 }
@@ -65,7 +65,7 @@ struct Program {
 impl Program {
     fn new(seed: u64) -> Program {
         let gpu = Gpu::new();
-        if seed % 3 == 0 {
+        if seed.is_multiple_of(3) {
             gpu.standin.hold_destructors();
         }
         let streams = (0..3).map(|_| gpu.stream()).collect();
