@@ -20,15 +20,20 @@ const BORROWED: &str = "another thread's blocking copy is under way on the strea
 /// Holds captures off on one stream while it lives: see [`crate::Stream::hold_off_captures`].
 #[derive(Debug)]
 #[must_use = "captures may begin once it is dropped"]
-pub struct CapturesHeldOff<'a>(&'a Timeline);
+pub struct CapturesHeldOff<'a> {
+    timeline: &'a Timeline,
+    /// Of the legacy stream: no blocking stream begins to capture either, which would refuse the
+    /// events that this one needs.
+    _blocking: Option<BlockingHeldOff<'a>>,
+}
 
 impl Drop for CapturesHeldOff<'_> {
     fn drop(&mut self) {
         if fork::is_child() {
             return;
         }
-        self.0.state.lock().held_off -= 1;
-        self.0.changed.notify_all();
+        self.timeline.state.lock().held_off -= 1;
+        self.timeline.changed.notify_all();
     }
 }
 
@@ -55,7 +60,9 @@ impl Timeline {
         }
         state.held_off += 1;
         drop(state);
-        Some(CapturesHeldOff(self))
+        let is_legacy = self.kind == StreamKind::Legacy;
+        let _blocking = is_legacy.then(|| self.context.capturing.hold_off_blocking()).flatten();
+        Some(CapturesHeldOff { timeline: self, _blocking })
     }
 
     /// Ends captures that were dropped before they ended: work that is enqueued into one is lost,

@@ -300,6 +300,33 @@ fn t5_what_is_enqueued_while_captures_are_held_off_is_in_no_graph() {
     });
 }
 
+/// One thread enqueues on the legacy stream while another one captures a blocking stream: what was
+/// enqueued can be waited for during the capture, because an event covers it.
+#[test]
+fn t5_no_capture_begins_between_a_copy_on_the_legacy_stream_and_its_event() {
+    explore(|| {
+        let world = World::new();
+        let (legacy, other) = (world.device.default_stream().clone(), world.stream());
+        let blocking = world.device.stream_with(StreamFlags::default()).unwrap();
+        join([
+            spawn(&world, move |world| {
+                let Some(held_off) = legacy.hold_off_captures() else { return };
+                // Refused if the capture has begun.
+                if legacy.fill(world.base, 1, CELL).is_err() {
+                    return;
+                }
+                let tick = legacy.tick();
+                tick.cover().unwrap();
+                drop(held_off);
+                other.wait_for(&tick).unwrap();
+            }),
+            spawn(&world, move |_| {
+                blocking.begin_capture().unwrap().end().expect("nothing may break a capture");
+            }),
+        ]);
+    });
+}
+
 /// One thread captures while others make the calls that would break that: each comes before the
 /// capture, after it, or is refused.
 #[test]
