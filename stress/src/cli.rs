@@ -159,8 +159,8 @@ pub enum Command {
     /// has the list.
     ///
     /// The allocator is configured by --config or, without it, by AQUIFER_ALLOC_CONF, else by
-    /// PyTorch's variables. --device and --json have no effect: the program chooses its GPUs, and
-    /// standard output is the program's. The report goes to standard error: for each process that
+    /// PyTorch's variables. --device has no effect, nor has --json but with --check: the program
+    /// chooses its GPUs, and standard output is the program's. The report goes to standard error: for each process that
     /// allocated, peaks, memory left at the end, refusals, and allocations that the driver made and
     /// why.
     ///

@@ -23,8 +23,9 @@ Exit codes (if several apply, the last one in this list):
   1  a failure at run time: a device that cannot be opened, a driver that fails, output that cannot
      be written, memory that `oom` found damaged or could not get back
   2  incorrect usage: an unknown command or option, or an invalid device or option string
-  5  violations: the simulated device's race detector found unordered work
-`run` ends as its program does.";
+  5  violations: the simulated device's race detector found unordered work, or `run --check` found
+     what is certain to be wrong
+`run` ends as its program does otherwise.";
 
 /// The outcome of the program. Graver ones are greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -40,7 +41,7 @@ pub enum Outcome {
     Failed,
     /// The command line is invalid.
     Usage,
-    /// The race detector found violations.
+    /// The race detector or `run --check` found violations.
     Violations,
     /// The exit code of a program that `run` ran.
     Program(u8),

@@ -50,7 +50,7 @@ pub fn run(cli: &Cli) -> Outcome {
 /// The command line. The help of a command ends with the keys of its rows.
 pub fn command() -> clap::Command {
     type Help = fn() -> String;
-    let keys: [(&str, Help); 8] = [
+    let keys: [(&str, Help); 9] = [
         ("explain", commands::explain::help),
         ("advise", commands::advise::Advised::help),
         ("replay", commands::replay::Replayed::help),
@@ -58,6 +58,7 @@ pub fn command() -> clap::Command {
         ("compare", commands::compare::help),
         ("fragmentation", commands::fragmentation::Fragmented::help),
         ("oom", commands::oom::Recovered::help),
+        ("run", commands::run::Found::help),
         ("demo", commands::demo::help),
     ];
     keys.into_iter().fold(Cli::command(), |all, (name, keys)| {

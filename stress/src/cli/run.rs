@@ -32,8 +32,21 @@ pub struct RunArgs {
     #[arg(long, value_name = "NAME", value_parser = FUNCTIONS)]
     pub pass: Vec<String>,
 
-    /// The interposer's library, if it is not where this program finds it: in its folder, or in
-    /// `deps` there.
+    /// Check the order of the program's work and the lifetimes of its memory, which stays the
+    /// driver's. docs/checking.md says what is found, and what calls of the driver cannot show.
+    ///
+    /// Findings go to standard error or, with --json, as rows to standard output, when the program
+    /// has ended. If any is certain, the exit code is 5.
+    #[arg(long, conflicts_with_all = ["snapshot", "report", "live", "pass", "configs"])]
+    pub check: bool,
+
+    /// Leave out the findings that a line of a file matches: text that is part of the finding's
+    /// kind, or of a frame of one of its stacks. Lines that begin with # are comments.
+    #[arg(long, value_name = "FILE", requires = "check")]
+    pub suppress: Option<PathBuf>,
+
+    /// The library to place before the driver, if it is not where this program finds it: in its
+    /// folder, or in `deps` there.
     #[arg(long = "library", value_name = "PATH")]
     pub interposer: Option<PathBuf>,
 

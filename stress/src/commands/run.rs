@@ -1,6 +1,8 @@
 //! `run`: runs a program with its GPU memory from this allocator. A library that is loaded before
 //! the CUDA driver serves it.
 
+mod check;
+
 use std::env;
 use std::ffi::OsStr;
 use std::fs;
@@ -21,7 +23,10 @@ use crate::exit::{Failure, Outcome};
 use crate::live::{self, Progress, Reading};
 use crate::session::{Output, Session};
 
+pub(crate) use check::Found;
+
 const LIBRARY: &str = "libaquifer_interposer.so";
+const BUILD: &str = "`cargo build --release -p aquifer-interposer` builds it";
 /// The names by which programs load the driver, the most common one first.
 const DRIVER: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
 /// Folders of drivers, in addition to those that the loader lists.
@@ -43,12 +48,15 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
         return Err(Failure::Usage("run works on Linux, in builds with the feature `cuda`".to_owned()));
     }
     session.config()?;
+    if args.check {
+        return check::run(session, args);
+    }
     let given = session.configs_or(&[]);
     match &given[..] {
         [config] => config.refuse_pytorch()?,
         _ => check_environment()?,
     }
-    let library = library(args.interposer.as_deref())?;
+    let library = library(args.interposer.as_deref(), LIBRARY, BUILD)?;
     let driver = driver(args.driver.as_deref(), &library)?;
     let folder = Folder::new()?;
     for name in DRIVER {
@@ -279,18 +287,18 @@ fn failed(path: &Path, cause: io::Error) -> Failure {
     Failure::File { path: path.to_owned(), cause }
 }
 
-fn library(given: Option<&Path>) -> Result<PathBuf, Failure> {
+fn library(given: Option<&Path>, name: &str, build: &str) -> Result<PathBuf, Failure> {
     let program = env::current_exe().unwrap_or_default();
     let folder = program.parent().unwrap_or(Path::new(""));
     let searched = match given {
         Some(path) => vec![path.to_owned()],
         // Cargo updates the one in `deps` with every build of this program.
-        None => vec![folder.join("deps").join(LIBRARY), folder.join(LIBRARY)],
+        None => vec![folder.join("deps").join(name), folder.join(name)],
     };
     found(&searched).ok_or_else(|| {
         let searched: Vec<_> = searched.iter().map(|path| path.display().to_string()).collect();
-        let build = "`cargo build --release -p aquifer-interposer` builds it, and --library names it";
-        Failure::Library(format!("the interposer's library does not exist: {}; {build}", searched.join(", ")))
+        let searched = searched.join(", ");
+        Failure::Library(format!("the library does not exist: {searched}; {build}, and --library names it"))
     })
 }
 

@@ -136,3 +136,50 @@ fn readings_are_lines_where_there_is_no_terminal() {
     assert_eq!((output.status.code(), &output.stdout[..]), (Some(3), &b"done\n"[..]));
     assert!(errors(&output).contains(" s, 0 allocations/s, 0 OOMs: no memory yet\n"), "{}", errors(&output));
 }
+
+/// The library itself is tested with its crate. Here a shell writes a finding in its place.
+#[test]
+fn certain_findings_of_a_check_are_an_exit_code() {
+    let checked = |certain: bool, options: &[&str]| {
+        let place = |frame: &str| serde_json::json!({"call": "cuMemFree_v2", "stream": null, "stack": [frame], "launched": null});
+        let line = serde_json::json!({
+            "number": 1, "process": 7, "program": "sh", "certain": certain, "kind": "freed-twice", "count": 1,
+            "what": "it frees memory that was freed", "advice": "let one owner free it", "address": 4096, "bytes": 64,
+            "first": place("pool::give (pool.rs:7)"), "second": place("pool::drop (pool.rs:9)"),
+        });
+        let options: Vec<&str> = ["--check"].iter().chain(options).copied().collect();
+        run(&options, &["sh", "-c", &format!("echo '{line}' >> $AQUIFER_CHECK; exit 3")])
+    };
+    let output = checked(true, &[]);
+    assert_eq!(output.status.code(), Some(5));
+    let said = errors(&output);
+    assert!(said.starts_with("Aquifer checked calls") && said.contains("certain: freed-twice, 1 time"), "{said}");
+    assert!(said.contains("  second: cuMemFree_v2\n    at pool::drop (pool.rs:9)\n"), "{said}");
+    assert_eq!(checked(false, &[]).status.code(), Some(3));
+    let rows = rows_of(5, &checked(true, &["--json"]));
+    assert_eq!(
+        (&rows[0]["kind"], &rows[0]["second"]["stack"][0]),
+        (&"freed-twice".into(), &"pool::drop (pool.rs:9)".into())
+    );
+    let file = Scratch::new("suppressed", b"# known\npool::drop\n");
+    let output = checked(true, &["--suppress", file.path()]);
+    assert_eq!(output.status.code(), Some(3));
+    assert!(
+        errors(&output).contains("suppressed: 1") && !errors(&output).contains("freed-twice"),
+        "{}",
+        errors(&output)
+    );
+    for options in [&["--check", "--live"][..], &["--check", "--config", ""], &["--suppress", "x"]] {
+        assert_eq!(run(options, &["true"]).status.code(), Some(2), "{options:?}");
+    }
+    assert_eq!(run(&["--check", "--suppress", "/no/such/file"], &["true"]).status.code(), Some(1));
+}
+
+#[test]
+fn a_replay_on_the_drivers_pool_has_no_findings() {
+    let file = data("fsdp_start.trace");
+    let replay = [THIS, "replay", "--json", "--repeat", "1", "--device", "cuda:0", "--driver-pool", &file];
+    let output = run(&["--check"], &replay);
+    rows_of(0, &output);
+    assert!(errors(&output).contains("Certain findings: 0; possible ones: 0"), "{}", errors(&output));
+}

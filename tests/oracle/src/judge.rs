@@ -104,6 +104,8 @@ pub enum Call {
     EndCapture { stream: RawStream, graph: Option<RawGraph> },
     /// A graph was launched.
     LaunchGraph { graph: RawGraph, stream: RawStream },
+    /// A copy of a graph was made, or replaced another graph.
+    CopyGraph { graph: RawGraph, copy: RawGraph },
     /// A graph was destroyed.
     DestroyGraph { graph: RawGraph },
 }
@@ -116,6 +118,23 @@ pub struct Oracle {
 }
 
 impl Oracle {
+    /// The oracle, which takes calls of `place` from now on: a number of the caller's, by which it
+    /// finds them again in races.
+    pub fn at(&mut self, place: u64) -> &mut Oracle {
+        self.world.place = place;
+        self
+    }
+
+    /// The call, place and accesses of each node of a graph.
+    pub fn nodes(&self, graph: RawGraph) -> impl Iterator<Item = (&'static str, u64, &[Touch])> {
+        self.world.nodes(graph)
+    }
+
+    /// Whether the stream takes part in a capture.
+    pub fn is_capturing(&self, thread: ThreadId, stream: RawStream) -> bool {
+        self.world.is_capturing(thread, stream)
+    }
+
     /// Takes a call that `thread` made. Calls must come in the order in which the driver took them.
     /// Returns the races with earlier calls.
     pub fn take(&mut self, thread: ThreadId, call: Call) -> Vec<Race> {
@@ -147,24 +166,24 @@ impl Oracle {
             Call::Map { ptr, bytes, physical } => memory.map(ptr.0, bytes, physical),
             Call::Unmap { ptr, bytes } => {
                 let pending = memory.remove(Side::Device, ptr.range(bytes), |op| world.is_known(op));
-                return races(RaceKind::Removal, host("cuMemUnmap"), pending);
+                return races(RaceKind::Removal, host("cuMemUnmap", world.place), pending);
             }
             Call::PageLock { ptr, bytes } => memory.allocate(Side::Host, ptr.0 as u64, bytes as u64),
             Call::HostFree { ptr } => {
                 let Some(range) = memory.allocation(Side::Host, ptr.0 as u64) else { return Vec::new() };
                 let pending = memory.remove(Side::Host, range, |op| world.is_known(op));
-                return races(RaceKind::Removal, host("cuMemFreeHost"), pending);
+                return races(RaceKind::Removal, host("cuMemFreeHost", world.place), pending);
             }
             Call::HostUnregister { ptr } => {
                 let Some(range) = memory.allocation(Side::Host, ptr.0 as u64) else { return Vec::new() };
                 let pending = memory.remove(Side::Host, range, |op| world.is_known(op));
                 world.all_is_complete();
-                return races(RaceKind::Removal, host("cuMemHostUnregister"), pending);
+                return races(RaceKind::Removal, host("cuMemHostUnregister", world.place), pending);
             }
             Call::HostAccess { ptr, bytes, kind } => {
                 let touch = Touch { at: CopyEnd::Host(ptr), bytes: bytes as u64, kind };
                 let pending = memory.host_access(touch, |op| world.is_known(op));
-                return races(RaceKind::Host, host("host access"), pending);
+                return races(RaceKind::Host, host("host access", world.place), pending);
             }
             Call::CreateStream { stream, non_blocking } => world.create_stream(stream, non_blocking),
             Call::DestroyStream { stream } => world.destroy_stream(stream),
@@ -182,6 +201,7 @@ impl Oracle {
                 let started = world.launch(thread, graph, stream);
                 return started.into_iter().flat_map(|node| self.run(node)).collect();
             }
+            Call::CopyGraph { graph, copy } => world.copy_graph(graph, copy),
             Call::DestroyGraph { graph } => world.destroy_graph(graph),
         }
         Vec::new()
@@ -212,10 +232,63 @@ impl Oracle {
 }
 
 /// An action of the host.
-fn host(call: &'static str) -> Op {
-    Op { line: 0, number: 0, call, stream: None }
+fn host(call: &'static str, place: u64) -> Op {
+    Op::new(call, None, place)
 }
 
 fn races(kind: RaceKind, second: Op, conflicts: Vec<Conflict>) -> Vec<Race> {
     conflicts.into_iter().map(|(first, range)| Race { kind, first, second, range }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STREAMS: [RawStream; 2] = [RawStream(8), RawStream(9)];
+
+    fn fill() -> Vec<Touch> {
+        vec![Touch { at: CopyEnd::Device(DevicePtr(4096)), bytes: 64, kind: AccessKind::Write }]
+    }
+
+    /// An oracle that knows memory, two streams that wait for nobody, and a graph that fills the memory.
+    fn with_graph(graph: RawGraph) -> (Oracle, ThreadId) {
+        let (mut oracle, thread) = (Oracle::default(), std::thread::current().id());
+        oracle.take(thread, Call::Alloc { ptr: DevicePtr(4096), bytes: 64 });
+        for stream in STREAMS {
+            oracle.take(thread, Call::CreateStream { stream, non_blocking: true });
+        }
+        let stream = STREAMS[0];
+        oracle.take(thread, Call::BeginCapture { stream });
+        assert!(oracle.is_capturing(thread, stream) && !oracle.is_capturing(thread, STREAMS[1]));
+        oracle.at(5).take(thread, Call::Work { call: "fill", stream, touches: fill() });
+        oracle.take(thread, Call::EndCapture { stream, graph: Some(graph) });
+        assert!(!oracle.is_capturing(thread, stream));
+        (oracle, thread)
+    }
+
+    #[test]
+    fn a_copy_of_a_graph_has_its_nodes_and_outlives_it() {
+        let [graph, copy] = [RawGraph(1), RawGraph(2)];
+        let (mut oracle, thread) = with_graph(graph);
+        oracle.take(thread, Call::CopyGraph { graph, copy });
+        oracle.take(thread, Call::DestroyGraph { graph });
+        assert_eq!(oracle.nodes(graph).count(), 0);
+        assert!(oracle.nodes(copy).eq([("fill", 5, &fill()[..])]));
+        assert_eq!(oracle.at(6).take(thread, Call::LaunchGraph { graph: copy, stream: STREAMS[0] }), []);
+        let races = oracle.at(7).take(thread, Call::Work { call: "fill", stream: STREAMS[1], touches: fill() });
+        let [race] = &races[..] else { panic!("one race, not {races:?}") };
+        assert_eq!((race.first.place, race.first.launch), (5, Some(6)));
+        assert_eq!((race.second.place, race.second.launch), (7, None));
+    }
+
+    #[test]
+    fn launches_of_a_graph_that_was_replaced_stay_in_order() {
+        let [graph, copy] = [RawGraph(1), RawGraph(2)];
+        let (mut oracle, thread) = with_graph(graph);
+        oracle.take(thread, Call::CopyGraph { graph, copy });
+        oracle.take(thread, Call::LaunchGraph { graph: copy, stream: STREAMS[0] });
+        oracle.take(thread, Call::CopyGraph { graph, copy });
+        assert_eq!(oracle.take(thread, Call::LaunchGraph { graph: copy, stream: STREAMS[1] }), []);
+        assert_eq!(oracle.take(thread, Call::LaunchGraph { graph, stream: STREAMS[0] }).len(), 1);
+    }
 }

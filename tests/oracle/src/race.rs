@@ -16,6 +16,17 @@ pub struct Op {
     pub call: &'static str,
     /// The stream it was enqueued on; `None` for the host.
     pub stream: Option<RawStream>,
+    /// The place of the call that made it: see [`Oracle::at`](crate::Oracle::at).
+    pub place: u64,
+    /// For a node of a graph, the place of the launch.
+    pub launch: Option<u64>,
+}
+
+impl Op {
+    /// An operation of the caller's own, for reports beside those of the oracle.
+    pub fn new(call: &'static str, stream: Option<RawStream>, place: u64) -> Op {
+        Op { line: 0, number: 0, call, stream, place, launch: None }
+    }
 }
 
 impl fmt::Display for Op {

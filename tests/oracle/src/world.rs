@@ -42,6 +42,16 @@ enum Key {
 
 const LEGACY: Key = Key::Handle(RawStream::LEGACY);
 
+impl Key {
+    fn of(thread: ThreadId, stream: RawStream) -> Key {
+        match stream {
+            RawStream::PER_THREAD => Key::Thread(thread),
+            stream if stream.is_legacy() => LEGACY,
+            stream => Key::Handle(stream),
+        }
+    }
+}
+
 #[derive(Clone, Debug)]
 struct Stream {
     line: Line,
@@ -81,6 +91,7 @@ struct Node {
     clock: Clock,
     number: u64,
     call: &'static str,
+    place: u64,
     touches: Vec<Touch>,
 }
 
@@ -118,6 +129,8 @@ pub(crate) struct World {
     lines: Line,
     number: u64,
     next_capture: u64,
+    /// Where the call is made that is being taken.
+    pub(crate) place: u64,
 }
 
 impl World {
@@ -163,9 +176,10 @@ impl World {
         let clock = &mut capture.chains[chain as usize];
         let number = clock.until(chain) + 1;
         clock.advance(chain, number);
-        let op = Op { line: chain, number, call, stream: Some(stream) };
+        let place = self.place;
+        let op = Op { line: chain, number, call, stream: Some(stream), place, launch: None };
         let started = Started { op, before: clock.clone(), touches: touches.clone(), capture: Some(id) };
-        capture.nodes.push(Node { chain, clock: clock.clone(), number, call, touches });
+        capture.nodes.push(Node { chain, clock: clock.clone(), number, call, place, touches });
         Some(started)
     }
 
@@ -265,6 +279,29 @@ impl World {
         self.graphs.remove(&graph);
     }
 
+    /// Gives `copy` the nodes of a graph. Its later launches still come after its earlier ones.
+    pub(crate) fn copy_graph(&mut self, graph: RawGraph, copy: RawGraph) {
+        let Some(Graph { nodes, lines, .. }) = self.graphs.get(&graph) else {
+            self.graphs.remove(&copy);
+            return;
+        };
+        let (nodes, chains) = (nodes.clone(), lines.len());
+        let lines = (0..chains).map(|_| self.new_line()).collect();
+        let last = self.graphs.remove(&copy).map_or_else(Clock::default, |before| before.last);
+        self.graphs.insert(copy, Graph { nodes, lines, last });
+    }
+
+    /// The call, place and accesses of each node of a graph.
+    pub(crate) fn nodes(&self, graph: RawGraph) -> impl Iterator<Item = (&'static str, u64, &[Touch])> {
+        let nodes = self.graphs.get(&graph).into_iter().flat_map(|graph| &graph.nodes);
+        nodes.map(|node| (node.call, node.place, &node.touches[..]))
+    }
+
+    /// Whether the stream takes part in a capture.
+    pub(crate) fn is_capturing(&self, thread: ThreadId, stream: RawStream) -> bool {
+        self.streams.get(&Key::of(thread, stream)).is_some_and(|stream| stream.capture.is_some())
+    }
+
     /// Launches a graph: its nodes, in an order that their edges allow. Drivers here refuse to
     /// capture a launch.
     pub(crate) fn launch(&mut self, thread: ThreadId, graph: RawGraph, stream: RawStream) -> Vec<Started> {
@@ -273,11 +310,12 @@ impl World {
         let base = self.number;
         let Some(Graph { nodes, lines, last }) = self.graphs.get(&graph) else { return Vec::new() };
         before.join(last);
-        let line = |chain: Line| lines[chain as usize];
+        let (line, launch) = (|chain: Line| lines[chain as usize], Some(self.place));
         let start = |node: &Node| {
             let mut before = before.clone();
             node.clock.lines().for_each(|(chain, until)| before.advance(line(chain), base + until));
-            let op = Op { line: line(node.chain), number: base + node.number, call: node.call, stream: Some(stream) };
+            let (line, number) = (line(node.chain), base + node.number);
+            let op = Op { line, number, call: node.call, stream: Some(stream), place: node.place, launch };
             Started { op, before, touches: node.touches.clone(), capture: None }
         };
         let started: Vec<Started> = nodes.iter().map(start).collect();
@@ -320,17 +358,13 @@ impl World {
         let number = self.number;
         let at = self.at(key);
         at.clock.advance(at.line, number);
-        Op { line: at.line, number, call, stream: Some(stream) }
+        Op { line: at.line, number, call, stream: Some(stream), place: self.place, launch: None }
     }
 
     /// The key of a stream that a call names. A stream that is met for the first time is a default
     /// stream, or belongs to another library, which is taken to have made a blocking stream.
     fn key(&mut self, thread: ThreadId, stream: RawStream) -> Key {
-        let key = match stream {
-            RawStream::PER_THREAD => Key::Thread(thread),
-            stream if stream.is_legacy() => LEGACY,
-            stream => Key::Handle(stream),
-        };
+        let key = Key::of(thread, stream);
         if !self.streams.contains_key(&key) {
             let line = self.new_line();
             self.streams.insert(key, Stream { line, blocking: true, clock: Clock::default(), capture: None });

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 
 use crate::abi::{
     Answer, Call, Handle, INVALID_PTX, In, LAUNCH_OUT_OF_RESOURCES, NO_BINARY_FOR_GPU, NOT_FOUND, Out,
-    UNSUPPORTED_PTX_VERSION, abi, code, needed, string,
+    UNSUPPORTED_PTX_VERSION, abi, code, needed, offer, string,
 };
 use crate::process::{Life, Process};
 use crate::ptx;
@@ -70,6 +70,16 @@ impl Table {
         self.functions.insert(handle, Function { module, kernel, fits, shared_bytes_max: SHARED_BYTES });
         self.by_name.insert(key, handle);
         Ok(handle)
+    }
+
+    /// Offset and size of a parameter of a function, in bytes.
+    fn parameter(&self, function: Handle, index: usize) -> Answer<(usize, usize)> {
+        let (module, name) = self.by_name.iter().find(|known| *known.1 == function).ok_or(Code::INVALID_HANDLE)?.0;
+        let sizes = self.loaded.get(module).and_then(|entries| entries.get(name)).ok_or(Code::INVALID_HANDLE)?;
+        let size = *sizes.get(index).ok_or(Code::INVALID_VALUE)?;
+        // Scalars lie at multiples of their size.
+        let offset = sizes[..index].iter().fold(0, |end: usize, size| end.next_multiple_of(*size) + size);
+        Ok((offset.next_multiple_of(size), size))
     }
 
     fn unload(&mut self, module: Handle) {
@@ -213,6 +223,18 @@ abi! {
             _ => return Err(Code::INVALID_VALUE),
         };
         out.write(number);
+        Ok(())
+    }
+
+    /// Where a parameter lies among the others, and its size; `INVALID_VALUE` past the last one.
+    12040 cuFuncGetParamInfo(
+        call, function: Handle, index: usize, offset: Out<'_, usize>, size: Out<'_, usize>,
+    ) {
+        let life = call.life()?;
+        let out = needed(offset)?;
+        let (found, bytes) = life.modules.0.lock().parameter(function, index)?;
+        out.write(found);
+        offer(size, bytes);
         Ok(())
     }
 

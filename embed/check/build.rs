@@ -1,0 +1,1 @@
+../interposer/build.rs
