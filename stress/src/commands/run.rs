@@ -1,5 +1,7 @@
 //! `run`: runs a program with its GPU memory from this allocator. A library that is loaded before
-//! the CUDA driver serves it.
+//! the CUDA driver serves it. On a simulated device, it runs the program without a GPU.
+
+mod dry;
 
 use std::env;
 use std::ffi::OsStr;
@@ -22,6 +24,7 @@ use crate::live::{self, Progress, Reading};
 use crate::session::{Output, Session};
 
 const LIBRARY: &str = "libaquifer_interposer.so";
+const BUILD: &str = "`cargo build --release -p aquifer-interposer` builds it";
 /// The names by which programs load the driver, the most common one first.
 const DRIVER: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
 /// Folders of drivers, in addition to those that the loader lists.
@@ -43,12 +46,20 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
         return Err(Failure::Usage("run works on Linux, in builds with the feature `cuda`".to_owned()));
     }
     session.config()?;
+    match session.sim() {
+        _ if session.is_default_device() => {}
+        Some(sim) => return dry::run(session, args, sim),
+        None => {
+            let usage = "run takes no --device but a simulated one, such as sim:24GiB: the program chooses its GPUs";
+            return Err(Failure::Usage(usage.to_owned()));
+        }
+    }
     let given = session.configs_or(&[]);
     match &given[..] {
         [config] => config.refuse_pytorch()?,
         _ => check_environment()?,
     }
-    let library = library(args.interposer.as_deref())?;
+    let library = library(args.library.as_deref(), LIBRARY, BUILD)?;
     let driver = driver(args.driver.as_deref(), &library)?;
     let folder = Folder::new()?;
     for name in DRIVER {
@@ -58,7 +69,10 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
     let report = folder.0.join("report");
     let [program, arguments @ ..] = &args.program[..] else { return Err(Failure::Usage("name a program".to_owned())) };
     let mut command = Command::new(program);
-    command.args(arguments).env("LD_LIBRARY_PATH", library_path(&folder.0)).env("AQUIFER_REPORT", &report);
+    command
+        .args(arguments)
+        .env("LD_LIBRARY_PATH", preceding(&folder.0, "LD_LIBRARY_PATH"))
+        .env("AQUIFER_REPORT", &report);
     if let [config] = &given[..] {
         command.env("AQUIFER_ALLOC_CONF", &config.text);
     }
@@ -76,14 +90,7 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
     if args.report.is_some() {
         command.env("AQUIFER_SNAPSHOT", snapshots.join("program.pickle"));
     }
-    let status = if args.live {
-        command.env("AQUIFER_LIVE", &readings_of);
-        let progress = || Progress { readings: readings(&readings_of) };
-        live::watch(session, &name, progress, |output| watched(command, output))
-    } else {
-        ended(command)
-    };
-    let status = status.map_err(|cause| failed(Path::new(program), cause))?;
+    let outcome = finished(session, args, command, &name, &readings_of)?;
     match fs::read_to_string(&report) {
         Ok(text) => session.message(text.trim_end()),
         Err(_) => {
@@ -96,7 +103,26 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
             session.message(format_args!("error: no report page: {failure}"));
         }
     }
-    Ok(Outcome::Program(code(status)))
+    Ok(outcome)
+}
+
+/// Runs the program, with --live in view of what it writes to a folder of readings.
+fn finished(
+    session: &Session,
+    args: &RunArgs,
+    mut command: Command,
+    name: &str,
+    readings_of: &Path,
+) -> Result<Outcome, Failure> {
+    let program = PathBuf::from(command.get_program());
+    let status = if args.live {
+        command.env("AQUIFER_LIVE", readings_of);
+        let progress = || Progress { readings: readings(readings_of) };
+        live::watch(session, name, progress, |output| watched(command, output))
+    } else {
+        ended(command)
+    };
+    Ok(Outcome::Program(code(status.map_err(|cause| failed(&program, cause))?)))
 }
 
 /// Checks the options that the program's allocators will read.
@@ -279,18 +305,20 @@ fn failed(path: &Path, cause: io::Error) -> Failure {
     Failure::File { path: path.to_owned(), cause }
 }
 
-fn library(given: Option<&Path>) -> Result<PathBuf, Failure> {
+/// The library that is loaded into the program: the one given, or the one of this name that was
+/// built with this program.
+fn library(given: Option<&Path>, name: &str, build: &str) -> Result<PathBuf, Failure> {
     let program = env::current_exe().unwrap_or_default();
     let folder = program.parent().unwrap_or(Path::new(""));
     let searched = match given {
         Some(path) => vec![path.to_owned()],
         // Cargo updates the one in `deps` with every build of this program.
-        None => vec![folder.join("deps").join(LIBRARY), folder.join(LIBRARY)],
+        None => vec![folder.join("deps").join(name), folder.join(name)],
     };
     found(&searched).ok_or_else(|| {
         let searched: Vec<_> = searched.iter().map(|path| path.display().to_string()).collect();
-        let build = "`cargo build --release -p aquifer-interposer` builds it, and --library names it";
-        Failure::Library(format!("the interposer's library does not exist: {}; {build}", searched.join(", ")))
+        let searched = searched.join(", ");
+        Failure::Library(format!("the library {name} does not exist: {searched}; {build}, and --library names it"))
     })
 }
 
@@ -327,13 +355,14 @@ fn cached() -> Vec<PathBuf> {
     text.lines().filter(of_driver).filter_map(|line| line.split(" => ").nth(1)).map(PathBuf::from).collect()
 }
 
-fn library_path(folder: &Path) -> std::ffi::OsString {
-    let mut path = folder.as_os_str().to_owned();
-    if let Some(more) = env::var_os("LD_LIBRARY_PATH").filter(|more| !more.is_empty()) {
-        path.push(OsStr::new(":"));
-        path.push(more);
+/// A path before those that a variable has.
+fn preceding(path: &Path, variable: &str) -> std::ffi::OsString {
+    let mut paths = path.as_os_str().to_owned();
+    if let Some(more) = env::var_os(variable).filter(|more| !more.is_empty()) {
+        paths.push(OsStr::new(":"));
+        paths.push(more);
     }
-    path
+    paths
 }
 
 /// A folder that is removed at the end.
