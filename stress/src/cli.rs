@@ -39,7 +39,8 @@ Examples:
   aquifer-stress replay --config '' --config max_split_size_mb:128 *.trace.gz
   aquifer-stress fit --json training.trace.gz
   aquifer-stress compare --plot frontier.svg *.trace.gz
-  aquifer-stress run --snapshot train.pickle -- python train.py";
+  aquifer-stress run --snapshot train.pickle -- python train.py
+  aquifer-stress run --device sim:h100 -- python train.py";
 
 const SIMULATED: &str = "\
 Settings of simulated devices, such as --device sim:24GiB,seed=7,vmm=off:
@@ -159,10 +160,9 @@ pub enum Command {
     /// has the list.
     ///
     /// The allocator is configured by --config or, without it, by AQUIFER_ALLOC_CONF, else by
-    /// PyTorch's variables. --device has no effect, nor has --json but with --check: the program
-    /// chooses its GPUs, and standard output is the program's. The report goes to standard error: for each process that
-    /// allocated, peaks, memory left at the end, refusals, and allocations that the driver made and
-    /// why.
+    /// PyTorch's variables. --json has no effect but with --check: standard output is the program's.
+    /// The report goes to standard error: for each process that allocated, peaks, memory left at the
+    /// end, refusals, and allocations that the driver made and why.
     ///
     /// With --live in a terminal, the program writes to pipes, not to the terminal, and its colours
     /// are left out; so is what other processes write more than a second after its end.
@@ -170,6 +170,11 @@ pub enum Command {
     /// The exit code is the program's, or 128 and the number of the signal that ended it. There is
     /// no report of a process that ends by a signal or by _exit, nor of a program that loads the
     /// driver by its path, has it on an RPATH, or runs with other privileges than its user's.
+    ///
+    /// With a simulated --device, this is a dry run: a PyTorch program runs without a GPU, with
+    /// PyTorch's own allocator unless --config says otherwise, and no kernel computes. The report
+    /// says what the program needs, and which card suffices. docs/dry-run.md says how to build its
+    /// library, and what it cannot do.
     Run(RunArgs),
     /// Demonstrate on recorded programs why memory runs out while much of it is free, and what
     /// helps (the default).

@@ -8,7 +8,7 @@ use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use aquifer::device::DeviceSpec;
-use aquifer::device::sim::{SimConfig, SimDriver};
+use aquifer::device::sim::{Preset, SimConfig, SimDriver};
 use aquifer::{Allocator, Device};
 use aquifer_sim::CAPACITY_BYTES_MAX;
 use aquifer_trace::Lagged;
@@ -86,12 +86,13 @@ impl Session {
         }
     }
 
-    /// The same for a command without a device: none is opened, and none is reported.
+    /// The same for a command that opens no device of its own: none is reported.
     ///
     /// # Errors
     /// None: the default device has a valid name.
     pub fn without_device(global: &Global) -> Result<Session, Failure> {
-        Ok(Session::of(global, SIMULATED.parse()?))
+        let device = global.device.clone();
+        Ok(Session::of(global, device.map_or_else(|| SIMULATED.parse(), Ok)?))
     }
 
     fn of(global: &Global, mut device: DeviceArg) -> Session {
@@ -200,6 +201,16 @@ impl Session {
             _ => return None,
         }
         Some(self.on(device))
+    }
+
+    /// The same session on a simulated device that shares no memory with the host.
+    #[must_use]
+    pub fn with_own_memory(&self) -> Session {
+        let mut device = self.device.clone();
+        if let DeviceSpec::Sim(sim) = &mut device.spec {
+            (sim.preset, sim.addresses) = (Preset::H100, None);
+        }
+        self.on(device)
     }
 
     /// The same session on a device of another capacity, if it is a simulated one.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{named, snapshot_path};
+use super::{named, snapshot_path, whole};
 
 /// Arguments of `run`.
 #[derive(Debug, Args)]
@@ -45,10 +45,18 @@ pub struct RunArgs {
     #[arg(long, value_name = "FILE", requires = "check")]
     pub suppress: Option<PathBuf>,
 
-    /// The library to place before the driver, if it is not where this program finds it: in its
+    /// The library to load into the program, if it is not where this program finds it: in its
     /// folder, or in `deps` there.
-    #[arg(long = "library", value_name = "PATH")]
-    pub interposer: Option<PathBuf>,
+    #[arg(long, value_name = "PATH")]
+    pub library: Option<PathBuf>,
+
+    /// In a dry run, every Nth condition that the program reads from the device is true, others are
+    /// false; 0 makes all false.
+    ///
+    /// No kernel runs there, so what a program reads is no result. A condition is a single byte; all
+    /// else is zeros. Loops that wait for a condition end, after N rounds at the latest.
+    #[arg(long, value_name = "N", default_value_t = 1000, value_parser = whole::<u64>("number", 0..=u64::MAX))]
+    pub fill: u64,
 
     /// The CUDA driver's library. By default the one that the program would load:
     /// AQUIFER_CUDA_LIBRARY if it is a path, else libcuda.so.1 on LD_LIBRARY_PATH or where the

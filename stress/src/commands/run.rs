@@ -1,7 +1,8 @@
 //! `run`: runs a program with its GPU memory from this allocator. A library that is loaded before
-//! the CUDA driver serves it.
+//! the CUDA driver serves it. On a simulated device, it runs the program without a GPU.
 
 mod check;
+mod dry;
 
 use std::env;
 use std::ffi::OsStr;
@@ -48,6 +49,18 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
         return Err(Failure::Usage("run works on Linux, in builds with the feature `cuda`".to_owned()));
     }
     session.config()?;
+    match session.sim() {
+        _ if session.is_default_device() => {}
+        Some(_) if args.check => {
+            let usage = "run --check takes no --device: the program chooses its GPUs. ci/standin runs both without one";
+            return Err(Failure::Usage(usage.to_owned()));
+        }
+        Some(sim) => return dry::run(session, args, sim),
+        None => {
+            let usage = "run takes no --device but a simulated one, such as sim:24GiB: the program chooses its GPUs";
+            return Err(Failure::Usage(usage.to_owned()));
+        }
+    }
     if args.check {
         return check::run(session, args);
     }
@@ -56,7 +69,7 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
         [config] => config.refuse_pytorch()?,
         _ => check_environment()?,
     }
-    let library = library(args.interposer.as_deref(), LIBRARY, BUILD)?;
+    let library = library(args.library.as_deref(), LIBRARY, BUILD)?;
     let driver = driver(args.driver.as_deref(), &library)?;
     let folder = Folder::new()?;
     for name in DRIVER {
@@ -66,7 +79,10 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
     let report = folder.0.join("report");
     let [program, arguments @ ..] = &args.program[..] else { return Err(Failure::Usage("name a program".to_owned())) };
     let mut command = Command::new(program);
-    command.args(arguments).env("LD_LIBRARY_PATH", library_path(&folder.0)).env("AQUIFER_REPORT", &report);
+    command
+        .args(arguments)
+        .env("LD_LIBRARY_PATH", preceding(&folder.0, "LD_LIBRARY_PATH"))
+        .env("AQUIFER_REPORT", &report);
     if let [config] = &given[..] {
         command.env("AQUIFER_ALLOC_CONF", &config.text);
     }
@@ -84,14 +100,7 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
     if args.report.is_some() {
         command.env("AQUIFER_SNAPSHOT", snapshots.join("program.pickle"));
     }
-    let status = if args.live {
-        command.env("AQUIFER_LIVE", &readings_of);
-        let progress = || Progress { readings: readings(&readings_of) };
-        live::watch(session, &name, progress, |output| watched(command, output))
-    } else {
-        ended(command)
-    };
-    let status = status.map_err(|cause| failed(Path::new(program), cause))?;
+    let outcome = finished(session, args, command, &name, &readings_of)?;
     match fs::read_to_string(&report) {
         Ok(text) => session.message(text.trim_end()),
         Err(_) => {
@@ -104,7 +113,26 @@ pub fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
             session.message(format_args!("error: no report page: {failure}"));
         }
     }
-    Ok(Outcome::Program(code(status)))
+    Ok(outcome)
+}
+
+/// Runs the program, with --live in view of what it writes to a folder of readings.
+fn finished(
+    session: &Session,
+    args: &RunArgs,
+    mut command: Command,
+    name: &str,
+    readings_of: &Path,
+) -> Result<Outcome, Failure> {
+    let program = PathBuf::from(command.get_program());
+    let status = if args.live {
+        command.env("AQUIFER_LIVE", readings_of);
+        let progress = || Progress { readings: readings(readings_of) };
+        live::watch(session, name, progress, |output| watched(command, output))
+    } else {
+        ended(command)
+    };
+    Ok(Outcome::Program(code(status.map_err(|cause| failed(&program, cause))?)))
 }
 
 /// Checks the options that the program's allocators will read.
@@ -287,6 +315,8 @@ fn failed(path: &Path, cause: io::Error) -> Failure {
     Failure::File { path: path.to_owned(), cause }
 }
 
+/// The library that is loaded into the program: the one given, or the one of this name that was
+/// built with this program.
 fn library(given: Option<&Path>, name: &str, build: &str) -> Result<PathBuf, Failure> {
     let program = env::current_exe().unwrap_or_default();
     let folder = program.parent().unwrap_or(Path::new(""));
@@ -298,7 +328,7 @@ fn library(given: Option<&Path>, name: &str, build: &str) -> Result<PathBuf, Fai
     found(&searched).ok_or_else(|| {
         let searched: Vec<_> = searched.iter().map(|path| path.display().to_string()).collect();
         let searched = searched.join(", ");
-        Failure::Library(format!("the library does not exist: {searched}; {build}, and --library names it"))
+        Failure::Library(format!("the library {name} does not exist: {searched}; {build}, and --library names it"))
     })
 }
 
@@ -335,13 +365,14 @@ fn cached() -> Vec<PathBuf> {
     text.lines().filter(of_driver).filter_map(|line| line.split(" => ").nth(1)).map(PathBuf::from).collect()
 }
 
-fn library_path(folder: &Path) -> std::ffi::OsString {
-    let mut path = folder.as_os_str().to_owned();
-    if let Some(more) = env::var_os("LD_LIBRARY_PATH").filter(|more| !more.is_empty()) {
-        path.push(OsStr::new(":"));
-        path.push(more);
+/// A path before those that a variable has.
+fn preceding(path: &Path, variable: &str) -> std::ffi::OsString {
+    let mut paths = path.as_os_str().to_owned();
+    if let Some(more) = env::var_os(variable).filter(|more| !more.is_empty()) {
+        paths.push(OsStr::new(":"));
+        paths.push(more);
     }
-    path
+    paths
 }
 
 /// A folder that is removed at the end.

@@ -183,3 +183,83 @@ fn a_replay_on_the_drivers_pool_has_no_findings() {
     rows_of(0, &output);
     assert!(errors(&output).contains("Certain findings: 0; possible ones: 0"), "{}", errors(&output));
 }
+
+/// A dry run with another library than its own, which the program does not call.
+fn dry(options: &[&str], script: &str) -> Output {
+    let library = Path::new(THIS).with_file_name("deps").join("libaquifer_standin.so");
+    let options = [&["run", "--library", library.to_str().unwrap()], options, &["--", "sh", "-c", script]].concat();
+    program(&options).env_remove("PYTHONPATH").env_remove("PYTORCH_ALLOC_CONF").output().unwrap()
+}
+
+#[test]
+fn a_dry_run_prepares_the_program_and_reports_on_its_processes() {
+    let show = "echo \"$AQUIFER_DRYRUN_DEVICE $AQUIFER_DRYRUN_FILL $CUDA_VISIBLE_DEVICES\"; \
+                wc -l <$PYTHONPATH/sitecustomize.py; echo $PYTHONPATH; exit 3";
+    let output = dry(&["--device", "sim:rtx4090,other=1GiB", "--fill", "7"], show);
+    assert_eq!(output.status.code(), Some(3), "{}", errors(&output));
+    assert!(errors(&output).contains("no process used the device"), "{}", errors(&output));
+    let said = String::from_utf8(output.stdout).unwrap();
+    let [device, lines, python] = said.lines().collect::<Vec<_>>()[..] else { panic!("{said}") };
+    assert_eq!(device, format!("{};8.9;128;1;0;Simulated RTX 4090 24 GiB 7 0", 23_u64 << 30));
+    assert!(lines.trim().parse::<u32>().unwrap() > 50 && !Path::new(python).exists(), "{said}");
+
+    // What the library and the module leave of a process.
+    let figures: Vec<u8> =
+        [80 << 30, 0, 7 << 30, 0, 0, 2].iter().flat_map(|number: &u64| number.to_ne_bytes()).collect();
+    let (figures, history) = (Scratch::new("figures", &figures), data("fsdp_start.pickle.gz"));
+    let counted = format!("cp {} $AQUIFER_DRYRUN_FIGURES/17", figures.path());
+    let recorded = format!("{counted}; cp {history} $AQUIFER_DRYRUN_SNAPSHOTS/17.pickle");
+    let (saved, page) = (Scratch::new("saved.pickle", b""), Scratch::new("page.html", b""));
+    let output = dry(&["--device", "sim:h100", "--snapshot", saved.path()], &recorded);
+    let said = errors(&output).split_whitespace().collect::<Vec<_>>().join(" ");
+    for part in [
+        "dry run: sh on Simulated H100 80 GiB peak: 6.89 GiB allocated, 7.00 GiB held from the device Who held it: ",
+        "What fits: The smallest device on which it finishes: ",
+        "Which card: ",
+        "Not included: a CUDA context",
+        "The program read from the device 2 times",
+    ] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    assert!(!said.contains("What ran out"), "{said}");
+    assert_eq!(std::fs::read(saved.path()).unwrap(), std::fs::read(&history).unwrap());
+    let output = dry(&["--device", "sim:h100", "--report", page.path()], &recorded);
+    assert!(errors(&output).contains("report: ") && std::fs::metadata(page.path()).unwrap().len() > 100_000);
+
+    // Without a history: a program that is not PyTorch's, or was killed.
+    let said = errors(&dry(&["--device", "sim:h100"], &counted));
+    assert!(said.contains("peak: 7.00 GiB held from the device") && said.contains("Who held it: not known"), "{said}");
+    // A report that fails leaves the exit code.
+    let damaged = format!("{counted}; echo damaged >$AQUIFER_DRYRUN_SNAPSHOTS/17.pickle; exit 4");
+    let output = dry(&["--device", "sim:h100"], &damaged);
+    assert!(output.status.code() == Some(4) && errors(&output).contains("error: "), "{}", errors(&output));
+}
+
+#[test]
+fn wrong_options_of_a_dry_run_are_known_before_the_program_starts() {
+    let refused = |options: &[&str], code: i32, text: &str| {
+        let output = dry(options, "echo started");
+        assert_eq!((output.status.code(), &output.stdout[..]), (Some(code), &b""[..]), "{}", errors(&output));
+        assert!(errors(&output).contains(text), "{text}: {}", errors(&output));
+    };
+    refused(&["--device", "cuda:0"], 2, "no --device but a simulated one");
+    refused(&["--device", "sim:24GiB,jitter=off"], 2, "not all of sim:24GiB,jitter=off");
+    refused(&["--device", "sim:24GiB", "--pass", "cuMemAlloc"], 2, "which a dry run has not");
+    refused(&["--device", "sim:24GiB", "--config", "limit_mb:x"], 2, "limit_mb");
+    let missing = stress(&["run", "--device", "sim:24GiB", "--library", "/no/such/library", "--", "true"]);
+    assert!(missing.status.code() == Some(1) && errors(&missing).contains("`embed/dryrun/build PYTHON` builds it"));
+}
+
+#[test]
+fn a_dry_run_has_the_allocator_of_the_options() {
+    let show = "echo \"$PYTORCH_ALLOC_CONF;$AQUIFER_ALLOC_CONF;$AQUIFER_DRYRUN_ALLOCATOR\"";
+    let with = |options: &[&str]| {
+        let output = dry(&[&["--device", "sim:24GiB"], options].concat(), show);
+        String::from_utf8(output.stdout).unwrap().trim_end().to_owned()
+    };
+    assert_eq!(with(&[]), ";;");
+    assert_eq!(with(&["--config", "backing:expandable"]), "expandable_segments:True;;");
+    assert_eq!(with(&["--config", "backing:pytorch,max_split_size_mb:64"]), "max_split_size_mb:64;;");
+    assert_eq!(with(&["--config", ""]), ";history:1000000;aquifer");
+    assert_eq!(with(&["--config", "limit_mb:64,history:5"]), ";limit_mb:64,history:5;aquifer");
+}

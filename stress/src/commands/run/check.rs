@@ -76,7 +76,7 @@ pub(super) fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure>
         Some(path) => patterns(&fs::read_to_string(path).map_err(|cause| failed(path, cause))?),
         None => Vec::new(),
     };
-    let library = library(args.interposer.as_deref(), LIBRARY, BUILD)?;
+    let library = library(args.library.as_deref(), LIBRARY, BUILD)?;
     let driver = driver(args.driver.as_deref(), &library)?;
     let folder = Folder::new()?;
     for name in DRIVER {

@@ -204,7 +204,7 @@ impl Exhausted {
 }
 
 /// Options without those of these names. Brackets may hold commas.
-fn without(options: &str, names: &[&str]) -> String {
+pub fn without(options: &str, names: &[&str]) -> String {
     let is_left = |option: &&str| !option.is_empty() && !names.contains(&option.split(':').next().unwrap_or_default());
     options.split(',').map(str::trim).filter(is_left).collect::<Vec<_>>().join(",")
 }
