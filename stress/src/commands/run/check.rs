@@ -9,7 +9,7 @@ use std::process::Command;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{DRIVER, Folder, code, driver, ended, failed, library, library_path};
+use super::{DRIVER, Folder, code, driver, ended, failed, library, preceding};
 use crate::cli::RunArgs;
 use crate::exit::{Failure, Outcome};
 use crate::row::row;
@@ -86,7 +86,7 @@ pub(super) fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure>
     let file = folder.0.join("findings");
     let [program, arguments @ ..] = &args.program[..] else { return Err(Failure::Usage("name a program".to_owned())) };
     let mut command = Command::new(program);
-    command.args(arguments).env("LD_LIBRARY_PATH", library_path(&folder.0)).env("AQUIFER_CHECK", &file);
+    command.args(arguments).env("LD_LIBRARY_PATH", preceding(&folder.0, "LD_LIBRARY_PATH")).env("AQUIFER_CHECK", &file);
     let status = ended(command).map_err(|cause| failed(Path::new(program), cause))?;
     let (mut found, summaries) = read(&fs::read_to_string(&file).unwrap_or_default());
     let all = found.len();

@@ -14,7 +14,7 @@ use aquifer_trace::profile::Profile;
 use super::{DRIVER, Folder, failed, finished, library, preceding, write_page};
 use crate::cli::RunArgs;
 use crate::commands::study::answers::{of_recording, of_replays};
-use crate::commands::study::{Study, asked_bytes, without};
+use crate::commands::study::{Study, without};
 use crate::exit::{Failure, Outcome};
 use crate::session::Session;
 use crate::table::terminal_columns;
@@ -230,7 +230,7 @@ fn about(session: &Session, card: &Card, name: &str, program: Option<&Program>, 
 fn answers(session: &Session, name: &str, program: &Program, held: &str) -> Vec<String> {
     let profile = Profile::of(program);
     let mut allocated = profile.peak.bytes;
-    let mut answers = of_recording(program, &profile, asked_bytes(session));
+    let mut answers = of_recording(program, &profile, None);
     // The end of a program that a refusal ended is not known, nor what it needs.
     let is_cut_off = program.recorded.ooms.iter().any(|oom| {
         let after = usize::try_from(oom.event).ok().and_then(|event| program.events.get(event..)).unwrap_or_default();
@@ -238,7 +238,7 @@ fn answers(session: &Session, name: &str, program: &Program, held: &str) -> Vec<
     });
     let mut fits = "not this device. What comes after the refusal is not known: --device sim:1TiB shows it.".to_owned();
     if !is_cut_off {
-        match Study::of(session, name, program, profile, 0) {
+        match Study::of(session, name, program, (profile, None), 0) {
             Ok(study) => {
                 let most = study.usual().and_then(|case| case.sampled.allocated.max.iter().max());
                 allocated = most.copied().unwrap_or(allocated);
