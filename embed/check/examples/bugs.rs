@@ -1,6 +1,6 @@
 //! Bugs of published programs, each rebuilt in a few calls of the driver: `bugs NAME` has the bug,
-//! `bugs NAME fixed` has not; a number behind repeats it. `bugs right` does what right programs do. The tests run them under the
-//! checker.
+//! `bugs NAME fixed` has not. A number behind repeats it; `bugs NAME abort` aborts then. `bugs right`
+//! does what right programs do. The tests run them under the checker.
 
 use std::error::Error;
 use std::ffi::c_void;
@@ -355,6 +355,15 @@ fn right(context: &Arc<CudaContext>) {
         synchronize(one);
         ok(call!(cuMemUnmap(memory, GRANULE)));
     }
+    // The checker's function, or the driver's where there is no checker: by either way the same.
+    let (mut found, mut status) = (null_mut(), sys::CUdriverProcAddressQueryResult_enum::CU_GET_PROC_ADDRESS_SUCCESS);
+    let name = c"cuMemcpyDtoDAsync".as_ptr();
+    ok(call!(cuGetProcAddress_v2(name, &raw mut found, 12080, 0, &raw mut status)));
+    // SAFETY: the library is loaded already, and only an address is taken.
+    let driver = unsafe { libloading::Library::new("libcuda.so.1") }.expect("it is loaded");
+    // SAFETY: as above.
+    let symbol = unsafe { driver.get::<*mut c_void>(b"cuMemcpyDtoDAsync_v2\0") }.expect("it is there");
+    assert_eq!(found, *symbol);
     let thread = || {
         context.bind_to_thread().expect("the context is there");
         for _ in 0..50 {
@@ -420,6 +429,9 @@ fn main() -> Done {
         ("freed_under_a_kernel", _) => freed_under_a_kernel(&context, fixed)?,
         (_, Some((_, bug))) => (0..times).for_each(|_| bug(fixed)),
         (other, None) => return Err(format!("no bug {other}").into()),
+    }
+    if arguments.get(1).is_some_and(|argument| argument == "abort") {
+        std::process::abort();
     }
     // Not all bugs leave a device that can be waited for.
     let _ = context.synchronize();

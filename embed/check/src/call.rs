@@ -75,63 +75,42 @@ fn judged(scene: &mut Scene, what: impl FnOnce(&mut Judge, &mut Scene)) {
     }
 }
 
-/// Runs `pass` without judging, or `judge` with the place of the call. A driver might call
-/// functions that it exports by name and find those here: such calls are its own.
-fn guarded(name: &'static str, form: Form, pass: impl Fn() -> u32, judge: impl FnOnce(Scene) -> u32) -> u32 {
+/// When a call is judged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum When {
+    /// After it, if it succeeded.
+    Then,
+    /// After it: its scene has the code.
+    Always,
+    /// Before it, because it ends something.
+    Ends,
+}
+
+/// Passes a call on with `pass`, and judges it with `mean`. A driver might call functions that it
+/// exports by name and find those here: such calls are its own.
+pub(crate) fn call(
+    (when, name, form): (When, &'static str, Form),
+    pass: impl Fn() -> u32,
+    mean: impl FnOnce(&mut Judge, &mut Scene),
+) -> u32 {
     if !report::is_wanted() || INSIDE.replace(true) {
         return pass();
     }
-    let code = judge(Scene::new(name, form, stack::here()));
-    INSIDE.set(false);
-    code
-}
-
-/// A call whose success means something.
-pub(crate) fn then(
-    name: &'static str,
-    form: Form,
-    pass: impl Fn() -> u32,
-    mean: impl FnOnce(&mut Judge, &mut Scene),
-) -> u32 {
-    guarded(name, form, &pass, |mut scene| {
-        let code = pass();
-        if code == 0 {
-            judged(&mut scene, mean);
-        }
-        code
-    })
-}
-
-/// A call that also means something where it fails: its scene has the code.
-pub(crate) fn always(
-    name: &'static str,
-    form: Form,
-    pass: impl Fn() -> u32,
-    mean: impl FnOnce(&mut Judge, &mut Scene),
-) -> u32 {
-    guarded(name, form, &pass, |mut scene| {
-        scene.code = pass();
-        let code = scene.code;
-        judged(&mut scene, mean);
-        code
-    })
-}
-
-/// A call that ends something: its meaning comes first.
-pub(crate) fn ends(
-    name: &'static str,
-    form: Form,
-    pass: impl Fn() -> u32,
-    mean: impl FnOnce(&mut Judge, &mut Scene),
-) -> u32 {
-    guarded(name, form, &pass, |mut scene| {
+    let mut scene = Scene::new(name, form, stack::here());
+    if when == When::Ends {
         judged(&mut scene, mean);
         scene.code = pass();
         if scene.code != 0 {
             judged(&mut scene, Judge::undo_free);
         }
-        scene.code
-    })
+    } else {
+        scene.code = pass();
+        if when == When::Always || scene.code == 0 {
+            judged(&mut scene, mean);
+        }
+    }
+    INSIDE.set(false);
+    scene.code
 }
 
 /// The judge, where no call holds it up. For the report at the end.

@@ -18,7 +18,7 @@ use crate::advice::{
     self, FREED_IN_USE, FREED_TWICE, STALE_GRAPH, UNORDERED, USED_AFTER_FREE, WRONG_FREE, stream_name,
 };
 use crate::allocations::{Allocations, Block, Family, Made};
-use crate::call::{Form, Out};
+use crate::call::{Form, Next, Out};
 use crate::kernels::Kernels;
 use crate::report;
 use crate::stack::{Stack, Stacks};
@@ -199,10 +199,14 @@ impl Judge {
     /// A use of memory that was freed is found where the driver refuses it, too.
     fn check_use(&mut self, scene: &mut Scene, is_certain: bool, stream: RawStream, touch: &Touch) {
         let start = start_of(touch);
-        if self.allocations.live(start).is_some() {
-            return;
-        }
-        if let Some((_, block)) = self.allocations.freed(start) {
+        let freed = self.allocations.freed(start).filter(|(_, block)| match block.family {
+            // Host memory may be given out again by calls that are not of the driver.
+            Family::Pinned | Family::Registered => false,
+            // Other calls allocate, too: of the freed memory, the driver knows nothing any more.
+            Family::Plain | Family::Mapped => !is_allocated(start),
+            Family::Pool => true,
+        });
+        if let Some((_, block)) = freed {
             let second = self.made(scene, Some(stream));
             self.found(is_certain, USED_AFTER_FREE, op(block.made), op(second), start..start + touch.bytes);
         }
@@ -566,6 +570,19 @@ impl Judge {
     }
 }
 
+/// Whether the driver knows of an allocation there.
+fn is_allocated(address: u64) -> bool {
+    static ASK: Next = Next::new("cuMemGetAddressRange_v2\0");
+    type Ask = unsafe extern "C" fn(*mut u64, *mut usize, u64) -> u32;
+    let (mut start, mut bytes) = (0, 0);
+    ASK.address().is_some_and(|ask| {
+        // SAFETY: the driver's function of this name has this signature.
+        let ask: Ask = unsafe { std::mem::transmute(ask) };
+        // SAFETY: both are writable.
+        (unsafe { ask(&raw mut start, &raw mut bytes, address) }) == 0
+    })
+}
+
 /// The stream that a call names.
 fn stream_of(call: &mut Call) -> Option<&mut RawStream> {
     match call {
@@ -663,6 +680,30 @@ mod tests {
         capture(&mut judge, |judge| judge.launch_graph(&mut scene("cuGraphLaunch"), RawGraph(7), STREAM));
         judge.host_free(&mut scene("cuMemFreeHost"), ADDRESS);
         assert!(found(&judge).is_empty(), "{judge:?}");
+    }
+
+    #[test]
+    fn host_memory_may_be_used_at_the_address_of_pinned_memory_that_was_freed() {
+        let mut judge = Judge::default();
+        judge.page_lock(&mut scene("cuMemAllocHost_v2"), ADDRESS, 64, Family::Pinned);
+        judge.host_free(&mut scene("cuMemFreeHost"), ADDRESS);
+        judge.alloc(&mut scene("cuMemAlloc_v2"), Some(&Cell::new(2 * ADDRESS)), 64);
+        let pageable = host(usize::try_from(ADDRESS).unwrap_or(0));
+        judge.copy(&mut scene("cuMemcpyHtoDAsync_v2"), device(2 * ADDRESS), pageable, 64, STREAM, Moment::Late);
+        assert!(found(&judge).is_empty(), "{judge:?}");
+    }
+
+    #[test]
+    fn stream_0_is_the_default_stream_of_the_calls_form() {
+        for (form, findings) in [(Form::Legacy, 0), (Form::PerThread, 1)] {
+            let mut judge = Judge::default();
+            judge.page_lock(&mut scene("cuMemAllocHost_v2"), ADDRESS, 64, Family::Pinned);
+            judge.fill(&mut scene("cuMemsetD8Async"), ADDRESS, 64, 0);
+            let wait = &mut Scene { form, ..scene("cuStreamSynchronize") };
+            judge.take(wait, Call::StreamComplete { stream: RawStream(0) });
+            judge.host_free(&mut scene("cuMemFreeHost"), ADDRESS);
+            assert_eq!(found(&judge).len(), findings, "{form:?}: {judge:?}");
+        }
     }
 
     #[test]

@@ -25,7 +25,7 @@
 //!
 //! Calls that end something are judged before the driver takes them, so that another thread which
 //! gets the same address or handle is judged later; all others after. No lock is held while the
-//! driver works.
+//! driver works: only questions about addresses and kernels are asked under the judge's.
 //!
 //! It is built for 64-bit Linux. Elsewhere the crate is empty.
 #![cfg(all(target_os = "linux", target_pointer_width = "64"))]

@@ -39,6 +39,13 @@ impl Folder {
 
     /// Runs a program, which must end with 0; what it wrote, its findings, and the lines after them.
     fn run(&self, command: &mut Command) -> (Output, Vec<Value>, Vec<Value>) {
+        let (output, found, rest) = self.run_to_any_end(command);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && !said.contains("aquifer:"), "{:?}: {said}", output.status);
+        (output, found, rest)
+    }
+
+    fn run_to_any_end(&self, command: &mut Command) -> (Output, Vec<Value>, Vec<Value>) {
         let file = self.0.join("findings");
         let output = command
             .env("LD_LIBRARY_PATH", &self.0)
@@ -46,8 +53,6 @@ impl Folder {
             .env("AQUIFER_STANDIN_DEVICES", "1GiB,seed=5;1GiB")
             .output()
             .unwrap();
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success() && !said.contains("aquifer:"), "{:?}: {said}", output.status);
         let text = fs::read_to_string(&file).unwrap();
         fs::remove_file(file).unwrap();
         let lines = text.lines().map(|line| serde_json::from_str(line).unwrap());
@@ -111,6 +116,14 @@ fn right_programs_have_no_certain_finding() {
     let mut old = example("plain_cudarc_checked");
     let (.., rest) = folder.run(old.env("AQUIFER_STANDIN_FAIL", "cuFuncGetParamInfo#1:500"));
     assert_eq!((&rest[0]["kernels"], &rest[0]["kernels_unread"]), (&100.into(), &100.into()));
+}
+
+#[test]
+fn a_program_that_aborts_leaves_its_findings() {
+    let folder = Folder::new("aborts");
+    let (output, found, rest) = folder.run_to_any_end(example("bugs").args(["stale_graph", "abort"]));
+    assert!(!output.status.success());
+    assert_eq!((found.len(), &found[0]["kind"], rest.len()), (1, &"stale-graph".into(), 0));
 }
 
 #[test]

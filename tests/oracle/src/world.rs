@@ -286,8 +286,11 @@ impl World {
             return;
         };
         let (nodes, chains) = (nodes.clone(), lines.len());
-        let lines = (0..chains).map(|_| self.new_line()).collect();
-        let last = self.graphs.remove(&copy).map_or_else(Clock::default, |before| before.last);
+        let before = self.graphs.remove(&copy).map(|before| (before.lines, before.last));
+        // Its launches are in order whatever their nodes, and so are the lines of their chains.
+        let (mut lines, last) = before.unwrap_or_default();
+        self.prune();
+        lines.resize_with(chains.max(lines.len()), || self.new_line());
         self.graphs.insert(copy, Graph { nodes, lines, last });
     }
 

@@ -19,7 +19,7 @@ const LIBRARY: &str = "libaquifer_check.so";
 const BUILD: &str = "`cargo build --release -p aquifer-check` builds it";
 
 row! {
-    /// With --check and --json: two calls of a program that do not go together.
+    /// With --check and --json: two calls of a program that do not go together
     #[derive(Deserialize)]
     pub(crate) struct Found {
         /// the number of the finding in its process
@@ -201,7 +201,7 @@ mod tests {
     #[test]
     fn a_pattern_is_part_of_the_kind_or_of_a_frame() {
         let (found, _) = read(&line(1, 1));
-        let matching = patterns("# a comment\n\n freed-tw \npool.rs:7\npool::take\nw");
+        let matching = patterns("# a comment\n\n freed-tw \npool.rs:7\npool::take\ncuMemFree");
         assert_eq!(matching.iter().filter(|pattern| found[0].matches(pattern)).count(), 2, "{matching:?}");
     }
 }

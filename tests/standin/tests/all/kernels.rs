@@ -111,6 +111,20 @@ fn launches_are_checked() {
 }
 
 #[test]
+fn the_parameters_of_a_kernel_lie_at_multiples_of_their_sizes() {
+    let _card = Card::new();
+    let text = ".version 7.0\n.target sm_75\n.address_size 64\n\
+                .visible .entry theirs(.param .u32 a, .param .u64 b, .param .u32 c) { ret; }";
+    let (_, theirs) = function(load(text).1, "theirs");
+    let info = |index| {
+        let (mut offset, mut size) = (0, 0);
+        (call!(cuFuncGetParamInfo(theirs, index, &mut offset, &mut size)), offset, size)
+    };
+    assert_eq!([0, 1, 2, 3].map(info), [(0, 0, 4), (0, 8, 8), (0, 16, 4), (1, 0, 0)]);
+    assert_eq!(call!(cuFuncGetParamInfo(wild(), 0, &mut 0, &mut 0)), 400);
+}
+
+#[test]
 fn kernels_of_others_can_be_loaded_but_not_launched() {
     let card = Card::new();
     let text = ".version 7.0\n.target sm_75\n.address_size 64\n.visible .entry theirs(.param .u64 a) { ret; }\n\
