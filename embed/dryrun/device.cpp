@@ -71,8 +71,7 @@ public:
 
 struct Physical {
     uint64_t bytes;
-    int references;
-    CUmemAllocationProp properties;
+    int references;  // its handle, and mappings
 };
 
 struct Mapping {
@@ -115,15 +114,6 @@ struct Device {
 Device& device() {
     static Device* device = new Device();
     return *device;
-}
-
-// The entry of a map of ranges that an address lies in, or the end.
-template <class Ranges>
-auto range_of(Ranges& ranges, uint64_t address) {
-    auto after = ranges.upper_bound(address);
-    if (after == ranges.begin()) return ranges.end();
-    auto range = std::prev(after);
-    return address - range->first < range->second ? range : ranges.end();
 }
 
 // What a condition on the device's values is: every Nth is true.
@@ -213,13 +203,13 @@ CUresult unreserve(uint64_t address, size_t bytes) {
     return CUDA_SUCCESS;
 }
 
-CUresult create_physical(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp& properties) {
+CUresult create_physical(CUmemGenericAllocationHandle* handle, size_t bytes) {
     Device& on = device();
     std::lock_guard<std::mutex> guard(on.lock);
     if (bytes == 0 || bytes % GRANULE) return CUDA_ERROR_INVALID_VALUE;
     if (!on.take(bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
     *handle = on.next_handle++;
-    on.physical[*handle] = {bytes, 1, properties};
+    on.physical[*handle] = {bytes, 1};
     return CUDA_SUCCESS;
 }
 
@@ -253,36 +243,6 @@ CUresult unmap(uint64_t address, size_t bytes) {
         on.mappings.erase(found);
         address += length;
     }
-    return CUDA_SUCCESS;
-}
-
-CUresult retain(CUmemGenericAllocationHandle* handle, uint64_t address) {
-    Device& on = device();
-    std::lock_guard<std::mutex> guard(on.lock);
-    auto found = on.mappings.find(address);
-    if (found == on.mappings.end()) return CUDA_ERROR_INVALID_VALUE;
-    *handle = found->second.handle;
-    on.physical[*handle].references++;
-    return CUDA_SUCCESS;
-}
-
-CUresult properties_of(CUmemGenericAllocationHandle handle, CUmemAllocationProp* properties) {
-    Device& on = device();
-    std::lock_guard<std::mutex> guard(on.lock);
-    auto found = on.physical.find(handle);
-    if (found == on.physical.end()) return CUDA_ERROR_INVALID_VALUE;
-    *properties = found->second.properties;
-    return CUDA_SUCCESS;
-}
-
-CUresult allocation_at(uint64_t address, uint64_t* start, size_t* bytes) {
-    Device& on = device();
-    std::lock_guard<std::mutex> guard(on.lock);
-    auto found = range_of(on.allocations, address);
-    if (found == on.allocations.end() && (found = range_of(on.reservations, address)) == on.reservations.end())
-        return CUDA_ERROR_INVALID_VALUE;
-    if (start) *start = found->first;
-    if (bytes) *bytes = found->second;
     return CUDA_SUCCESS;
 }
 
@@ -326,7 +286,10 @@ bool is_device(const void* address) {
 bool is_pinned(const void* address) {
     Device& on = device();
     std::lock_guard<std::mutex> guard(on.lock);
-    return range_of(on.pinned, reinterpret_cast<uint64_t>(address)) != on.pinned.end();
+    auto after = on.pinned.upper_bound(reinterpret_cast<uint64_t>(address));
+    if (after == on.pinned.begin()) return false;
+    auto [start, bytes] = *std::prev(after);
+    return reinterpret_cast<uint64_t>(address) - start < bytes;
 }
 
 void memory_info(size_t* free, size_t* total) {
@@ -358,19 +321,29 @@ int unsupported(const char* function, int code) {
     static std::mutex lock;
     static std::set<std::string> said;
     static const char* const kinds[][2] = {
-        {"Graph", "CUDA graphs"},       {"Capture", "CUDA graphs"},       {"UserObject", "CUDA graphs"}, {"Ipc", "memory of other processes"},
-        {"MemPool", "the driver's pools"}, {"Async", "the driver's pools"}, {"Managed", "managed memory"},  {"cudnn", "cuDNN"},
-        {"cusolver", "cuSOLVER"},       {"cufft", "cuFFT"},               {"nccl", "NCCL"},
+        {"Graph", "CUDA graphs"},
+        {"Capture", "CUDA graphs"},
+        {"UserObject", "CUDA graphs"},
+        {"Peer", "several devices"},
+        {"Ipc", "memory of other processes"},
+        {"Handle", "memory of other processes"},
+        {"MemPool", "the driver's pools"},
+        {"MallocAsync", "the driver's pools"},
+        {"Managed", "managed memory"},
+        {"cudnn", "cuDNN"},
+        {"cusolver", "cuSOLVER"},
+        {"cusparse", "cuSPARSE"},
+        {"cufft", "cuFFT"},
+        {"nccl", "NCCL"},
+        {"cupti", "measuring kernels"},
     };
-    std::lock_guard<std::mutex> guard(lock);
-    if (!said.insert(function).second) return code;
-    const char* what = "such function";
+    const char* what = nullptr;
     for (auto [part, kind] : kinds)
-        if (strstr(function, part)) {
-            what = kind;
-            break;
-        }
-    fprintf(stderr, "aquifer: a dry run has no %s: %s fails with %d; docs/dry-run.md lists what it cannot do\n", what, function, code);
+        if (!what && strstr(function, part)) what = kind;
+    std::lock_guard<std::mutex> guard(lock);
+    if (said.insert(what ? what : function).second)
+        fprintf(stderr, "aquifer: a dry run does not simulate %s: %s fails with %d; docs/dry-run.md lists what it cannot do\n",
+                what ? what : "this", function, code);
     return code;
 }
 

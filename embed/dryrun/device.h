@@ -45,14 +45,10 @@ CUresult allocate(uint64_t* address, size_t bytes);
 CUresult release(uint64_t address);
 CUresult reserve(uint64_t* address, size_t bytes, size_t alignment);
 CUresult unreserve(uint64_t address, size_t bytes);
-CUresult create_physical(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp& properties);
+CUresult create_physical(CUmemGenericAllocationHandle* handle, size_t bytes);
 CUresult release_physical(CUmemGenericAllocationHandle handle);
 CUresult map(uint64_t address, size_t bytes, CUmemGenericAllocationHandle handle);
 CUresult unmap(uint64_t address, size_t bytes);
-// The memory that is mapped at an address, with one more reference.
-CUresult retain(CUmemGenericAllocationHandle* handle, uint64_t address);
-CUresult properties_of(CUmemGenericAllocationHandle handle, CUmemAllocationProp* properties);
-CUresult allocation_at(uint64_t address, uint64_t* start, size_t* bytes);
 CUresult allocate_host(void** memory, size_t bytes);
 CUresult release_host(void* memory);
 
@@ -71,7 +67,7 @@ void fill(void* to, int value, size_t bytes);
 // A time in nanoseconds, for events.
 uint64_t now();
 
-// Says once that a function is not simulated. Returns `code`.
+// Says that a function is not simulated, once for each kind of functions. Returns `code`.
 int unsupported(const char* function, int code);
 
 }  // namespace dryrun

@@ -91,12 +91,6 @@ EXPORT CUresult cuMemAlloc(CUdeviceptr* address, size_t bytes) {
 EXPORT CUresult cuMemFree(CUdeviceptr address) { return address ? release(address) : CUDA_SUCCESS; }
 EXPORT CUresult cuMemHostAlloc(void** memory, size_t bytes, unsigned) { return allocate_host(memory, bytes); }
 EXPORT CUresult cuMemFreeHost(void* memory) { return release_host(memory); }
-EXPORT CUresult cuMemGetAddressRange(CUdeviceptr* start, size_t* bytes, CUdeviceptr address) {
-    uint64_t from;
-    CUresult code = allocation_at(address, &from, bytes);
-    if (code == CUDA_SUCCESS && start) *start = from;
-    return code;
-}
 EXPORT CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr address) {
     switch (attribute) {
         case CU_POINTER_ATTRIBUTE_CONTEXT: *static_cast<CUcontext*>(value) = CONTEXT; break;
@@ -117,8 +111,8 @@ EXPORT CUresult cuMemAddressReserve(CUdeviceptr* address, size_t bytes, size_t a
     return code;
 }
 EXPORT CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) { return unreserve(address, bytes); }
-EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp* properties, unsigned long long) {
-    return create_physical(handle, bytes, *properties);
+EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp*, unsigned long long) {
+    return create_physical(handle, bytes);
 }
 EXPORT CUresult cuMemRelease(CUmemGenericAllocationHandle handle) { return release_physical(handle); }
 EXPORT CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t, CUmemGenericAllocationHandle handle, unsigned long long) {
@@ -126,18 +120,15 @@ EXPORT CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t, CUmemGeneric
 }
 EXPORT CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) { return unmap(address, bytes); }
 EXPORT CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return CUDA_SUCCESS; }
-EXPORT CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* address) {
-    return retain(handle, reinterpret_cast<uint64_t>(address));
-}
-EXPORT CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* properties, CUmemGenericAllocationHandle handle) {
-    return properties_of(handle, properties);
-}
-EXPORT CUresult cuMemExportToShareableHandle(void*, CUmemGenericAllocationHandle, CUmemAllocationHandleType, unsigned long long) {
-    return CUresult(unsupported("cuMemExportToShareableHandle", CUDA_ERROR_NOT_SUPPORTED));
-}
-EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle*, void*, CUmemAllocationHandleType) {
-    return CUresult(unsupported("cuMemImportFromShareableHandle", CUDA_ERROR_NOT_SUPPORTED));
-}
+// PyTorch wants these to be there.
+#define ABSENT(function, ...) \
+    EXPORT CUresult function(__VA_ARGS__) { return CUresult(unsupported(#function, CUDA_ERROR_NOT_SUPPORTED)); }
+
+ABSENT(cuMemGetAddressRange, CUdeviceptr*, size_t*, CUdeviceptr)
+ABSENT(cuMemRetainAllocationHandle, CUmemGenericAllocationHandle*, void*)
+ABSENT(cuMemGetAllocationPropertiesFromHandle, CUmemAllocationProp*, CUmemGenericAllocationHandle)
+ABSENT(cuMemExportToShareableHandle, void*, CUmemGenericAllocationHandle, CUmemAllocationHandleType, unsigned long long)
+ABSENT(cuMemImportFromShareableHandle, CUmemGenericAllocationHandle*, void*, CUmemAllocationHandleType)
 
 EXPORT CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, size_t bytes, CUstream) {
     return copied(to, reinterpret_cast<CUdeviceptr>(from), bytes);

@@ -17,11 +17,12 @@ ENTRIES = 1_000_000  # of the history
 
 
 class Finder:
-    """Prepares PyTorch when it has been imported."""
+    """Prepares modules when they have been imported."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if name == "torch" else None
+        prepare = {"torch": prepare_torch, "transformers.generation.utils": prepare_generation}.get(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if prepare else None
         if spec and spec.loader:
             execute = spec.loader.exec_module
 
@@ -33,7 +34,7 @@ class Finder:
         return spec
 
 
-def prepare(torch):
+def prepare_torch(torch):
     version = torch.version.cuda
     if version is None or not version.startswith("13."):
         raise ImportError(f"a dry run simulates CUDA 13, which this PyTorch is not built for, but for {version or 'none'}: take a wheel for CUDA 13")
@@ -44,10 +45,26 @@ def prepare(torch):
         import aquifer_torch
 
         aquifer_torch.enable()
-    torch.cuda._lazy_call(lambda: aquifer() or torch.cuda.memory._record_memory_history(max_entries=ENTRIES, stacks="python"))
+    torch.cuda._lazy_call(lambda: is_native(torch) and torch.cuda.memory._record_memory_history(max_entries=ENTRIES, stacks="python"))
     atexit.register(save, torch, os.getpid())
     if LIVE:
         threading.Thread(target=show, args=(torch,), daemon=True).start()
+
+
+def prepare_generation(utils):
+    """Ends `generate` at its greatest length, which it would read from the device."""
+    criterion, mixin, is_long = utils.MaxLengthCriteria, utils.GenerationMixin, []
+    judge, is_unfinished = criterion.__call__, getattr(mixin, "_has_unfinished_sequences", None)
+
+    def judge_and_note(self, tokens, *rest, **named):
+        is_long[:] = [tokens.shape[-1] >= self.max_length]
+        return judge(self, tokens, *rest, **named)
+
+    def is_short(self, *rest, **named):
+        return not is_long.pop() if is_long else is_unfinished(self, *rest, **named)
+
+    if is_unfinished:
+        criterion.__call__, mixin._has_unfinished_sequences = judge_and_note, is_short
 
 
 def aquifer():
@@ -56,16 +73,22 @@ def aquifer():
     return package if package and package.is_enabled() else None
 
 
+def is_native(torch):
+    """Whether PyTorch's own allocator serves."""
+    return not aquifer() and torch.cuda.get_allocator_backend() == "native"
+
+
 def save(torch, process):
     if os.getpid() != process or not torch.cuda.is_initialized():  # a forked child has no device
         return
     form = os.environ["AQUIFER_DRYRUN_FORMAT"]
     path = os.path.join(os.environ["AQUIFER_DRYRUN_SNAPSHOTS"], f"{process}.{form}")
     if package := aquifer():
-        return package.snapshot(path)
-    with open(path, "wb") as file:
+        package.snapshot(path)
+    elif is_native(torch):
         snapshot = torch.cuda.memory._snapshot()
-        file.write(json.dumps(snapshot).encode() if form == "json" else pickle.dumps(snapshot))
+        with open(path, "wb") as file:
+            file.write(json.dumps(snapshot).encode() if form == "json" else pickle.dumps(snapshot))
 
 
 def show(torch):

@@ -4,6 +4,7 @@ AQUIFER_STRESS names the program, AQUIFER_DRYRUN_LIBRARY the library, and AQUIFE
 """
 
 import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import re
@@ -83,6 +84,18 @@ print(sum(1 for _ in iter(ones, True)), ones(), torch.ones(1, device="cuda").ite
         assert "read from the device" in report, report
 
 
+def generation_ends_at_its_length():
+    if not importlib.util.find_spec("transformers"):
+        return print("  skipped: transformers is not installed")
+    generate = """
+from transformers import LlamaConfig, LlamaForCausalLM
+model = LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)).cuda()
+for new in (20, 5): print(model.generate(torch.ones(2, 8, dtype=torch.long).cuda(), max_new_tokens=new, do_sample=True).shape)
+"""
+    said, _ = dry("--device", "sim:24GiB", program=generate)
+    assert said.split("\n")[:2] == ["torch.Size([2, 28])", "torch.Size([2, 13])"], said
+
+
 def what_is_not_simulated_says_so():
     programs = {
         "with torch.cuda.graph(torch.cuda.CUDAGraph()): torch.ones(1, device='cuda')": "CUDA graphs",
@@ -92,7 +105,9 @@ def what_is_not_simulated_says_so():
     }
     for program, what in programs.items():
         _, report = dry("--device", "sim:24GiB", program=program, code=1)
-        assert f"aquifer: a dry run has no {what}: " in report, (what, report)
+        assert f"aquifer: a dry run does not simulate {what}: " in report, (what, report)
+    _, report = dry("--device", "sim:24GiB", program="torch.ones(1, device='cuda')", code=1, PYTORCH_ALLOC_CONF="backend:cudaMallocAsync")
+    assert "does not simulate the driver's pools: cudaDeviceGetDefaultMemPool" in report and "callback" not in report, report
 
 
 def usual_layers_run():
@@ -115,6 +130,7 @@ assert optimizer.state, "the step was not left out"
 pinned = torch.ones(4).pin_memory(); assert pinned.is_pinned() and pinned.cuda().cpu().sum() == 0
 with torch.cuda.stream(torch.cuda.Stream()): torch.ones(4, device="cuda").record_stream(torch.cuda.current_stream())
 torch.cuda.synchronize()
+with torch.profiler.profile(profile_memory=True): torch.ones(4, device="cuda").sum()
 print(torch.nonzero(torch.ones(4, device="cuda")).shape, torch.cuda.get_device_capability(), torch.cuda.device_count())
 """
     for device, capability in [("sim:h100", "(9, 0)"), ("sim:a100", "(8, 0)"), ("sim:rtx4090", "(8, 9)"), ("sim:gb10", "(12, 1)")]:
@@ -145,7 +161,8 @@ def readings_and_snapshots_are_written():
     with tempfile.TemporaryDirectory() as folder:
         for name in ("memory.pickle", "memory.json"):
             path = os.path.join(folder, name)
-            _, report = dry("--device", "sim:24GiB", "--live", "--snapshot", path, program="import time\nx = torch.ones(1 << 28, device='cuda')\ntime.sleep(5)")
+            program = "import time\nx = torch.ones(1 << 28, device='cuda')\ntime.sleep(5)"
+            _, report = dry("--device", "sim:24GiB", "--live", "--snapshot", path, program=program)
             assert "cuda:0 holds 1.00 GiB of 24.00 GiB" in report, report
             explained = subprocess.run([os.environ["AQUIFER_STRESS"], "explain", path], capture_output=True, text=True)
             assert "1.00 GiB" in explained.stdout, explained.stderr
@@ -157,6 +174,7 @@ CHECKS = [
     aquifer_serves_where_options_ask_for_it,
     what_does_not_fit_is_refused_and_explained,
     loops_on_values_end,
+    generation_ends_at_its_length,
     what_is_not_simulated_says_so,
     usual_layers_run,
     each_process_is_reported,

@@ -55,7 +55,8 @@ pub struct RunArgs {
     ///
     /// No kernel runs there, so what a program reads is no result. A condition is a single byte; all
     /// else is zeros. Loops that wait for a condition end, after N rounds at the latest.
-    #[arg(long, value_name = "N", default_value_t = 1000, value_parser = whole::<u64>("number", 0..=u64::MAX))]
+    #[arg(long, value_name = "N", default_value_t = 1000, allow_negative_numbers = true,
+        value_parser = whole::<u64>("number", 0..=u64::MAX))]
     pub fill: u64,
 
     /// The CUDA driver's library. By default the one that the program would load:

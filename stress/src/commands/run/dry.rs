@@ -180,10 +180,14 @@ fn report(
         let text = about(session, card, &name, program.as_ref(), figures);
         session.message(wrap_lines(&text, terminal_columns().unwrap_or(WIDTH).min(WIDTH)));
     }
-    let most = processes.iter().max_by_key(|(_, figures)| figures.peak).map(|&(process, _)| snapshot_of(process));
-    if let (Some(to), Some(from)) = (&args.snapshot, most) {
-        fs::copy(&from, to).map_err(|cause| failed(to, cause))?;
-        session.message(format_args!("snapshot: {}", to.display()));
+    let Some(to) = &args.snapshot else { return Ok(()) };
+    processes.sort_by_key(|(_, figures)| figures.peak);
+    match processes.iter().rev().map(|&(process, _)| snapshot_of(process)).find(|path| path.is_file()) {
+        Some(from) => {
+            fs::copy(from, to).map_err(|cause| failed(to, cause))?;
+            session.message(format_args!("snapshot: {}", to.display()));
+        }
+        None => session.message("no snapshot: no process of Python used PyTorch's memory and ended by itself"),
     }
     Ok(())
 }
@@ -204,8 +208,8 @@ fn about(session: &Session, card: &Card, name: &str, program: Option<&Program>, 
         None => {
             lines.push(format!("peak: {held}"));
             if figures.refusals > 0 {
-                let refused = Bytes(figures.refused);
-                lines.push(format!("What ran out: the device refused a request of {refused}, and later ones."));
+                let (refusals, last) = (plural(figures.refusals, "request"), Bytes(figures.refused));
+                lines.push(format!("What ran out: the device refused {refusals}, the last of {last}."));
             }
             lines.push(
                 "Who held it: not known. A process of Python tells if it uses PyTorch and ends by itself.".to_owned(),
@@ -270,9 +274,9 @@ mod tests {
 
     #[test]
     fn a_card_is_a_preset_or_a_size() {
-        assert_eq!(card("sim:24GiB").unwrap(), "25769803776;9.0;132;1;0;Simulated H100 24.00GiB");
-        assert_eq!(card("sim:rtx4090").unwrap(), "25769803776;8.9;128;1;0;Simulated RTX 4090 24.00GiB");
-        assert_eq!(card("sim:gb10,other=8GiB,vmm=off").unwrap(), "128849018880;12.1;48;0;1;Simulated GB10 128.00GiB");
+        assert_eq!(card("sim:24GiB").unwrap(), "25769803776;9.0;132;1;0;Simulated H100 24 GiB");
+        assert_eq!(card("sim:rtx4090").unwrap(), "25769803776;8.9;128;1;0;Simulated RTX 4090 24 GiB");
+        assert_eq!(card("sim:gb10,other=8GiB,vmm=off").unwrap(), "128849018880;12.1;48;0;1;Simulated GB10 128 GiB");
         for text in ["sim:24GiB,jitter=off", "sim:h100,lost_at=4", "sim:h100,addresses=1GiB"] {
             assert!(card(text).unwrap_err().contains(text), "{text}");
         }
