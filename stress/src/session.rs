@@ -213,14 +213,17 @@ impl Session {
         self.on(device)
     }
 
-    /// The same session on a device of another capacity, if it is a simulated one.
+    /// The same session on a device of another capacity, if it is a simulated one. Its memory is its
+    /// own, as a program that runs out of memory shared with the host ends.
     #[must_use]
     pub fn resized(&self, bytes: u64) -> Session {
         let mut device = self.device.clone();
         if let DeviceSpec::Sim(sim) = &mut device.spec {
             sim.capacity_bytes = bytes;
         }
-        self.on(device)
+        let resized = self.on(device);
+        let shares = resized.sim().is_some_and(|sim| matches!(sim.preset, Preset::Gb10 | Preset::Orin));
+        if shares { resized.with_own_memory() } else { resized }
     }
 
     /// The same session on another device.

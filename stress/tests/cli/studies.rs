@@ -99,6 +99,15 @@ fn advised(advice: &[Value]) -> Vec<String> {
     advice.iter().filter_map(|row| row["config"].as_str()).map(str::to_owned).collect()
 }
 
+/// Running out of memory there ends the process, so smaller devices have memory of their own.
+#[test]
+fn a_device_that_shares_the_hosts_memory_is_studied() {
+    let explained = &rows(0, &["explain", "--device", "sim:gb10", &data("fsdp_start.trace")])[0];
+    let answers = explained["answers"].as_array().unwrap();
+    let change = answers.iter().find(|answer| answer["question"] == "What to change").unwrap();
+    assert!(change["answer"].as_str().unwrap().contains("it finishes on 128.00 GiB"), "{change}");
+}
+
 #[test]
 fn advice_finishes_on_the_device_that_was_asked_for() {
     let file = data("gpt2_fp32.trace.gz");

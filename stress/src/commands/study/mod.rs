@@ -244,7 +244,7 @@ impl Asked {
         let usual = all.iter().find(|manager| manager.is_recorded).or(all.first());
         let mut asked = Asked { device_bytes, manager: usual.cloned(), refused: None };
         let Some(usual) = usual else { return Ok((profile, Some(asked))) };
-        let sampled = sample(session, program, &usual.config, &profile.buckets, None)?;
+        let sampled = sample(&session.resized(device_bytes), program, &usual.config, &profile.buckets, None)?;
         let Some(FirstRefusal { event, refusal, map }) = sampled.first_refusal else {
             return Ok((profile, Some(asked)));
         };
