@@ -50,7 +50,7 @@ int main() {
     memory.allocate(stream, std::size_t{1} << 40);
     CHECK(!"the device is that large");
   } catch (std::bad_alloc const& error) {
-    CHECK(std::strstr(error.what(), "1.00 TiB") != nullptr);
+    CHECK(std::strstr(error.what(), "1024.00 GiB") != nullptr);
   }
   try {
     memory.allocate(stream, bytes, 4096);
