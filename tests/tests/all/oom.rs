@@ -265,10 +265,11 @@ fn the_first_refusal_saves_a_snapshot_if_asked_to() {
     let folder = std::env::temp_dir();
     let asked = folder.join(&name).with_extension("json");
     let bench = Bench::new(64 * MIB, &format!("history:100,oom_snapshot:{}", asked.display()));
-    let path = match bench.device.info().ordinal {
+    let path_of = |bench: &Bench| match bench.device.info().ordinal {
         0 => asked.clone(),
         ordinal => folder.join(format!("{name}.{ordinal}.json")),
     };
+    let path = path_of(&bench);
     let held = bench.alloc(40 * MIB);
     let refuse = || bench.allocator.alloc_bytes(40 * MIB, bench.device.default_stream()).unwrap_err();
     says(refuse().report().unwrap(), &format!("snapshot: saved as {}", path.display()));
@@ -284,6 +285,7 @@ fn the_first_refusal_saves_a_snapshot_if_asked_to() {
     bench.assert_returned();
     // The refused request stands there without a history, too.
     let bench = Bench::new(64 * MIB, &format!("oom_snapshot:{}", asked.display()));
+    let path = path_of(&bench);
     let held = bench.alloc(40 * MIB);
     let scope = TagScope::new("scores");
     assert!(bench.allocator.alloc_bytes(30 * MIB, bench.device.default_stream()).unwrap_err().is_out_of_memory());
