@@ -203,27 +203,14 @@ impl Session {
         Some(self.on(device))
     }
 
-    /// The same session on a simulated device that shares no memory with the host.
-    #[must_use]
-    pub fn with_own_memory(&self) -> Session {
-        let mut device = self.device.clone();
-        if let DeviceSpec::Sim(sim) = &mut device.spec {
-            (sim.preset, sim.addresses) = (Preset::H100, None);
-        }
-        self.on(device)
-    }
-
-    /// The same session on a device of another capacity, if it is a simulated one. Its memory is its
-    /// own, as a program that runs out of memory shared with the host ends.
+    /// The same session on a device of another capacity, if it is a simulated one.
     #[must_use]
     pub fn resized(&self, bytes: u64) -> Session {
         let mut device = self.device.clone();
         if let DeviceSpec::Sim(sim) = &mut device.spec {
-            sim.capacity_bytes = bytes;
+            resize(sim, bytes);
         }
-        let resized = self.on(device);
-        let shares = resized.sim().is_some_and(|sim| matches!(sim.preset, Preset::Gb10 | Preset::Orin));
-        if shares { resized.with_own_memory() } else { resized }
+        self.on(device)
     }
 
     /// The same session on another device.
@@ -261,7 +248,7 @@ impl Session {
     /// When it cannot be opened.
     pub fn open_with_capacity(&self, bytes: u64) -> Result<Device, Failure> {
         let resized = |mut sim: SimConfig| {
-            sim.capacity_bytes = bytes;
+            resize(&mut sim, bytes);
             sim
         };
         Ok(self.open_with(resized)?.0)
@@ -400,6 +387,15 @@ fn distinct(configs: Vec<ConfigArg>) -> Vec<ConfigArg> {
         }
     }
     all
+}
+
+/// Gives a simulated device another capacity. Its memory is its own then, as a process that runs out
+/// of memory shared with the host ends.
+fn resize(sim: &mut SimConfig, bytes: u64) {
+    sim.capacity_bytes = bytes;
+    if matches!(sim.preset, Preset::Gb10 | Preset::Orin) {
+        (sim.preset, sim.addresses) = (Preset::H100, None);
+    }
 }
 
 #[cfg(test)]

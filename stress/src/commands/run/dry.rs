@@ -79,12 +79,10 @@ pub(super) fn run(session: &Session, args: &RunArgs, sim: &SimConfig) -> Result<
     }
     let name = Path::new(program).file_name().unwrap_or(program).to_string_lossy();
     let outcome = finished(session, args, command, &name, &live)?;
-    // A replay on a device that shares the host's memory loses it where that runs out.
-    let session = session.with_own_memory();
-    let reported = report(&session, args, &name, &card, &figures, |process| {
+    let reported = report(session, args, &name, &card, &figures, |process| {
         snapshots.join(format!("{process}.{}", format.to_string_lossy()))
     });
-    let paged = args.report.as_ref().map_or(Ok(()), |page| write_page(&session, &name, &snapshots, page));
+    let paged = args.report.as_ref().map_or(Ok(()), |page| write_page(session, &name, &snapshots, page));
     // The exit code is the program's.
     for failure in [reported, paged].into_iter().filter_map(Result::err) {
         session.message(format_args!("error: {failure}"));
