@@ -15,7 +15,7 @@ use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::error::{Attempt, DeviceError, ErrorKind};
-use crate::fork::Mutex as Leaf;
+use crate::fork::{self, Mutex as Leaf};
 use crate::sync::{Condvar, Mutex};
 
 /// The streams of a context that are known to capture. While any stream captures, nothing may wait
@@ -169,6 +169,10 @@ pub(crate) struct BlockingHeldOff<'a>(&'a CapturingStreams, HeldByThread);
 
 impl Drop for BlockingHeldOff<'_> {
     fn drop(&mut self) {
+        // Another thread may have had the lock.
+        if fork::is_child() {
+            return;
+        }
         self.0.holding_off.lock().blocking -= 1;
         self.0.changed.notify_all();
     }

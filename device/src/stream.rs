@@ -507,7 +507,7 @@ impl Stream {
 
     /// Keeps captures from beginning on this stream, and the stream from joining one, while the
     /// result lives; on the legacy stream also captures of blocking streams, which forbid its calls.
-    /// `None` if it captures already. Ends captures that were dropped.
+    /// `None` if one has begun. Ends captures that were dropped.
     ///
     /// This is for threads that enqueue work on a stream whose owner may capture it at any time,
     /// such as work that uses memory which is another owner's when a graph is launched. Threads

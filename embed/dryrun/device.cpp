@@ -72,6 +72,7 @@ public:
 struct Physical {
     uint64_t bytes;
     int references;  // its handle, and mappings
+    bool has_handle;
 };
 
 struct Mapping {
@@ -90,14 +91,13 @@ struct Device {
     // Takes memory from the device; false where it has not so much.
     bool take(uint64_t bytes) {
         Figures& now = figures();
-        uint64_t held = now.held + bytes;
-        if (held > now.capacity) {
+        if (bytes > now.capacity - now.held) {
             now.refusals++;
             now.refused = bytes;
             return false;
         }
-        now.held = held;
-        if (held > now.peak) now.peak = held;
+        now.held += bytes;
+        if (now.held > now.peak) now.peak = now.held;
         return true;
     }
 
@@ -155,6 +155,8 @@ Figures& figures() {
         }
         auto* figures = memory == MAP_FAILED ? new Figures() : static_cast<Figures*>(memory);
         figures->capacity = card().bytes;
+        // A program that replaced this process held what is left in the file.
+        figures->held = 0;
         return figures;
     }();
     return *figures;
@@ -162,7 +164,8 @@ Figures& figures() {
 
 CUresult allocate(uint64_t* address, size_t bytes) {
     Device& on = device();
-    uint64_t whole = rounded(bytes, GRANULE);
+    // What is larger than the device is refused, and does not overflow.
+    uint64_t whole = bytes > card().bytes ? bytes : rounded(bytes, GRANULE);
     std::lock_guard<std::mutex> guard(on.lock);
     if (!on.take(whole)) return CUDA_ERROR_OUT_OF_MEMORY;
     if (!(*address = on.addresses.take(whole, GRANULE))) {
@@ -209,14 +212,16 @@ CUresult create_physical(CUmemGenericAllocationHandle* handle, size_t bytes) {
     if (bytes == 0 || bytes % GRANULE) return CUDA_ERROR_INVALID_VALUE;
     if (!on.take(bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
     *handle = on.next_handle++;
-    on.physical[*handle] = {bytes, 1};
+    on.physical[*handle] = {bytes, 1, true};
     return CUDA_SUCCESS;
 }
 
 CUresult release_physical(CUmemGenericAllocationHandle handle) {
     Device& on = device();
     std::lock_guard<std::mutex> guard(on.lock);
-    if (!on.physical.count(handle)) return CUDA_ERROR_INVALID_VALUE;
+    auto found = on.physical.find(handle);
+    if (found == on.physical.end() || !found->second.has_handle) return CUDA_ERROR_INVALID_VALUE;
+    found->second.has_handle = false;
     on.unreference(handle);
     return CUDA_SUCCESS;
 }
@@ -225,7 +230,8 @@ CUresult map(uint64_t address, size_t bytes, CUmemGenericAllocationHandle handle
     Device& on = device();
     std::lock_guard<std::mutex> guard(on.lock);
     auto found = on.physical.find(handle);
-    if (found == on.physical.end() || found->second.bytes < bytes || on.mappings.count(address)) return CUDA_ERROR_INVALID_VALUE;
+    if (found == on.physical.end() || !found->second.has_handle || found->second.bytes < bytes || on.mappings.count(address))
+        return CUDA_ERROR_INVALID_VALUE;
     found->second.references++;
     on.mappings[address] = {bytes, handle};
     return CUDA_SUCCESS;
@@ -319,7 +325,8 @@ uint64_t now() {
 
 int unsupported(const char* function, int code) {
     static std::mutex lock;
-    static std::set<std::string> said;
+    // Never destroyed, as programs call while they exit.
+    static std::set<std::string>& said = *new std::set<std::string>();
     static const char* const kinds[][2] = {
         {"Graph", "CUDA graphs"},
         {"Capture", "CUDA graphs"},

@@ -113,7 +113,8 @@ impl Allocator {
         self.state().walk(|core, Passed { block, .. }| {
             let is_among = |which| core.pools.is_among(block.pool, which);
             let is_unused = block.state.is_free() || block.state == State::Waiting;
-            if !is_unused || !(is_among(Which::NotForGraphs) || is_among(Which::Idle)) {
+            // Memory that sleeps has gone back.
+            if !is_unused || core.sleeps(&block.range()) || !(is_among(Which::NotForGraphs) || is_among(Which::Idle)) {
                 return;
             }
             let region = core.heap().region(block.region);

@@ -52,7 +52,7 @@ impl Timeline {
     }
 
     /// Keeps the stream from becoming part of a capture while the result lives. `None` if it is
-    /// part of one.
+    /// part of one, or is the legacy stream and a blocking stream captures.
     pub(crate) fn hold_off_captures(&self) -> Option<CapturesHeldOff<'_>> {
         let mut state = self.state.lock();
         if state.capture.is_some() {
@@ -60,9 +60,11 @@ impl Timeline {
         }
         state.held_off += 1;
         drop(state);
-        let is_legacy = self.kind == StreamKind::Legacy;
-        let _blocking = is_legacy.then(|| self.context.capturing.hold_off_blocking()).flatten();
-        Some(CapturesHeldOff { timeline: self, _blocking })
+        let mut held_off = CapturesHeldOff { timeline: self, _blocking: None };
+        if self.kind == StreamKind::Legacy {
+            held_off._blocking = Some(self.context.capturing.hold_off_blocking()?);
+        }
+        Some(held_off)
     }
 
     /// Ends captures that were dropped before they ended: work that is enqueued into one is lost,

@@ -146,7 +146,8 @@ uint64_t aquifer_memory_reserved(int device);
 // as `cudaMemGetInfo` leaves out the unused memory held here. 0 for `graph_bytes` gives what can be allocated now.
 //
 // What a capture will keep is known from a pass of its work outside of the capture: call `aquifer_reset_peak` and `aquifer_memory_allocated`
-// before, `aquifer_max_memory_allocated` afterwards, and subtract.
+// before, `aquifer_max_memory_allocated` afterwards, and subtract. Call `aquifer_empty_cache` before the capture, during which cached memory
+// does not move.
 uint64_t aquifer_available_after(int device, uint64_t graph_bytes);
 
 // Peak of `aquifer_memory_allocated` since the start, or the last `aquifer_reset_peak`; 0 after an error.

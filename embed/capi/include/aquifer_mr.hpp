@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <new>
 #include <string>
+#include <utility>
 
 #include <cuda/memory_resource>
 #include <cuda/stream_ref>

@@ -225,7 +225,8 @@ pub extern "C" fn aquifer_memory_reserved(device: c_int) -> u64 {
 /// as `cudaMemGetInfo` leaves out the unused memory held here. 0 for `graph_bytes` gives what can be allocated now.
 ///
 /// What a capture will keep is known from a pass of its work outside of the capture: call `aquifer_reset_peak` and `aquifer_memory_allocated`
-/// before, `aquifer_max_memory_allocated` afterwards, and subtract.
+/// before, `aquifer_max_memory_allocated` afterwards, and subtract. Call `aquifer_empty_cache` before the capture, during which cached memory
+/// does not move.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_available_after(device: c_int, graph_bytes: u64) -> u64 {
     guarded(0, || Ok(Gpu::of(device)?.memory.available()?.saturating_sub(graph_bytes)))

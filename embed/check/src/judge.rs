@@ -399,8 +399,18 @@ impl Judge {
             CopyEnd::Host(_) => touch.kind == AccessKind::Write || self.allocations.live(start_of(touch)).is_some(),
             CopyEnd::Device(_) => false,
         };
-        let waits = moment == Moment::Now && scene.code == 0 && touches.iter().any(is_waited_for);
+        let is_now = moment == Moment::Now && scene.code == 0;
+        let waits = is_now && touches.iter().any(is_waited_for);
+        // Before it reads pageable memory, the host waits for the stream's earlier work.
+        let is_pageable = |touch: &Touch| {
+            let is_read_on_host = touch.kind == AccessKind::Read && matches!(touch.at, CopyEnd::Host(_));
+            is_read_on_host && self.allocations.live(start_of(touch)).is_none()
+        };
+        let waited = is_now && touches.iter().any(is_pageable);
         let stream = scene.stream(stream);
+        if waited {
+            self.take(scene, Call::StreamComplete { stream });
+        }
         self.enqueue(scene, stream, touches);
         if waits {
             self.take(scene, Call::StreamComplete { stream });
@@ -434,9 +444,10 @@ impl Judge {
         self.copied(scene, touches.collect(), stream, Moment::Late);
     }
 
-    pub(crate) fn fill(&mut self, scene: &mut Scene, ptr: u64, bytes: usize, stream: u64) {
+    /// The host waits for a fill of its own memory.
+    pub(crate) fn fill(&mut self, scene: &mut Scene, ptr: u64, bytes: usize, stream: u64, moment: Moment) {
         let touch = Touch { at: self.end(device(ptr)), bytes: bytes as u64, kind: AccessKind::Write };
-        self.enqueue(scene, scene.stream(stream), vec![touch]);
+        self.copied(scene, vec![touch], stream, moment);
     }
 
     /// Work whose accesses are not known. It still orders streams.
@@ -645,7 +656,7 @@ mod tests {
     }
 
     fn fill(judge: &mut Judge) {
-        judge.fill(&mut scene("cuMemsetD8Async"), ADDRESS, 64, STREAM);
+        judge.fill(&mut scene("cuMemsetD8Async"), ADDRESS, 64, STREAM, Moment::Late);
     }
 
     /// Captures on the stream. The graph has the handle 7.
@@ -694,11 +705,33 @@ mod tests {
     }
 
     #[test]
+    fn the_host_has_waited_after_a_copy_of_ordinary_memory_and_a_fill_of_pinned_memory() {
+        for waits in [false, true] {
+            let mut judge = Judge::default();
+            judge.page_lock(&mut scene("cuMemAllocHost_v2"), ADDRESS, 64, Family::Pinned);
+            judge.alloc(&mut scene("cuMemAlloc_v2"), Some(&Cell::new(2 * ADDRESS)), 64);
+            let pinned = host(usize::try_from(ADDRESS).unwrap_or(0));
+            judge.copy(&mut scene("cuMemcpyDtoHAsync_v2"), pinned, device(2 * ADDRESS), 64, 0, Moment::Late);
+            if waits {
+                judge.copy(&mut scene("cuMemcpyHtoD_v2"), device(2 * ADDRESS), host(64), 64, 0, Moment::Now);
+            }
+            judge.host_free(&mut scene("cuMemFreeHost"), ADDRESS);
+            assert_eq!(found(&judge).len(), usize::from(!waits), "{judge:?}");
+            let mut judge = Judge::default();
+            judge.page_lock(&mut scene("cuMemAllocHost_v2"), ADDRESS, 64, Family::Pinned);
+            let moment = if waits { Moment::Now } else { Moment::Late };
+            judge.fill(&mut scene("cuMemsetD8_v2"), ADDRESS, 64, 0, moment);
+            judge.host_free(&mut scene("cuMemFreeHost"), ADDRESS);
+            assert_eq!(found(&judge).len(), usize::from(!waits), "{judge:?}");
+        }
+    }
+
+    #[test]
     fn stream_0_is_the_default_stream_of_the_calls_form() {
         for (form, findings) in [(Form::Legacy, 0), (Form::PerThread, 1)] {
             let mut judge = Judge::default();
             judge.page_lock(&mut scene("cuMemAllocHost_v2"), ADDRESS, 64, Family::Pinned);
-            judge.fill(&mut scene("cuMemsetD8Async"), ADDRESS, 64, 0);
+            judge.fill(&mut scene("cuMemsetD8Async"), ADDRESS, 64, 0, Moment::Late);
             let wait = &mut Scene { form, ..scene("cuStreamSynchronize") };
             judge.take(wait, Call::StreamComplete { stream: RawStream(0) });
             judge.host_free(&mut scene("cuMemFreeHost"), ADDRESS);

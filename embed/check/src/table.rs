@@ -131,11 +131,11 @@ calls! {
     ) => copy_batch(dsts, srcs, sizes, count, stream);
 
     // Fills.
-    3020 Always [cuMemsetD8_v2_ptds] cuMemsetD8_v2(ptr: u64, value: u8, count: usize) => fill(ptr, count, 0);
+    3020 Always [cuMemsetD8_v2_ptds] cuMemsetD8_v2(ptr: u64, value: u8, count: usize) => fill(ptr, count, 0, Now);
     3020 Always [cuMemsetD16_v2_ptds] cuMemsetD16_v2(ptr: u64, value: u16, count: usize)
-        => fill(ptr, count.saturating_mul(2), 0);
+        => fill(ptr, count.saturating_mul(2), 0, Now);
     3020 Always [cuMemsetD32_v2_ptds] cuMemsetD32_v2(ptr: u64, value: u32, count: usize)
-        => fill(ptr, count.saturating_mul(4), 0);
+        => fill(ptr, count.saturating_mul(4), 0, Now);
     3020 Then [cuMemsetD2D8_v2_ptds] cuMemsetD2D8_v2(ptr: u64, pitch: usize, value: u8, width: usize, height: usize)
         => work(0);
     3020 Then [cuMemsetD2D16_v2_ptds] cuMemsetD2D16_v2
@@ -143,11 +143,11 @@ calls! {
     3020 Then [cuMemsetD2D32_v2_ptds] cuMemsetD2D32_v2
         (ptr: u64, pitch: usize, value: u32, width: usize, height: usize) => work(0);
     3020 Always [cuMemsetD8Async_ptsz] cuMemsetD8Async(ptr: u64, value: u8, count: usize, stream: u64)
-        => fill(ptr, count, stream);
+        => fill(ptr, count, stream, Late);
     3020 Always [cuMemsetD16Async_ptsz] cuMemsetD16Async(ptr: u64, value: u16, count: usize, stream: u64)
-        => fill(ptr, count.saturating_mul(2), stream);
+        => fill(ptr, count.saturating_mul(2), stream, Late);
     3020 Always [cuMemsetD32Async_ptsz] cuMemsetD32Async(ptr: u64, value: u32, count: usize, stream: u64)
-        => fill(ptr, count.saturating_mul(4), stream);
+        => fill(ptr, count.saturating_mul(4), stream, Late);
     3020 Then [cuMemsetD2D8Async_ptsz] cuMemsetD2D8Async
         (ptr: u64, pitch: usize, value: u8, width: usize, height: usize, stream: u64)
         => work(stream);

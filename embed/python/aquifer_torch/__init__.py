@@ -229,7 +229,8 @@ def available_after(graph_bytes=0, device=None):
     """Bytes that tensors can still take, in all, once a CUDA graph keeps `graph_bytes`: to size a cache before the capture.
 
     `torch.cuda.mem_get_info()` leaves out the unused memory held here. What a graph will keep is `max_memory_allocated()` after one pass of its
-    work without a capture, less `memory_allocated()` before it, with `reset_peak_memory_stats()` in between.
+    work without a capture, less `memory_allocated()` before it, with `reset_peak_memory_stats()` in between. Call `empty_cache()` before the
+    capture, during which cached memory does not move.
     """
     return _enabled().aquifer_available_after(_index(device), graph_bytes)
 

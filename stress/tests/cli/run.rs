@@ -198,6 +198,7 @@ fn a_dry_run_prepares_the_program_and_reports_on_its_processes() {
     let output = dry(&["--device", "sim:rtx4090,other=1GiB", "--fill", "7"], show);
     assert_eq!(output.status.code(), Some(3), "{}", errors(&output));
     assert!(errors(&output).contains("no process used the device"), "{}", errors(&output));
+    assert!(errors(&output).contains("ended with exit code 3: what it would have needed later"), "{}", errors(&output));
     let said = String::from_utf8(output.stdout).unwrap();
     let [device, lines, python] = said.lines().collect::<Vec<_>>()[..] else { panic!("{said}") };
     assert_eq!(device, format!("{};8.9;128;1;0;Simulated RTX 4090 24 GiB 7 0", 23_u64 << 30));

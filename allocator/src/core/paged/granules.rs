@@ -350,7 +350,8 @@ impl Paged {
 
     /// Bytes outside of heaps that their owners gave up.
     pub(crate) fn given_up_bytes(&self) -> u64 {
-        self.dedicated().map(|(range, owned)| range.end - range.start - owned.size).sum()
+        let awake = self.dedicated().filter(|(range, _)| !self.sleep.has(range));
+        awake.map(|(range, owned)| range.end - range.start - owned.size).sum()
     }
 
     /// The contiguous ranges of memory outside of heaps. Each comes with its owner's record, whose

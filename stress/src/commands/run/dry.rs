@@ -82,6 +82,12 @@ pub(super) fn run(session: &Session, args: &RunArgs, sim: &SimConfig) -> Result<
     let reported = report(session, args, &name, &card, &figures, |process| {
         snapshots.join(format!("{process}.{}", format.to_string_lossy()))
     });
+    if let Outcome::Program(code @ 1..) = outcome {
+        session.message(format_args!(
+            "the program ended with exit code {code}: what it would have needed later is not known, so it may need a larger \
+             device than these figures say"
+        ));
+    }
     let paged = args.report.as_ref().map_or(Ok(()), |page| write_page(session, &name, &snapshots, page));
     // The exit code is the program's.
     for failure in [reported, paged].into_iter().filter_map(Result::err) {

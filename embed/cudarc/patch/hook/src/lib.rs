@@ -74,10 +74,10 @@ impl Hook {
     }
 
     fn free(&self, theirs: &Arc<CudaStream>, ptr: DevicePtr) -> Result<bool, Error> {
-        let stream = self.stream(theirs)?;
         if self.memory.size_of_raw(ptr).is_err() {
             return Ok(false);
         }
+        let stream = self.stream(theirs)?;
         if !keep_for_capture(&self.memory, theirs, ptr)? {
             self.memory.free_raw_on(ptr, &stream)?;
         }
