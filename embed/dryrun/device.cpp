@@ -97,7 +97,7 @@ struct Device {
             return false;
         }
         now.held += bytes;
-        if (now.held > now.peak) now.peak = now.held;
+        if (now.held > now.peak) now.peak = now.held.load();
         return true;
     }
 

@@ -260,7 +260,11 @@ fn answers(session: &Session, name: &str, program: &Program, held: &str) -> Vec<
         |question: &str| ASKED.contains(&question) || (question == REFUSED && program.recorded.oom().is_some());
     let asked = answers.into_iter().filter(|answer| is_asked(answer.question));
     let mut lines = vec![format!("peak: {} allocated, {held}", Bytes(allocated))];
-    lines.extend(asked.map(|answer| format!("{}: {}", answer.question, answer.answer)));
+    // The recording is the run itself.
+    lines.extend(asked.map(|answer| {
+        let said = answer.answer.replacen("In the recording, the program", "The program", 1);
+        format!("{}: {said}", answer.question)
+    }));
     lines.extend((!fits.is_empty()).then(|| format!("What fits: {fits}")));
     lines
 }
