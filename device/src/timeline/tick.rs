@@ -48,8 +48,8 @@ impl Tick {
         self.timeline.is_known_done(self.n)
     }
 
-    /// True if the work is done. Asks the driver about events recorded so far and records none, so a tick that no event covers is never known to be done: call [`Tick::cover`]
-    /// first.
+    /// True if the work is done. Asks the driver about events recorded so far and records none, so a
+    /// tick that no event covers is never known to be done: call [`Tick::cover`] first.
     ///
     /// # Errors
     /// Errors of the driver's event query.

@@ -47,17 +47,16 @@ pub struct RunArgs {
 
     /// The library to load into the program, if it is not where this program finds it: in its
     /// folder, or in `deps` there.
-    #[arg(long, value_name = "PATH")]
-    pub library: Option<PathBuf>,
+    #[arg(long = "library", value_name = "PATH")]
+    pub preload: Option<PathBuf>,
 
     /// In a dry run, every Nth condition that the program reads from the device is true, others are
-    /// false; 0 makes all false.
+    /// false; 0 makes all false, and 1000 is the default.
     ///
     /// No kernel runs there, so what a program reads is no result. A condition is a single byte; all
     /// else is zeros. Loops that wait for a condition end, after N rounds at the latest.
-    #[arg(long, value_name = "N", default_value_t = 1000, allow_negative_numbers = true,
-        value_parser = whole::<u64>("number", 0..=u64::MAX))]
-    pub fill: u64,
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = whole::<u64>("number", 0..=u64::MAX))]
+    pub fill: Option<u64>,
 
     /// The CUDA driver's library. By default the one that the program would load:
     /// AQUIFER_CUDA_LIBRARY if it is a path, else libcuda.so.1 on LD_LIBRARY_PATH or where the

@@ -250,7 +250,7 @@ mod tests {
         vec![Touch { at: CopyEnd::Device(DevicePtr(4096)), bytes: 64, kind: AccessKind::Write }]
     }
 
-    /// An oracle that knows memory, two streams that wait for nobody, and a graph that fills the memory.
+    /// An oracle that knows memory, two streams without an order, and a graph that fills the memory.
     fn with_graph(graph: RawGraph) -> (Oracle, ThreadId) {
         let (mut oracle, thread) = (Oracle::default(), std::thread::current().id());
         oracle.take(thread, Call::Alloc { ptr: DevicePtr(4096), bytes: 64 });

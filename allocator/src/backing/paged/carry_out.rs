@@ -15,8 +15,7 @@ use aquifer_device::{Device, DeviceError, DevicePtr, ErrorKind, RawPhysical, Res
 
 use crate::core::paged::frames::{Frame, LooseFrames, granules_of};
 use crate::core::paged::layout::Layout;
-use crate::core::remap::commit::{Done, Filled};
-use crate::core::remap::plan::{Remap, Work};
+use crate::core::remap::plan::{Done, Filled, Remap, Work};
 use crate::recovery::hooks::Hooks;
 
 /// Up to this many granules are created without checking first that the device has that much

@@ -8,10 +8,9 @@ use aquifer_device::DeviceError;
 use crate::core::Core;
 use crate::core::heap::State;
 use crate::core::paged::deferred_release::DeferredRelease;
-use crate::core::paged::frames::{Frame, LooseFrames};
 use crate::core::paged::granules::Stuck;
 use crate::core::remap::donors::Donor;
-use crate::core::remap::plan::{Remap, Target};
+use crate::core::remap::plan::{Done, Filled, Remap, Target};
 use crate::history::Action;
 use crate::types::{After, BlockId, Recipient};
 
@@ -162,43 +161,5 @@ impl Core {
         let free = self.heap.unhold_as_used(id, used_until);
         self.note_mapping(Action::SegmentMap, of, block.addr, block.size);
         Some(free)
-    }
-}
-
-/// The result of the work. Every frame of the work that was not broken, and every one created, is
-/// in exactly one of the lists.
-#[derive(Debug, Default)]
-pub(crate) struct Done {
-    /// The error that stopped the work, if any.
-    pub(crate) error: Option<DeviceError>,
-    /// True if creating a frame failed.
-    pub(crate) at_creation: bool,
-    /// True if memory was taken from the device and not given back.
-    pub(crate) created: bool,
-    /// How many of the ranges to unmap were unmapped; they are the first ones.
-    pub(crate) unmapped: usize,
-    /// Frames of the other ranges to unmap, by range.
-    pub(crate) still_mapped: Vec<Vec<Frame>>,
-    /// The frames of each range of [`Work::reused`] that are mapped only there.
-    pub(crate) unmoved: Vec<Vec<Frame>>,
-    /// The ranges at which frames are mapped now.
-    pub(crate) filled: Vec<Filled>,
-    /// Frames that are mapped nowhere.
-    pub(crate) spares: LooseFrames,
-}
-
-/// Frames mapped side by side in a range to fill.
-#[derive(Debug)]
-pub(crate) struct Filled {
-    pub(crate) range: Range<u64>,
-    /// The frames, by address. If they are not usable, there is one.
-    pub(crate) frames: Vec<Frame>,
-    /// False if the driver neither gave access to them nor unmapped them again.
-    pub(crate) usable: bool,
-}
-
-impl Filled {
-    fn bytes(&self) -> u64 {
-        self.range.end - self.range.start
     }
 }

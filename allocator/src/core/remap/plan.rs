@@ -4,13 +4,12 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use aquifer_device::PhysicalOptions;
+use aquifer_device::{DeviceError, PhysicalOptions};
 
 use crate::core::Core;
 use crate::core::heap::{Holding, State};
 use crate::core::paged::frames::{Frame, LooseFrames};
 use crate::core::paged::layout::FrameSizes;
-use crate::core::remap::commit::Done;
 use crate::core::remap::donors::{Donor, Donors};
 use crate::core::remap::draft::Draft;
 use crate::core::remap::window::Window;
@@ -270,4 +269,42 @@ pub(crate) struct Work {
     pub(crate) spares: LooseFrames,
     /// Ranges to map frames at.
     pub(crate) fill: Vec<Range<u64>>,
+}
+
+/// The result of the work. Every frame of the work that was not broken, and every one created, is
+/// in exactly one of the lists.
+#[derive(Debug, Default)]
+pub(crate) struct Done {
+    /// The error that stopped the work, if any.
+    pub(crate) error: Option<DeviceError>,
+    /// True if creating a frame failed.
+    pub(crate) at_creation: bool,
+    /// True if memory was taken from the device and not given back.
+    pub(crate) created: bool,
+    /// How many of the ranges to unmap were unmapped; they are the first ones.
+    pub(crate) unmapped: usize,
+    /// Frames of the other ranges to unmap, by range.
+    pub(crate) still_mapped: Vec<Vec<Frame>>,
+    /// The frames of each range of [`Work::reused`] that are mapped only there.
+    pub(crate) unmoved: Vec<Vec<Frame>>,
+    /// The ranges at which frames are mapped now.
+    pub(crate) filled: Vec<Filled>,
+    /// Frames that are mapped nowhere.
+    pub(crate) spares: LooseFrames,
+}
+
+/// Frames mapped side by side in a range to fill.
+#[derive(Debug)]
+pub(crate) struct Filled {
+    pub(crate) range: Range<u64>,
+    /// The frames, by address. If they are not usable, there is one.
+    pub(crate) frames: Vec<Frame>,
+    /// False if the driver neither gave access to them nor unmapped them again.
+    pub(crate) usable: bool,
+}
+
+impl Filled {
+    pub(super) fn bytes(&self) -> u64 {
+        self.range.end - self.range.start
+    }
 }

@@ -3,13 +3,12 @@
 
 use std::fmt::Write as _;
 use std::fs;
-use std::path::Path;
-use std::process::Command;
+use std::path::PathBuf;
 
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{DRIVER, Folder, code, driver, ended, failed, library, preceding};
+use super::process::{before_driver, code, ended, failed};
 use crate::cli::RunArgs;
 use crate::exit::{Failure, Outcome};
 use crate::row::row;
@@ -76,18 +75,11 @@ pub(super) fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure>
         Some(path) => patterns(&fs::read_to_string(path).map_err(|cause| failed(path, cause))?),
         None => Vec::new(),
     };
-    let library = library(args.library.as_deref(), LIBRARY, BUILD)?;
-    let driver = driver(args.driver.as_deref(), &library)?;
-    let folder = Folder::new()?;
-    for name in DRIVER {
-        folder.link(name, &library)?;
-    }
-    folder.link("libaquifer_driver.so", &driver)?;
+    let (folder, mut command) = before_driver(args, LIBRARY, BUILD)?;
+    let program = PathBuf::from(command.get_program());
     let file = folder.0.join("findings");
-    let [program, arguments @ ..] = &args.program[..] else { return Err(Failure::Usage("name a program".to_owned())) };
-    let mut command = Command::new(program);
-    command.args(arguments).env("LD_LIBRARY_PATH", preceding(&folder.0, "LD_LIBRARY_PATH")).env("AQUIFER_CHECK", &file);
-    let status = ended(command).map_err(|cause| failed(Path::new(program), cause))?;
+    command.env("AQUIFER_CHECK", &file);
+    let status = ended(command).map_err(|cause| failed(&program, cause))?;
     let (mut found, summaries) = read(&fs::read_to_string(&file).unwrap_or_default());
     let all = found.len();
     found.retain(|found| !suppressed.iter().any(|pattern| found.matches(pattern)));

@@ -3,7 +3,6 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use aquifer::device::sim::{SimConfig, SimDriver};
 use aquifer_device::{Attribute, Driver as _};
@@ -11,7 +10,7 @@ use aquifer_trace::Event;
 use aquifer_trace::input::{self, Program};
 use aquifer_trace::profile::Profile;
 
-use super::{DRIVER, Folder, failed, finished, library, preceding, write_page};
+use super::process::{DRIVER, Folder, command, failed, finished, library, name_of, preceding, write_page};
 use crate::cli::RunArgs;
 use crate::commands::study::answers::{of_recording, of_replays};
 use crate::commands::study::{Study, without};
@@ -30,6 +29,8 @@ const HOOK: &str = include_str!("../../../dryrun/sitecustomize.py");
 const ASKED: [&str; 4] = ["Who held it", "Where in the code", "What fits", "Which card"];
 /// One that it answers if a request was refused.
 const REFUSED: &str = "What ran out";
+/// What --fill is if it is not given, as its help says.
+const FILL: u64 = 1000;
 /// The widest line of the report.
 const WIDTH: usize = 100;
 
@@ -39,7 +40,7 @@ pub(super) fn run(session: &Session, args: &RunArgs, sim: &SimConfig) -> Result<
     if args.driver.is_some() || !args.pass.is_empty() {
         return Err(Failure::Usage("--driver and --pass are about a GPU's driver, which a dry run has not".to_owned()));
     }
-    let library = library(args.library.as_deref(), LIBRARY, BUILD)?;
+    let library = library(args.preload.as_deref(), LIBRARY, BUILD)?;
     let folder = Folder::new()?;
     for name in DRIVER.into_iter().chain([MANAGEMENT]) {
         folder.link(name, &library)?;
@@ -51,14 +52,14 @@ pub(super) fn run(session: &Session, args: &RunArgs, sim: &SimConfig) -> Result<
     let hook = python.join("sitecustomize.py");
     fs::write(&hook, HOOK).map_err(|cause| failed(&hook, cause))?;
 
-    let [program, arguments @ ..] = &args.program[..] else { return Err(Failure::Usage("name a program".to_owned())) };
-    let mut command = Command::new(program);
-    command.args(arguments);
+    let mut command = command(args)?;
     // Before the driver's and the runtime's libraries, by whatever path programs load these.
     command.env("LD_PRELOAD", preceding(&folder.0.join(DRIVER[0]), "LD_PRELOAD"));
     command.env("LD_LIBRARY_PATH", preceding(&folder.0, "LD_LIBRARY_PATH")).env("TRITON_LIBCUDA_PATH", &folder.0);
     command.env("PYTHONPATH", preceding(&python, "PYTHONPATH")).env("CUDA_VISIBLE_DEVICES", "0");
-    command.env("AQUIFER_DRYRUN_DEVICE", card.to_string()).env("AQUIFER_DRYRUN_FILL", args.fill.to_string());
+    command
+        .env("AQUIFER_DRYRUN_DEVICE", card.to_string())
+        .env("AQUIFER_DRYRUN_FILL", args.fill.unwrap_or(FILL).to_string());
     let format = args.snapshot.as_ref().and_then(|path| path.extension()).unwrap_or("pickle".as_ref());
     command.env("AQUIFER_DRYRUN_FIGURES", &figures);
     command.env("AQUIFER_DRYRUN_SNAPSHOTS", &snapshots).env("AQUIFER_DRYRUN_FORMAT", format);
@@ -77,7 +78,7 @@ pub(super) fn run(session: &Session, args: &RunArgs, sim: &SimConfig) -> Result<
             }
         }
     }
-    let name = Path::new(program).file_name().unwrap_or(program).to_string_lossy();
+    let name = name_of(&command);
     let outcome = finished(session, args, command, &name, &live)?;
     let reported = report(session, args, &name, &card, &figures, |process| {
         snapshots.join(format!("{process}.{}", format.to_string_lossy()))

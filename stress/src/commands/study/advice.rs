@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use super::answers::{held_by, lacking, room_of};
+use super::answers::{held_by, instead, lacking, needs, room_of};
 use super::graph_pools::graph_pools;
 use super::rows::{Advice, Figures};
 use super::{Case, Exhausted, Manager, SPLITTING, Study, roomy, try_all};
@@ -133,15 +133,6 @@ fn of_code(title: String, text: String) -> Advice {
     Advice { title, text, saves: None, figures: None }
 }
 
-/// A sentence about the smallest device.
-pub(super) fn needs(with: Option<u64>, before: Option<u64>) -> String {
-    match (with, before) {
-        (Some(new), Some(old)) => format!("The smallest device has {}.", instead(new, old)),
-        (Some(new), None) => format!("The smallest device has {}; before, no device had enough.", Bytes(new)),
-        (None, _) => "No device has enough.".to_owned(),
-    }
-}
-
 /// A sentence about the time of driver calls, unless it is too short to matter.
 fn driver_time(case: &Case, usual: &Case) -> Option<String> {
     let (new, old) = (case.driver_us()?, usual.driver_us());
@@ -176,16 +167,6 @@ fn free_some(program: &Program, study: &Study) -> Option<Advice> {
             format!("No option of an allocator helps: more is live at once than there is. {}", held_by(&study.profile)),
         )
     })
-}
-
-/// Two sizes, in GiB if one of them is and the other is no small part of that.
-pub(super) fn instead(new: u64, old: u64) -> String {
-    let are_of_gib = (1 << 30..1 << 40).contains(&new.max(old)) && new.min(old) >= 100 << 20;
-    #[expect(clippy::cast_precision_loss, reason = "two decimals are shown")]
-    let in_gib = |bytes: u64| format!("{:.2}", bytes as f64 / f64::from(1 << 30));
-    let unit = if are_of_gib { " GiB" } else { "" };
-    let [new, old] = [new, old].map(|bytes| if are_of_gib { in_gib(bytes) } else { Bytes(bytes).to_string() });
-    if new == old { format!("{new}{unit} as before") } else { format!("{new} instead of {old}{unit}") }
 }
 
 /// Of the cases that finish, on the smallest device or on one of 1 % more, the one that takes

@@ -5,7 +5,6 @@ use aquifer_trace::input::{Event, Program, RecordedOom, Recorder, Site};
 use aquifer_trace::profile::{Grouping, OTHERS, Profile};
 use aquifer_trace::{WITHOUT_STACK, WITHOUT_TAG, headline};
 
-use super::advice::{instead, needs};
 use super::rows::{Advice, Answer};
 use super::{Asked, Case, Study};
 use crate::cards::smallest_card;
@@ -210,6 +209,25 @@ fn unknown(program: &Program) -> String {
     ];
     let missing = missing.into_iter().flatten().collect::<Vec<_>>().join("; ");
     format!("{}{}.", missing[..1].to_uppercase(), &missing[1..])
+}
+
+/// A sentence about the smallest device.
+pub(super) fn needs(with: Option<u64>, before: Option<u64>) -> String {
+    match (with, before) {
+        (Some(new), Some(old)) => format!("The smallest device has {}.", instead(new, old)),
+        (Some(new), None) => format!("The smallest device has {}; before, no device had enough.", Bytes(new)),
+        (None, _) => "No device has enough.".to_owned(),
+    }
+}
+
+/// Two sizes, in GiB if one of them is and the other is no small part of that.
+pub(super) fn instead(new: u64, old: u64) -> String {
+    let are_of_gib = (1 << 30..1 << 40).contains(&new.max(old)) && new.min(old) >= 100 << 20;
+    #[expect(clippy::cast_precision_loss, reason = "two decimals are shown")]
+    let in_gib = |bytes: u64| format!("{:.2}", bytes as f64 / f64::from(1 << 30));
+    let unit = if are_of_gib { " GiB" } else { "" };
+    let [new, old] = [new, old].map(|bytes| if are_of_gib { in_gib(bytes) } else { Bytes(bytes).to_string() });
+    if new == old { format!("{new}{unit} as before") } else { format!("{new} instead of {old}{unit}") }
 }
 
 /// A time of driver calls, in microseconds.
