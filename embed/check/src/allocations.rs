@@ -92,14 +92,16 @@ impl Allocations {
         self.live.insert(start, block);
     }
 
-    /// Frees the live blocks in a range.
-    pub(crate) fn free(&mut self, range: &Range<u64>, by: Made) {
-        for (start, block) in clear(&mut self.live, range) {
+    /// Frees the live blocks in a range, and returns them as they were.
+    pub(crate) fn free(&mut self, range: &Range<u64>, by: Made) -> Vec<(u64, Block)> {
+        let freed = clear(&mut self.live, range);
+        for &(start, block) in &freed {
             self.freed.insert(start, Block { made: by, ..block });
         }
         while self.freed.len() > Allocations::FREED_MAX {
             self.freed.pop_first();
         }
+        freed
     }
 }
 

@@ -8,6 +8,7 @@ use std::time::Duration;
 use libloading::os::unix::{Library, RTLD_LAZY};
 use parking_lot::Mutex;
 
+use crate::findings::Finding;
 use crate::judge::{Judge, Scene};
 use crate::{report, stack};
 
@@ -40,6 +41,15 @@ impl Next {
     }
 }
 
+/// Questions to the driver, which are asked under the judge's lock.
+pub(crate) static ADDRESS_RANGE: Next = Next::new("cuMemGetAddressRange_v2\0");
+pub(crate) static PARAMETERS: [Next; 2] = [Next::new("cuFuncGetParamInfo\0"), Next::new("cuKernelGetParamInfo\0")];
+
+/// Looks the questions up, which takes the loader's lock: call it without the judge's.
+pub(crate) fn find_questions() {
+    PARAMETERS.iter().chain([&ADDRESS_RANGE]).for_each(|question| _ = question.address());
+}
+
 /// The driver's library: loaded already, because this library depends on it.
 fn driver() -> Option<&'static Library> {
     static DRIVER: OnceLock<Option<Library>> = OnceLock::new();
@@ -68,9 +78,12 @@ thread_local! {
 fn judged(scene: &mut Scene, what: impl FnOnce(&mut Judge, &mut Scene)) {
     let see = || {
         let mut judge = JUDGE.lock();
-        what(judge.get_or_insert_default(), scene);
+        let judge = judge.get_or_insert_default();
+        what(judge, scene);
+        judge.take_findings()
     };
-    if catch_unwind(AssertUnwindSafe(see)).is_err() {
+    let write = |found: Vec<Finding>| found.iter().for_each(|finding| report::write(&finding.row()));
+    if catch_unwind(AssertUnwindSafe(|| write(see()))).is_err() {
         report::broken();
     }
 }
@@ -113,9 +126,8 @@ pub(crate) fn call(
     scene.code
 }
 
-/// The judge, where no call holds it up. For the report at the end.
-pub(crate) fn with_judge(see: impl FnOnce(&mut Judge)) {
-    if let Some(mut judge) = JUDGE.try_lock_for(Duration::from_secs(2)) {
-        see(judge.get_or_insert_default());
-    }
+/// Asks the judge, where no call holds it up. For the report at the end.
+pub(crate) fn with_judge<R>(see: impl FnOnce(&mut Judge) -> R) -> Option<R> {
+    let mut judge = JUDGE.try_lock_for(Duration::from_secs(2))?;
+    Some(see(judge.get_or_insert_default()))
 }

@@ -5,7 +5,7 @@
 //! What it finds between a kernel and another call is *possible*; between two kernels, which mostly
 //! share what they only read, it says nothing.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::ffi::c_void;
 use std::ops::Range;
 use std::thread;
@@ -14,13 +14,11 @@ use aquifer_device::{AccessKind, CopyEnd, DevicePtr, HostPtr, RawEvent, RawGraph
 use aquifer_oracle::{Call, Op, Oracle, Race, RaceKind, Touch};
 use serde_json::{Value, json};
 
-use crate::advice::{
-    self, FREED_IN_USE, FREED_TWICE, STALE_GRAPH, UNORDERED, USED_AFTER_FREE, WRONG_FREE, stream_name,
-};
+use crate::advice::{FREED_IN_USE, FREED_TWICE, STALE_GRAPH, UNORDERED, USED_AFTER_FREE, WRONG_FREE};
 use crate::allocations::{Allocations, Block, Family, Made};
-use crate::call::{Form, Next, Out};
+use crate::call::{ADDRESS_RANGE, Form, Out};
+use crate::findings::{Finding, Findings, program};
 use crate::kernels::Kernels;
-use crate::report;
 use crate::stack::{Stack, Stacks};
 
 /// A call that is judged.
@@ -35,11 +33,13 @@ pub(crate) struct Scene {
     pub(crate) code: u32,
     /// The address that the call frees, and what was live there.
     freed: Option<(u64, Option<Block>)>,
+    /// What it unmaps.
+    unmapped: Vec<(u64, Block)>,
 }
 
 impl Scene {
     pub(crate) fn new(call: &'static str, form: Form, stack: Stack) -> Scene {
-        Scene { call, form, stack, place: 0, code: 0, freed: None }
+        Scene { call, form, stack, place: 0, code: 0, freed: None, unmapped: Vec::new() }
     }
 
     fn stream(&self, handle: u64) -> RawStream {
@@ -69,42 +69,26 @@ pub(crate) fn any(address: u64) -> End {
     (None, address)
 }
 
-/// Two calls that do not go together. Equal ones are counted.
-#[derive(Debug)]
-struct Finding {
-    number: usize,
-    row: Value,
-    count: u64,
-}
-
-/// A kind of finding, the two calls, and their stacks.
-type Key = (&'static str, &'static str, u64, &'static str, u64);
-
 #[derive(Debug, Default)]
 pub(crate) struct Judge {
     certain: Oracle,
     possible: Oracle,
     allocations: Allocations,
     kernels: Kernels,
-    stacks: Stacks,
+    findings: Findings,
     calls: u64,
     /// Events that graphs or contexts record.
     foreign: HashSet<u64>,
     /// The program has set the dependencies of a capture itself.
     is_capture_opaque: bool,
-    findings: HashMap<Key, Finding>,
-    left_out: u64,
 }
 
 impl Judge {
-    /// How many different findings are written.
-    const FINDINGS_MAX: usize = 1000;
-
     /// Numbers a call by its order and its stack.
     fn place(&mut self, scene: &mut Scene) -> u64 {
         if scene.place == 0 {
             self.calls += 1;
-            scene.place = self.calls * Stacks::END + self.stacks.number(scene.stack);
+            scene.place = self.calls * Stacks::END + self.findings.stacks.number(scene.stack);
         }
         scene.place
     }
@@ -150,50 +134,23 @@ impl Judge {
     }
 
     fn found(&mut self, is_certain: bool, kind: &'static str, first: Op, second: Op, range: Range<u64>) {
-        let stack = |op: &Op| op.place % Stacks::END;
-        let key = (kind, first.call, stack(&first), second.call, stack(&second));
-        if let Some(known) = self.findings.get_mut(&key) {
-            known.count += 1;
-            return;
-        }
-        if self.findings.len() >= Judge::FINDINGS_MAX {
-            self.left_out += 1;
-            return;
-        }
-        let number = self.findings.len() + 1;
-        let of = |op: &Op| {
-            let launched = op.launch.map(|place| self.stacks.frames(place % Stacks::END, "cuGraphLaunch"));
-            json!({
-                "call": op.call, "stream": op.stream.map(stream_name),
-                "stack": self.stacks.frames(stack(op), op.call), "launched": launched,
-            })
-        };
         let right_free = self.allocations.live(range.start).map_or("", |(_, block)| block.family.right_free());
-        let row = json!({
-            "number": number, "process": std::process::id(), "program": program(), "certain": is_certain, "kind": kind,
-            "what": advice::what(kind, &first, &second), "advice": advice::advice(kind, &first, &second, right_free),
-            "address": range.start, "bytes": range.end - range.start,
-            "first": of(&first), "second": of(&second), "count": 1,
-        });
-        report::write(&row);
-        self.findings.insert(key, Finding { number, row, count: 1 });
+        self.findings.add((is_certain, kind), [first, second], range, right_free);
+    }
+
+    /// Takes the findings that were not written yet.
+    pub(crate) fn take_findings(&mut self) -> Vec<Finding> {
+        self.findings.take_new()
     }
 
     /// The findings that were met again, and the summary.
-    pub(crate) fn summary(&mut self) -> Vec<Value> {
-        let mut findings: Vec<&Finding> = self.findings.values().filter(|finding| finding.count > 1).collect();
-        findings.sort_unstable_by_key(|finding| finding.number);
-        let counted = |finding: &Finding| {
-            let mut row = finding.row.clone();
-            row["count"] = finding.count.into();
-            row
-        };
-        let mut lines: Vec<Value> = findings.into_iter().map(counted).collect();
-        lines.push(json!({
-            "process": std::process::id(), "program": program(), "calls": self.calls, "left_out": self.left_out,
-            "kernels": self.kernels.launched, "kernels_unread": self.kernels.skipped,
-        }));
-        lines
+    pub(crate) fn summary(&mut self) -> (Vec<Finding>, Value) {
+        let summary = json!({
+            "process": std::process::id(), "program": program(), "calls": self.calls,
+            "left_out": self.findings.left_out, "kernels": self.kernels.launched,
+            "kernels_unread": self.kernels.skipped,
+        });
+        (self.findings.repeated(), summary)
     }
 
     /// A use of memory that was freed is found where the driver refuses it, too.
@@ -304,7 +261,7 @@ impl Judge {
         let (ptr, bytes) = (DevicePtr(start), bytes as u64);
         self.take(scene, Call::Unmap { ptr, bytes });
         let made = self.made(scene, None);
-        self.allocations.free(&ptr.range(bytes), made);
+        scene.unmapped = self.allocations.free(&ptr.range(bytes), made);
     }
 
     /// Begins a free: whether the call frees what is live there.
@@ -353,6 +310,17 @@ impl Judge {
 
     /// The driver refused to free: it was freed before, or otherwise allocated, or is still live.
     pub(crate) fn undo_free(&mut self, scene: &mut Scene) {
+        /// The codes of captures, which forbid such calls.
+        const OF_CAPTURES: Range<u32> = 900..909;
+        // After other errors, such as those of earlier work, the memory may be gone.
+        if scene.code == INVALID_VALUE || OF_CAPTURES.contains(&scene.code) {
+            let place = self.place(scene);
+            self.findings.retract(place);
+        }
+        for (start, block) in std::mem::take(&mut scene.unmapped) {
+            let (ptr, bytes) = (DevicePtr(start), block.end - start);
+            self.add(scene, start, bytes, block.family, block.made, Call::Alloc { ptr, bytes });
+        }
         let Some((start, block)) = scene.freed else { return };
         let still = self.allocations.live(start).is_some();
         let second = self.made(scene, None);
@@ -455,6 +423,12 @@ impl Judge {
         self.take(scene, Call::Work { call: scene.call, stream: RawStream(stream), touches: Vec::new() });
     }
 
+    /// The same, and the host counts as knowing that it is done.
+    pub(crate) fn known_work(&mut self, scene: &mut Scene, stream: u64) {
+        self.work(scene, stream);
+        self.take(scene, Call::StreamComplete { stream: RawStream(stream) });
+    }
+
     pub(crate) fn kernel(&mut self, scene: &mut Scene, function: u64, parameters: *const *const c_void, stream: u64) {
         let stream = scene.stream(stream);
         let mut touches = Vec::new();
@@ -482,23 +456,32 @@ impl Judge {
         }
     }
 
-    pub(crate) fn wait(&mut self, scene: &mut Scene, stream: u64, event: u64) {
+    pub(crate) fn wait(&mut self, scene: &mut Scene, stream: u64, event: u64, flags: u32) {
+        if self.is_external(scene, stream, flags) {
+            // The graph will wait for it, which orders nodes in a way that is not known.
+            self.is_capture_opaque = true;
+            return;
+        }
         if self.foreign.contains(&event) {
             return self.take(scene, Call::WaitPeer { stream: scene.stream(stream) });
         }
         self.take(scene, Call::Wait { stream: scene.stream(stream), event: RawEvent(event) });
     }
 
-    pub(crate) fn record(&mut self, scene: &mut Scene, event: u64, stream: u64, flags: u32) {
-        /// `CU_EVENT_RECORD_EXTERNAL`: in a capture, the graph will record it.
+    /// In a capture, the graph will record the event, or wait for it.
+    fn is_external(&self, scene: &Scene, stream: u64, flags: u32) -> bool {
+        /// `CU_EVENT_RECORD_EXTERNAL` and `CU_EVENT_WAIT_EXTERNAL`.
         const EXTERNAL: u32 = 1;
-        let stream = scene.stream(stream);
-        if flags & EXTERNAL != 0 && self.certain.is_capturing(thread::current().id(), stream) {
+        flags & EXTERNAL != 0 && self.certain.is_capturing(thread::current().id(), scene.stream(stream))
+    }
+
+    pub(crate) fn record(&mut self, scene: &mut Scene, event: u64, stream: u64, flags: u32) {
+        if self.is_external(scene, stream, flags) {
             self.foreign.insert(event);
             return;
         }
         self.foreign.remove(&event);
-        self.take(scene, Call::Record { event: RawEvent(event), stream });
+        self.take(scene, Call::Record { event: RawEvent(event), stream: scene.stream(stream) });
     }
 
     /// The context records the event, after work that is not known.
@@ -583,10 +566,9 @@ impl Judge {
 
 /// Whether the driver knows of an allocation there.
 fn is_allocated(address: u64) -> bool {
-    static ASK: Next = Next::new("cuMemGetAddressRange_v2\0");
     type Ask = unsafe extern "C" fn(*mut u64, *mut usize, u64) -> u32;
     let (mut start, mut bytes) = (0, 0);
-    ASK.address().is_some_and(|ask| {
+    ADDRESS_RANGE.address().is_some_and(|ask| {
         // SAFETY: the driver's function of this name has this signature.
         let ask: Ask = unsafe { std::mem::transmute(ask) };
         // SAFETY: both are writable.
@@ -633,122 +615,5 @@ fn start_of(touch: &Touch) -> u64 {
     }
 }
 
-fn program() -> String {
-    std::env::current_exe().unwrap_or_default().file_name().unwrap_or_default().to_string_lossy().into_owned()
-}
-
 #[cfg(test)]
-mod tests {
-    use std::cell::Cell;
-
-    use super::*;
-
-    const STREAM: u64 = 8;
-    const ADDRESS: u64 = 4096;
-
-    fn scene(call: &'static str) -> Scene {
-        Scene::new(call, Form::Legacy, crate::stack::here())
-    }
-
-    /// The kinds of the findings, and the two calls.
-    fn found(judge: &Judge) -> Vec<[&'static str; 3]> {
-        judge.findings.keys().map(|(kind, first, _, second, _)| [*kind, *first, *second]).collect()
-    }
-
-    fn fill(judge: &mut Judge) {
-        judge.fill(&mut scene("cuMemsetD8Async"), ADDRESS, 64, STREAM, Moment::Late);
-    }
-
-    /// Captures on the stream. The graph has the handle 7.
-    fn capture(judge: &mut Judge, captured: impl FnOnce(&mut Judge)) {
-        judge.take(&mut scene("cuStreamBeginCapture_v2"), Call::BeginCapture { stream: RawStream(STREAM) });
-        captured(judge);
-        judge.end_capture(&mut scene("cuStreamEndCapture"), STREAM, Some(&Cell::new(7)));
-    }
-
-    /// The simulated device gives no address out twice, so no program on it shows this.
-    #[test]
-    fn a_graph_is_stale_where_its_memory_is_another_allocations() {
-        let mut judge = Judge::default();
-        let alloc = |judge: &mut Judge| judge.alloc(&mut scene("cuMemAlloc_v2"), Some(&Cell::new(ADDRESS)), 64);
-        let launch = |judge: &mut Judge| judge.launch_graph(&mut scene("cuGraphLaunch"), RawGraph(7), STREAM);
-        alloc(&mut judge);
-        capture(&mut judge, fill);
-        launch(&mut judge);
-        judge.free(&mut scene("cuMemFree_v2"), ADDRESS);
-        alloc(&mut judge);
-        assert!(found(&judge).is_empty(), "{judge:?}");
-        launch(&mut judge);
-        assert_eq!(found(&judge), [[STALE_GRAPH, "cuMemAlloc_v2", "cuMemsetD8Async"]]);
-    }
-
-    /// The simulated device refuses such a capture.
-    #[test]
-    fn a_launch_that_is_captured_does_not_run() {
-        let mut judge = Judge::default();
-        judge.page_lock(&mut scene("cuMemAllocHost_v2"), ADDRESS, 64, Family::Pinned);
-        capture(&mut judge, fill);
-        capture(&mut judge, |judge| judge.launch_graph(&mut scene("cuGraphLaunch"), RawGraph(7), STREAM));
-        judge.host_free(&mut scene("cuMemFreeHost"), ADDRESS);
-        assert!(found(&judge).is_empty(), "{judge:?}");
-    }
-
-    #[test]
-    fn host_memory_may_be_used_at_the_address_of_pinned_memory_that_was_freed() {
-        let mut judge = Judge::default();
-        judge.page_lock(&mut scene("cuMemAllocHost_v2"), ADDRESS, 64, Family::Pinned);
-        judge.host_free(&mut scene("cuMemFreeHost"), ADDRESS);
-        judge.alloc(&mut scene("cuMemAlloc_v2"), Some(&Cell::new(2 * ADDRESS)), 64);
-        let pageable = host(usize::try_from(ADDRESS).unwrap_or(0));
-        judge.copy(&mut scene("cuMemcpyHtoDAsync_v2"), device(2 * ADDRESS), pageable, 64, STREAM, Moment::Late);
-        assert!(found(&judge).is_empty(), "{judge:?}");
-    }
-
-    #[test]
-    fn the_host_has_waited_after_a_copy_of_ordinary_memory_and_a_fill_of_pinned_memory() {
-        for waits in [false, true] {
-            let mut judge = Judge::default();
-            judge.page_lock(&mut scene("cuMemAllocHost_v2"), ADDRESS, 64, Family::Pinned);
-            judge.alloc(&mut scene("cuMemAlloc_v2"), Some(&Cell::new(2 * ADDRESS)), 64);
-            let pinned = host(usize::try_from(ADDRESS).unwrap_or(0));
-            judge.copy(&mut scene("cuMemcpyDtoHAsync_v2"), pinned, device(2 * ADDRESS), 64, 0, Moment::Late);
-            if waits {
-                judge.copy(&mut scene("cuMemcpyHtoD_v2"), device(2 * ADDRESS), host(64), 64, 0, Moment::Now);
-            }
-            judge.host_free(&mut scene("cuMemFreeHost"), ADDRESS);
-            assert_eq!(found(&judge).len(), usize::from(!waits), "{judge:?}");
-            let mut judge = Judge::default();
-            judge.page_lock(&mut scene("cuMemAllocHost_v2"), ADDRESS, 64, Family::Pinned);
-            let moment = if waits { Moment::Now } else { Moment::Late };
-            judge.fill(&mut scene("cuMemsetD8_v2"), ADDRESS, 64, 0, moment);
-            judge.host_free(&mut scene("cuMemFreeHost"), ADDRESS);
-            assert_eq!(found(&judge).len(), usize::from(!waits), "{judge:?}");
-        }
-    }
-
-    #[test]
-    fn stream_0_is_the_default_stream_of_the_calls_form() {
-        for (form, findings) in [(Form::Legacy, 0), (Form::PerThread, 1)] {
-            let mut judge = Judge::default();
-            judge.page_lock(&mut scene("cuMemAllocHost_v2"), ADDRESS, 64, Family::Pinned);
-            judge.fill(&mut scene("cuMemsetD8Async"), ADDRESS, 64, 0, Moment::Late);
-            let wait = &mut Scene { form, ..scene("cuStreamSynchronize") };
-            judge.take(wait, Call::StreamComplete { stream: RawStream(0) });
-            judge.host_free(&mut scene("cuMemFreeHost"), ADDRESS);
-            assert_eq!(found(&judge).len(), findings, "{form:?}: {judge:?}");
-        }
-    }
-
-    #[test]
-    fn waiting_for_the_legacy_stream_covers_blocking_streams() {
-        for (flags, findings) in [(0, 0), (1, 1)] {
-            let mut judge = Judge::default();
-            judge.create_stream(&mut scene("cuStreamCreate"), Some(&Cell::new(STREAM)), flags);
-            judge.page_lock(&mut scene("cuMemAllocHost_v2"), ADDRESS, 64, Family::Pinned);
-            fill(&mut judge);
-            judge.take(&mut scene("cuStreamSynchronize"), Call::StreamComplete { stream: RawStream(0) });
-            judge.host_free(&mut scene("cuMemFreeHost"), ADDRESS);
-            assert_eq!(found(&judge).len(), findings, "{judge:?}");
-        }
-    }
-}
+mod tests;

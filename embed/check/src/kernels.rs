@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use crate::call::Next;
+use crate::call::{Next, PARAMETERS};
 
 /// Offset and size of each parameter.
 type Sizes = Option<Arc<[usize]>>;
@@ -51,7 +51,6 @@ impl Kernels {
 
 /// The sizes of a kernel's parameters, where the driver tells them (CUDA 12.4).
 fn sizes(function: u64) -> Sizes {
-    static ASK: [Next; 2] = [Next::new("cuFuncGetParamInfo\0"), Next::new("cuKernelGetParamInfo\0")];
     type Ask = unsafe extern "C" fn(u64, usize, *mut usize, *mut usize) -> u32;
     let of = |ask: &Next| {
         // SAFETY: the driver's functions of these names have this signature.
@@ -65,5 +64,5 @@ fn sizes(function: u64) -> Sizes {
         let sizes: Vec<usize> = (0..4096).map_while(next).collect();
         (!sizes.is_empty()).then(|| sizes.into())
     };
-    ASK.iter().find_map(of)
+    PARAMETERS.iter().find_map(of)
 }

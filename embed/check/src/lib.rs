@@ -20,12 +20,13 @@
 //! # Order
 //!
 //! `table` lists functions and what each means · `call` passes calls on · `lookup` finds functions
-//! · `judge` decides · `allocations` knows what is live and what was freed · `kernels` reads
+//! · `judge` decides · `findings` are kept · `allocations` knows what is live and what was freed · `kernels` reads
 //! parameters · `stack` remembers places · `advice` has the words · `report` writes.
 //!
 //! Calls that end something are judged before the driver takes them, so that another thread which
 //! gets the same address or handle is judged later; all others after. No lock is held while the
-//! driver works: only questions about addresses and kernels are asked under the judge's.
+//! driver works, or while names are looked up: only questions about addresses and kernels are asked
+//! under the judge's.
 //!
 //! It is built for 64-bit Linux. Elsewhere the crate is empty.
 #![cfg(all(target_os = "linux", target_pointer_width = "64"))]
@@ -34,6 +35,7 @@
 mod advice;
 mod allocations;
 mod call;
+mod findings;
 mod judge;
 mod kernels;
 mod lookup;

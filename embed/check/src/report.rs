@@ -8,7 +8,8 @@ use std::sync::{Once, OnceLock};
 
 use serde_json::Value;
 
-use crate::call::with_judge;
+use crate::call::{find_questions, with_judge};
+use crate::judge::Judge;
 
 /// A forked child has a copy of the judge, and no device.
 static IS_CHILD: AtomicBool = AtomicBool::new(false);
@@ -23,7 +24,10 @@ fn file() -> Option<&'static PathBuf> {
 pub(crate) fn is_wanted() -> bool {
     static ONCE: Once = Once::new();
     extern "C" fn end() {
-        with_judge(|judge| judge.summary().into_iter().for_each(|line| write(&line)));
+        if let Some((repeated, summary)) = with_judge(Judge::summary) {
+            repeated.iter().for_each(|finding| write(&finding.row()));
+            write(&summary);
+        }
     }
     extern "C" fn in_child() {
         IS_CHILD.store(true, Ordering::Relaxed);
@@ -32,6 +36,7 @@ pub(crate) fn is_wanted() -> bool {
         return false;
     }
     ONCE.call_once(|| {
+        find_questions();
         // SAFETY: the function does not unwind, and this library is never unloaded.
         unsafe { libc::atexit(end) };
         // SAFETY: as above; the function only stores to an atomic.

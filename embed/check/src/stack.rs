@@ -44,19 +44,22 @@ impl Stacks {
         })
     }
 
-    /// The frames of a stack as text, the caller of `call` first.
-    pub(crate) fn frames(&self, number: u64, call: &str) -> Vec<String> {
-        let stack = usize::try_from(number).ok().and_then(|number| self.all.get(number)).copied().unwrap_or([0; KEPT]);
-        let mut frames: Vec<String> = stack.into_iter().take_while(|&ip| ip != 0).flat_map(described).collect();
-        let is_call = |frame: &String| frame.split([' ', '\n']).next().is_some_and(|name| name.starts_with(call));
-        if let Some(own) = frames.iter().rposition(is_call) {
-            frames.drain(..=own);
-        }
-        let is_runtime = |frame: &String| frame.contains("__rust_begin_short_backtrace");
-        let end = frames.iter().position(is_runtime).unwrap_or(WRITTEN);
-        frames.truncate(end.min(WRITTEN));
-        frames
+    pub(crate) fn get(&self, number: u64) -> Stack {
+        usize::try_from(number).ok().and_then(|number| self.all.get(number)).copied().unwrap_or([0; KEPT])
     }
+}
+
+/// The frames of a stack as text, the caller of `call` first.
+pub(crate) fn frames(stack: Stack, call: &str) -> Vec<String> {
+    let mut frames: Vec<String> = stack.into_iter().take_while(|&ip| ip != 0).flat_map(described).collect();
+    let is_call = |frame: &String| frame.split([' ', '\n']).next().is_some_and(|name| name.starts_with(call));
+    if let Some(own) = frames.iter().rposition(is_call) {
+        frames.drain(..=own);
+    }
+    let is_runtime = |frame: &String| frame.contains("__rust_begin_short_backtrace");
+    let end = frames.iter().position(is_runtime).unwrap_or(WRITTEN);
+    frames.truncate(end.min(WRITTEN));
+    frames
 }
 
 /// The functions at a return address, those that were inlined there first.

@@ -112,15 +112,17 @@ calls! {
     // Of copies in 2D and 3D the ranges are not known. The host waits for some, and so counts as knowing
     // that all are done.
     3020 Then [cuMemcpy2D_v2_ptds] cuMemcpy2D_v2(copy: *const c_void)
-        => take(Call::StreamComplete { stream: RawStream(0) });
+        => known_work(0);
     3020 Then [cuMemcpy2DUnaligned_v2_ptds] cuMemcpy2DUnaligned_v2(copy: *const c_void)
-        => take(Call::StreamComplete { stream: RawStream(0) });
+        => known_work(0);
     3020 Then [cuMemcpy2DAsync_v2_ptsz] cuMemcpy2DAsync_v2(copy: *const c_void, stream: u64)
-        => take(Call::StreamComplete { stream: RawStream(stream) });
+        => known_work(stream);
     3020 Then [cuMemcpy3D_v2_ptds] cuMemcpy3D_v2(copy: *const c_void)
-        => take(Call::StreamComplete { stream: RawStream(0) });
+        => known_work(0);
     3020 Then [cuMemcpy3DAsync_v2_ptsz] cuMemcpy3DAsync_v2(copy: *const c_void, stream: u64)
-        => take(Call::StreamComplete { stream: RawStream(stream) });
+        => known_work(stream);
+    4000 Then [cuMemcpy3DPeer_ptds] cuMemcpy3DPeer(copy: *const c_void) => known_work(0);
+    4000 Then [cuMemcpy3DPeerAsync_ptsz] cuMemcpy3DPeerAsync(copy: *const c_void, stream: u64) => known_work(stream);
     12080 Always [cuMemcpyBatchAsync_ptsz] cuMemcpyBatchAsync(
         dsts: *const u64, srcs: *const u64, sizes: *const usize, count: usize, attributes: *const c_void,
         firsts: *const usize, attribute_count: usize, failed: *mut usize, stream: u64
@@ -158,6 +160,15 @@ calls! {
         (ptr: u64, pitch: usize, value: u32, width: usize, height: usize, stream: u64)
         => work(stream);
 
+    // Work that changes no contents. A location is a structure of 8 bytes.
+    8000 Then [cuMemPrefetchAsync_ptsz] cuMemPrefetchAsync(ptr: u64, bytes: usize, ordinal: i32, stream: u64)
+        => work(stream);
+    12020 Then [cuMemPrefetchAsync_v2_ptsz] cuMemPrefetchAsync_v2
+        (ptr: u64, bytes: usize, location: u64, flags: u32, stream: u64) => work(stream);
+    6000 Then [cuStreamAttachMemAsync_ptsz] cuStreamAttachMemAsync(stream: u64, ptr: u64, bytes: usize, flags: u32)
+        => work(stream);
+    11010 Then [cuGraphUpload_ptsz] cuGraphUpload(graph: u64, stream: u64) => work(stream);
+
     // Streams and events.
     2000 Then cuStreamCreate(stream: Out<'_>, flags: u32) => create_stream(stream, flags);
     5050 Then cuStreamCreateWithPriority(stream: Out<'_>, flags: u32, priority: i32) => create_stream(stream, flags);
@@ -166,7 +177,8 @@ calls! {
         => take(Call::StreamComplete { stream: RawStream(stream) });
     2000 Then [cuStreamQuery_ptsz] cuStreamQuery(stream: u64)
         => take(Call::StreamComplete { stream: RawStream(stream) });
-    3020 Then [cuStreamWaitEvent_ptsz] cuStreamWaitEvent(stream: u64, event: u64, flags: u32) => wait(stream, event);
+    3020 Then [cuStreamWaitEvent_ptsz] cuStreamWaitEvent(stream: u64, event: u64, flags: u32)
+        => wait(stream, event, flags);
     2000 Then [cuEventRecord_ptsz] cuEventRecord(event: u64, stream: u64) => record(event, stream, 0);
     11010 Then [cuEventRecordWithFlags_ptsz] cuEventRecordWithFlags(event: u64, stream: u64, flags: u32)
         => record(event, stream, flags);
@@ -191,23 +203,23 @@ calls! {
         (semaphores: *const c_void, parameters: *const c_void, count: u32, stream: u64)
         => take(Call::WaitPeer { stream: RawStream(stream) });
     11070 Then [cuStreamWriteValue32_v2_ptsz] cuStreamWriteValue32_v2(stream: u64, ptr: u64, value: u32, flags: u32)
-        => take(Call::StreamComplete { stream: RawStream(stream) });
+        => known_work(stream);
     11070 Then [cuStreamWriteValue64_v2_ptsz] cuStreamWriteValue64_v2(stream: u64, ptr: u64, value: u64, flags: u32)
-        => take(Call::StreamComplete { stream: RawStream(stream) });
+        => known_work(stream);
     11070 Then [cuStreamBatchMemOp_v2_ptsz] cuStreamBatchMemOp_v2
         (stream: u64, count: u32, operations: *const c_void, flags: u32)
         => take(Call::WaitPeer { stream: RawStream(stream) });
     10000 Then [cuSignalExternalSemaphoresAsync_ptsz] cuSignalExternalSemaphoresAsync
         (semaphores: *const c_void, parameters: *const c_void, count: u32, stream: u64)
-        => take(Call::StreamComplete { stream: RawStream(stream) });
+        => known_work(stream);
     10000 Then [cuLaunchHostFunc_ptsz] cuLaunchHostFunc(stream: u64, function: *const c_void, data: *const c_void)
-        => take(Call::StreamComplete { stream: RawStream(stream) });
+        => known_work(stream);
     13020 Then [cuLaunchHostFunc_v2_ptsz] cuLaunchHostFunc_v2
         (stream: u64, function: *const c_void, data: *const c_void, mode: u32)
-        => take(Call::StreamComplete { stream: RawStream(stream) });
+        => known_work(stream);
     5000 Then [cuStreamAddCallback_ptsz] cuStreamAddCallback
         (stream: u64, function: *const c_void, data: *const c_void, flags: u32)
-        => take(Call::StreamComplete { stream: RawStream(stream) });
+        => known_work(stream);
 
     // Captures and graphs.
     10000 Then [cuStreamBeginCapture_ptsz] cuStreamBeginCapture(stream: u64)

@@ -107,6 +107,8 @@ fn read(text: &str) -> (Vec<Found>, Vec<Summary>) {
             summaries.push(summary);
         }
     }
+    // What met a call that was then refused.
+    found.retain(|found| found.count > 0);
     (found, summaries)
 }
 
