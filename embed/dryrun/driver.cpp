@@ -92,10 +92,19 @@ EXPORT CUresult cuMemFree(CUdeviceptr address) { return address ? release(addres
 EXPORT CUresult cuMemHostAlloc(void** memory, size_t bytes, unsigned) { return allocate_host(memory, bytes); }
 EXPORT CUresult cuMemFreeHost(void* memory) { return release_host(memory); }
 EXPORT CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr address) {
+    const void* memory = reinterpret_cast<const void*>(address);
+    if (!is_device(memory) && !is_pinned(memory)) return CUDA_ERROR_INVALID_VALUE;
     switch (attribute) {
         case CU_POINTER_ATTRIBUTE_CONTEXT: *static_cast<CUcontext*>(value) = CONTEXT; break;
-        case CU_POINTER_ATTRIBUTE_MEMORY_TYPE: *static_cast<unsigned*>(value) = CU_MEMORYTYPE_DEVICE; break;
+        case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+            *static_cast<unsigned*>(value) = is_device(memory) ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
+            break;
         case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: *static_cast<CUdeviceptr*>(value) = address; break;
+        // The values of 8 bytes that are not known.
+        case CU_POINTER_ATTRIBUTE_HOST_POINTER:
+        case CU_POINTER_ATTRIBUTE_BUFFER_ID:
+        case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
+        case CU_POINTER_ATTRIBUTE_RANGE_SIZE: return CUDA_ERROR_NOT_SUPPORTED;
         default: *static_cast<int*>(value) = 0;
     }
     return CUDA_SUCCESS;
@@ -197,8 +206,14 @@ EXPORT CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cu
 
 // Functions by name.
 
-EXPORT CUresult cuGetProcAddress(const char* name, void** function, int, cuuint64_t, CUdriverProcAddressQueryResult* found) {
+// The form of CUDA 11, which tells nothing beside the function.
+CUresult get_proc_address(const char* name, void** function, int, cuuint64_t) {
     *function = entry(name);
+    return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+}
+EXPORT CUresult cuGetProcAddress(const char* name, void** function, int version, cuuint64_t, CUdriverProcAddressQueryResult* found) {
+    bool is_old = !strcmp(name, "cuGetProcAddress") && version < 12000;
+    *function = is_old ? reinterpret_cast<void*>(get_proc_address) : entry(name);
     if (found) *found = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
     return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
