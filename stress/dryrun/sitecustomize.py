@@ -42,8 +42,10 @@ def prepare_torch(torch):
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
     if os.environ.get("AQUIFER_DRYRUN_ALLOCATOR") == "aquifer":
-        import aquifer_torch
-
+        try:
+            import aquifer_torch
+        except ModuleNotFoundError:
+            raise SystemExit("aquifer: a dry run with Aquifer's options takes the package aquifer_torch, which is not installed: see embed/python") from None
         aquifer_torch.enable()
     torch.cuda._lazy_call(lambda: is_native(torch) and torch.cuda.memory._record_memory_history(max_entries=ENTRIES, stacks="python"))
     atexit.register(save, torch, os.getpid())

@@ -172,7 +172,7 @@ fn certain_findings_of_a_check_are_an_exit_code() {
     for options in [&["--check", "--live"][..], &["--check", "--config", ""], &["--suppress", "x"]] {
         assert_eq!(run(options, &["true"]).status.code(), Some(2), "{options:?}");
     }
-    assert_eq!(run(&["--check", "--suppress", "/no/such/file"], &["true"]).status.code(), Some(1));
+    assert_eq!(run(&["--check", "--suppress", "/no/such/file"], &["true"]).status.code(), Some(4));
 }
 
 #[test]

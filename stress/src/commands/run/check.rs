@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::PathBuf;
 
+use aquifer_trace::input::{InputError, Location, Reason};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -72,7 +73,10 @@ struct Summary {
 
 pub(super) fn run(session: &Session, args: &RunArgs) -> Result<Outcome, Failure> {
     let suppressed = match &args.suppress {
-        Some(path) => patterns(&fs::read_to_string(path).map_err(|cause| failed(path, cause))?),
+        Some(path) => {
+            let unread = |cause| InputError { path: path.clone(), location: Location::File, reason: Reason::Io(cause) };
+            patterns(&fs::read_to_string(path).map_err(unread)?)
+        }
         None => Vec::new(),
     };
     let (folder, mut command) = before_driver(args, LIBRARY, BUILD)?;

@@ -269,13 +269,13 @@ pub fn of_replays(program: &Program, study: &Study, advice: &[Advice]) -> Vec<An
 fn change(study: &Study, advice: &[Advice]) -> String {
     let more = |said: usize| match advice.len().saturating_sub(said) {
         0 => String::new(),
-        1 => " See also the other piece of advice.".to_owned(),
-        more => format!(" See also the {more} other pieces of advice."),
+        1 => " `advise` has another piece of advice.".to_owned(),
+        more => format!(" `advise` has {more} other pieces of advice."),
     };
     if let Some(asked) = &study.asked
         && let Some(manager) = asked.finishes()
     {
-        let (size, more) = (Bytes(asked.device_bytes), more(0).replace(" other", ""));
+        let (size, more) = (Bytes(asked.device_bytes), more(0).replace(" other", "").replace("another", "a"));
         return format!("Nothing: it finishes on {size} with {}.{more}", manager.title());
     }
     let Some(first) = advice.first() else { return "Nothing that was tried helps.".to_owned() };
@@ -315,14 +315,14 @@ fn costs(program: &Program, study: &Study, usual: &Case, advice: &[Advice]) -> S
     format!("Driver calls take, as modelled on {}: {said}. {pass}", study.tried_on)
 }
 
-/// The smallest common card, with the usual allocator and with the one that needs least.
+/// The smallest common card with the usual allocator, and with the nearest one that needs a smaller.
 fn cards(study: &Study, usual: &Case) -> String {
     let card = |case: &Case| case.smallest_device.and_then(smallest_card);
     let named = |case: &Case| format!("{}, with {}", card(case).unwrap_or("No common card"), case.manager.title());
-    let least =
-        study.cases.iter().filter(|case| case.smallest_device.is_some()).min_by_key(|case| case.smallest_device);
-    match least {
-        Some(least) if card(least) != card(usual) => format!("{}; {}.", named(usual), named(least)),
+    let least = study.cases.iter().filter_map(|case| case.smallest_device).min().and_then(smallest_card);
+    // PyTorch's own options come first.
+    match study.cases.iter().find(|case| card(case) == least) {
+        Some(nearest) if least != card(usual) => format!("{}; {}.", named(usual), named(nearest)),
         _ => format!("{}.", named(usual)),
     }
 }
