@@ -110,6 +110,25 @@ def what_is_not_simulated_says_so():
     assert "does not simulate the driver's pools: cudaDeviceGetDefaultMemPool" in report and "callback" not in report, report
 
 
+def the_sanitizer_of_pytorch_finds_what_it_finds_on_a_gpu():
+    start = """
+zeros, stream, wait = lambda: torch.zeros(1 << 20, device="cuda"), torch.cuda.Stream, lambda s: s.wait_stream(torch.cuda.current_stream())
+host, memory, side, other = torch.ones(1 << 20, pin_memory=True), zeros(), stream(), stream()
+"""
+    # The last column says whether it finds a race.
+    programs = [
+        ("zeroed on another stream", "with torch.cuda.stream(side): memory + 1", True),
+        ("uploaded on another stream", "wait(side)\nwith torch.cuda.stream(side): memory.copy_(host, non_blocking=True)\nmemory + 1", True),
+        ("written on two streams", "wait(side); wait(other)\nfor s in (side, other):\n  with torch.cuda.stream(s): memory.zero_()", True),
+        ("freed in use", "wait(side)\nwith torch.cuda.stream(side): memory + 1\nmemory = memory.data_ptr()\nassert zeros().data_ptr() == memory", False),
+        ("host memory written during its upload", "memory.copy_(host, non_blocking=True); host.zero_()", False),
+        ("right", "wait(side)\nwith torch.cuda.stream(side): memory + 1\ntorch.cuda.current_stream().wait_stream(side)\nmemory + 1", False),
+    ]
+    for name, program, is_found in programs:
+        _, report = dry("--device", "sim:24GiB", program=start + program, code=int(is_found), TORCH_CUDA_SANITIZER="1")
+        assert ("data race" in report) == is_found, (name, report)
+
+
 def usual_layers_run():
     layers = """
 F = torch.nn.functional
@@ -176,6 +195,7 @@ CHECKS = [
     loops_on_values_end,
     generation_ends_at_its_length,
     what_is_not_simulated_says_so,
+    the_sanitizer_of_pytorch_finds_what_it_finds_on_a_gpu,
     usual_layers_run,
     each_process_is_reported,
     a_module_of_the_environment_is_still_imported,
