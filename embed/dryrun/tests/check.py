@@ -61,6 +61,9 @@ def aquifer_serves_where_options_ask_for_it():
     said, report = dry("--device", "sim:24GiB", "--config", "limit_mb:8192", program=TRAIN)
     assert "5.0" in said or int(said.split()[0]) > 5 * GIB, said
     assert "with Aquifer" in report and "with PyTorch" not in report and "mlp" not in report, report
+    if not importlib.util.find_spec("aquifer_torch"):
+        _, report = dry("--device", "sim:24GiB", "--config", "", program="", code=1, PYTHONPATH="")
+        assert "takes the package aquifer_torch" in report and "Traceback" not in report, report
 
 
 def what_does_not_fit_is_refused_and_explained():
@@ -110,12 +113,12 @@ def what_is_not_simulated_says_so():
     assert "does not simulate the driver's pools: cudaDeviceGetDefaultMemPool" in report and "callback" not in report, report
 
 
-def the_sanitizer_of_pytorch_finds_what_it_finds_on_a_gpu():
+def the_sanitizer_of_pytorch_finds_missing_waits():
     start = """
 zeros, stream, wait = lambda: torch.zeros(1 << 20, device="cuda"), torch.cuda.Stream, lambda s: s.wait_stream(torch.cuda.current_stream())
 host, memory, side, other = torch.ones(1 << 20, pin_memory=True), zeros(), stream(), stream()
 """
-    # The last column says whether it finds a race.
+    # What is wrong, the program, and whether the sanitizer finds it.
     programs = [
         ("zeroed on another stream", "with torch.cuda.stream(side): memory + 1", True),
         ("uploaded on another stream", "wait(side)\nwith torch.cuda.stream(side): memory.copy_(host, non_blocking=True)\nmemory + 1", True),
@@ -195,7 +198,7 @@ CHECKS = [
     loops_on_values_end,
     generation_ends_at_its_length,
     what_is_not_simulated_says_so,
-    the_sanitizer_of_pytorch_finds_what_it_finds_on_a_gpu,
+    the_sanitizer_of_pytorch_finds_missing_waits,
     usual_layers_run,
     each_process_is_reported,
     a_module_of_the_environment_is_still_imported,

@@ -250,6 +250,8 @@ pub fn of_replays(program: &Program, study: &Study, advice: &[Advice]) -> Vec<An
         format!("{size} with {}", case.manager.title())
     };
     let sizes = study.cases.iter().map(device).collect::<Vec<_>>().join("; ");
+    let need = |case: &Case| (case.manager.title(), case.smallest_device);
+    let needs: Vec<_> = study.cases.iter().map(need).collect();
     let here = study.exhausted.as_ref().map(|exhausted| &exhausted.oom).filter(|oom| !oom.is_made_up);
     let here = here.map_or_else(String::new, |oom| match &oom.finishes_with[..] {
         [] => format!(" It finishes with none of them on {}.", Bytes(oom.device_bytes)),
@@ -259,7 +261,7 @@ pub fn of_replays(program: &Program, study: &Study, advice: &[Advice]) -> Vec<An
         ("What fits", format!("The smallest device on which it finishes: {sizes}.{here}")),
         ("What to change", change(study, advice)),
         ("What a step costs", costs(program, study, usual, advice)),
-        ("Which card", cards(study, usual)),
+        ("Which card", cards(need(usual), &needs)),
     ]
     .map(|(question, answer)| Answer { question, answer })
     .into()
@@ -267,16 +269,16 @@ pub fn of_replays(program: &Program, study: &Study, advice: &[Advice]) -> Vec<An
 
 /// What to change so that the program finishes, or else what helps most.
 fn change(study: &Study, advice: &[Advice]) -> String {
-    let more = |said: usize| match advice.len().saturating_sub(said) {
+    let more = |said: usize, other: &str| match advice.len().saturating_sub(said) {
         0 => String::new(),
-        1 => " `advise` has another piece of advice.".to_owned(),
-        more => format!(" `advise` has {more} other pieces of advice."),
+        1 => format!(" `advise` has one {other}piece of advice."),
+        more => format!(" `advise` has {more} {other}pieces of advice."),
     };
     if let Some(asked) = &study.asked
         && let Some(manager) = asked.finishes()
     {
-        let (size, more) = (Bytes(asked.device_bytes), more(0).replace(" other", "").replace("another", "a"));
-        return format!("Nothing: it finishes on {size} with {}.{more}", manager.title());
+        let size = Bytes(asked.device_bytes);
+        return format!("Nothing: it finishes on {size} with {}.{}", manager.title(), more(0, ""));
     }
     let Some(first) = advice.first() else { return "Nothing that was tried helps.".to_owned() };
     let figures = first.figures.as_ref().map_or_else(String::new, |figures| {
@@ -285,7 +287,7 @@ fn change(study: &Study, advice: &[Advice]) -> String {
         let held = before.map(|before| format!(" It holds {}.", instead(figures.peak_reserved_bytes, before)));
         format!(" {needs}{}", held.unwrap_or_default())
     });
-    format!("{}.{figures}{}", first.title, more(1))
+    format!("{}.{figures}{}", first.title, more(1, "other "))
 }
 
 /// The time of driver calls, with the usual allocator and with what is advised.
@@ -315,15 +317,15 @@ fn costs(program: &Program, study: &Study, usual: &Case, advice: &[Advice]) -> S
     format!("Driver calls take, as modelled on {}: {said}. {pass}", study.tried_on)
 }
 
-/// The smallest common card with the usual allocator, and with the nearest one that needs a smaller.
-fn cards(study: &Study, usual: &Case) -> String {
-    let card = |case: &Case| case.smallest_device.and_then(smallest_card);
-    let named = |case: &Case| format!("{}, with {}", card(case).unwrap_or("No common card"), case.manager.title());
-    let least = study.cases.iter().filter_map(|case| case.smallest_device).min().and_then(smallest_card);
-    // PyTorch's own options come first.
-    match study.cases.iter().find(|case| card(case) == least) {
-        Some(nearest) if least != card(usual) => format!("{}; {}.", named(usual), named(nearest)),
-        _ => format!("{}.", named(usual)),
+/// The smallest common card with the usual allocator, and with the first that needs a smaller: of
+/// each, its title and the smallest device on which the program finishes.
+fn cards(usual: (String, Option<u64>), all: &[(String, Option<u64>)]) -> String {
+    let card = |device: Option<u64>| device.and_then(smallest_card);
+    let named = |(title, device): &(String, _)| format!("{}, with {title}", card(*device).unwrap_or("No common card"));
+    let least = card(all.iter().filter_map(|&(_, device)| device).min());
+    match all.iter().find(|&&(_, device)| card(device) == least) {
+        Some(first) if least != card(usual.1) => format!("{}; {}.", named(&usual), named(first)),
+        _ => format!("{}.", named(&usual)),
     }
 }
 
@@ -335,5 +337,17 @@ mod tests {
     fn times_have_units() {
         let shown = [0.0, 99.0, 740.0, 9960.0, 23_600.0].map(driver_ms);
         assert_eq!(shown, ["0 ms", "less than 0.1 ms", "0.7 ms", "10.0 ms", "24 ms"]);
+    }
+
+    #[test]
+    fn the_card_is_that_of_the_first_allocator_that_needs_so_small_a_one() {
+        let need = |title: &str, gib: u64| (title.to_owned(), Some(gib << 30));
+        let all = [need("PyTorch", 9), need("expandable", 7), need("Aquifer", 6)];
+        let said = cards(all[0].clone(), &all);
+        assert_eq!(said.split_once("; ").unwrap().1, "RTX 4060 (8 GB), with expandable.");
+        assert_eq!(cards(all[1].clone(), &all[1..]), "RTX 4060 (8 GB), with expandable.");
+        let none = ("PyTorch".to_owned(), None);
+        assert_eq!(cards(none.clone(), std::slice::from_ref(&none)), "No common card, with PyTorch.");
+        assert_eq!(cards(none, &all[2..]), "No common card, with PyTorch; RTX 4060 (8 GB), with Aquifer.");
     }
 }
