@@ -191,6 +191,7 @@ mod tests {
         two.fill(block.ptr(), 1, 1000).unwrap();
         block.record_stream(&two).unwrap();
         drop(block);
+        assert_eq!(allocator.stats().active.all.current, 1, "it waits");
         drop(allocator.alloc_bytes(4 << 20, &one).unwrap());
         two.synchronize().unwrap();
         for _ in 0..200 {
